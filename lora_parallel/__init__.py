@@ -1,0 +1,25 @@
+"""LoRA training under FSDP2 and tensor parallelism: the engine.
+
+    mesh = build_mesh(config)
+    model = parallelize(model, mesh, config, lora_config=LoraConfig(...))
+
+Plain torch, PEFT and safetensors; usable by itself in a loop started by torchrun. `lightning_lora` puts it behind one
+flag of Lightning's Trainer.
+"""
+
+from lora_parallel.adapters import load_adapter, save_adapter
+from lora_parallel.config import ParallelConfig
+from lora_parallel.grads import clip_grad_norm_
+from lora_parallel.mesh import build_mesh
+from lora_parallel.shard import parallelize
+from lora_parallel.state import no_sync
+
+__all__ = [
+    "ParallelConfig",
+    "build_mesh",
+    "clip_grad_norm_",
+    "load_adapter",
+    "no_sync",
+    "parallelize",
+    "save_adapter",
+]

@@ -1,0 +1,280 @@
+"""Adapter folders in PEFT's own format: which parameters are an adapter's, saving, loading.
+
+Source of the format: peft/utils/save_and_load.py and PeftModel.save_pretrained; what PEFT writes in one process is what
+is written here, by PEFT's own functions, from tensors gathered one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
+from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.agreement import agreed
+from lora_parallel.gather import gather_on_rank_zero, reshard
+from lora_parallel.upstream import local_region
+
+__all__ = ["adapter_parameters", "load_adapter", "save_adapter"]
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def peft_configs(model: nn.Module) -> dict[str, PeftConfig]:
+    """The PEFT configs of the model's adapters, by adapter name; empty where there are none."""
+    holder = adapted_model(model)
+    return {} if holder is None else dict(holder.peft_config)  # type: ignore[arg-type]
+
+
+def adapted_model(model: nn.Module) -> nn.Module | None:
+    """The outermost module in `model` that PEFT has put its configs on."""
+    for module in model.modules():
+        if isinstance(module, PeftModel) or isinstance(module.__dict__.get("peft_config"), dict):
+            return module
+    return None
+
+
+def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dict[str, nn.Parameter]:
+    """The parameters that belong to an adapter (to any, if no name is given), by their name in `model`.
+
+    LoRA factors, what LoRA variants add, `modules_to_save` copies, and the biases that the config trains.
+    """
+    found: dict[str, nn.Parameter] = {}
+    parameters = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            continue
+        for attribute in module.adapter_layer_names:
+            start = f"{prefix}.{attribute}." if prefix else f"{attribute}."
+            for name, parameter in parameters.items():
+                if not name.startswith(start):
+                    continue
+                owner = name[len(start) :].split(".")[0]
+                if adapter_name is None or owner == adapter_name:
+                    found[name] = parameter
+    for adapter, config in peft_configs(model).items():
+        if adapter_name not in (None, adapter):
+            continue
+        bias = getattr(config, "bias", "none")
+        for name, parameter in parameters.items():
+            is_bias = name.endswith(".bias") or name == "bias"
+            if is_bias and (bias == "all" or (bias == "lora_only" and ".base_layer." in name)):
+                found[name] = parameter
+    return {name: parameters[name] for name in parameters if name in found}
+
+
+def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> Path:
+    """Write the adapter as PEFT would in one process. Collective: call it on every rank with the same arguments.
+
+    Tensors are gathered one at a time and kept on rank 0's CPU; the base is never gathered. Rank 0 writes beside the
+    target, reads back, compares, and renames, so that a folder is complete or not there.
+
+    Args:
+        model: What `parallelize` returned, or any model with PEFT layers (also in one process, unsharded).
+        directory: The adapter folder; as in PEFT, an adapter that is not "default" goes in a subfolder of its name.
+        adapter_name: Which adapter.
+
+    Returns:
+        The folder that holds `adapter_model.safetensors` and `adapter_config.json`.
+
+    Raises:
+        ValueError: The model has no such adapter.
+        RuntimeError: The written file does not hold every adapter tensor as gathered.
+        OSError: The folder cannot be written. All on every rank.
+    """
+    reshard(model)
+    with agreed():
+        configs = peft_configs(model)
+        if adapter_name not in configs:
+            raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
+        if not adapter_parameters(model, adapter_name):
+            raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
+    target = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
+    writer = not dist.is_initialized() or dist.get_rank() == 0
+    gathered = gather_on_rank_zero(adapter_parameters(model, adapter_name))
+    with agreed():
+        if writer:
+            _write(model, adapter_name, gathered, target)
+    return target
+
+
+def _write(model: nn.Module, adapter_name: str, gathered: dict[str, Tensor], target: Path) -> None:
+    holder = adapted_model(model)
+    assert holder is not None
+    state = _to_disk_names(model, holder, adapter_name, gathered)
+    if target.is_file():
+        raise NotADirectoryError(f"{target} is a file: give a folder.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        save_file(state, scratch / WEIGHTS, metadata={"format": "pt"})
+        _write_config(holder, adapter_name, scratch)
+        _compare(scratch / WEIGHTS, state)
+        scratch.chmod(0o777 & ~_umask())
+        if target.exists():
+            for name in (WEIGHTS, CONFIG):
+                os.replace(scratch / name, target / name)
+        else:
+            os.replace(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _to_disk_names(model: nn.Module, holder: nn.Module, adapter_name: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What PEFT would write for these tensors, by the keys it would write them under."""
+    prefix = _name_of(model, holder)
+    inside = {name.removeprefix(prefix): tensor for name, tensor in full.items()}
+    state = get_peft_model_state_dict(holder, state_dict=inside, adapter_name=adapter_name, save_embedding_layers=False)
+    if not isinstance(holder, PeftModel):
+        state = {f"base_model.model.{key}": tensor for key, tensor in state.items()}
+    if len(state) != len(inside):
+        raise RuntimeError(
+            f"PEFT names {len(state)} tensors for the adapter {adapter_name!r}, which has {len(inside)}: nothing written."
+        )
+    return {key: tensor.contiguous() for key, tensor in state.items()}
+
+
+def _name_of(model: nn.Module, inner: nn.Module) -> str:
+    name = next(name for name, module in model.named_modules() if module is inner)
+    return f"{name}." if name else ""
+
+
+def _write_config(holder: nn.Module, adapter_name: str, directory: Path) -> None:
+    """`adapter_config.json`, with the changes that `PeftModel.save_pretrained` makes on the way."""
+    config: Any = holder.peft_config[adapter_name]  # type: ignore[index]
+    base = holder.get_base_model() if isinstance(holder, PeftModel) else holder
+    before = config.base_model_name_or_path, config.inference_mode
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        kind = type(base)
+        if kind.__name__.startswith("FSDP"):  # fully_shard puts a subclass in place of the root's class
+            kind = kind.__mro__[2]
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    try:
+        config.save_pretrained(str(directory), auto_mapping_dict=mapping)
+    finally:
+        config.base_model_name_or_path, config.inference_mode = before
+
+
+def _compare(file: Path, state: dict[str, Tensor]) -> None:
+    with safe_open(file, framework="pt") as written:
+        missing = sorted(set(state) - set(written.keys()))
+        wrong = [key for key in state if key not in missing and not torch.equal(written.get_tensor(key), state[key])]
+    if missing or wrong:
+        raise RuntimeError(
+            f"{file} does not hold what was saved (missing: {missing[:3]}, different: {wrong[:3]}): nothing was put in "
+            "place."
+        )
+
+
+def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> None:
+    """Fill the model's adapter from a PEFT folder, each rank with its own slices. Collective.
+
+    The adapter must be there with the same layers and r; nothing is changed unless everything fits.
+
+    Args:
+        model: What `parallelize` returned, on any mesh, or an unsharded model with PEFT layers.
+        directory: The folder that holds `adapter_model.safetensors`; as in PEFT, for an adapter that is not "default"
+            the subfolder of its name is looked at first.
+        adapter_name: Which of the model's adapters to fill.
+
+    Raises:
+        FileNotFoundError: There is no such folder or file.
+        ValueError: The file cannot be read, is of another PEFT type, or its keys and shapes are not exactly the
+            adapter's. All on every rank.
+    """
+    reshard(model)
+    with agreed():
+        holder = adapted_model(model)
+        configs = peft_configs(model)
+        if holder is None or adapter_name not in configs:
+            raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
+        folder = Path(directory)
+        if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
+            folder = folder / adapter_name
+        _check_config(folder, configs[adapter_name])
+        prefix = _name_of(model, holder)
+        parameters = {n.removeprefix(prefix): p for n, p in adapter_parameters(model, adapter_name).items()}
+        stand_ins: dict[str, Tensor] = {
+            name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()
+        }
+        shapes = _to_disk_names(holder, holder, adapter_name, stand_ins)
+        by_tensor = {id(tensor): name for name, tensor in stand_ins.items()}
+        targets = {key: parameters[by_tensor[id(tensor)]] for key, tensor in shapes.items()}
+        values = _read_slices(folder / WEIGHTS, targets)
+    with torch.no_grad():
+        for key, parameter in targets.items():
+            _local(parameter).copy_(values[key])
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    data = parameter.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def _check_config(folder: Path, own: PeftConfig) -> None:
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is no PEFT adapter folder: it has no {name}.")
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        kind = config["peft_type"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG} is no PEFT config ({type(error).__name__}: {error}).") from error
+    if kind != PeftType.LORA.value:
+        raise ValueError(f"{folder} holds an adapter of PEFT type {kind!r}; only LORA is supported.")
+    if isinstance(own, LoraConfig):
+        for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+            theirs, ours = config.get(field, getattr(own, field)), getattr(own, field)
+            if theirs != ours:
+                raise ValueError(
+                    f"{folder} was trained with {field}={theirs!r}, the model's adapter has {field}={ours!r}: build the "
+                    "adapter with the folder's own config."
+                )
+
+
+def _read_slices(file: Path, targets: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    try:
+        reader = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
+    with reader as stored:
+        keys = set(stored.keys())
+        missing, unexpected = sorted(set(targets) - keys), sorted(keys - set(targets))
+        if missing or unexpected:
+            raise ValueError(
+                f"{file} does not fit the model's adapter: {len(missing)} keys are missing (first: {missing[:2]}), "
+                f"{len(unexpected)} are unexpected (first: {unexpected[:2]})."
+            )
+        values = {}
+        for key, parameter in targets.items():
+            view = stored.get_slice(key)
+            shape = tuple(view.get_shape())
+            if shape != tuple(parameter.shape):
+                raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
+            region = local_region(parameter.data) if isinstance(parameter.data, DTensor) else (slice(None),)
+            empty = _local(parameter).numel() == 0
+            values[key] = torch.empty_like(_local(parameter)) if empty else view[region]
+        return values

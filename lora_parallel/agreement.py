@@ -1,0 +1,78 @@
+"""Errors that every rank raises, and what ranks must hold alike."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["agreed", "fingerprint", "gather_numbers"]
+
+_COLUMNS = 4096
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Run a block without collectives; if it fails on any rank, raise on every rank.
+
+    The failing rank raises its own error; the others raise one of the same type that names the rank and its message. So
+    no rank is left waiting in a later collective for one that has gone.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    mine = None if error is None else (type(error).__name__, str(error))
+    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(everyone):
+        if failure is not None:
+            kind = getattr(builtins, failure[0], RuntimeError)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise kind(f"on rank {rank}: {failure[1]}")
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A 64-bit number that equal tensors share, and that differs for tensors whose bytes or order of bytes differ.
+
+    Not cryptographic: two different tensors collide by accident once in about 2^64. Reads the tensor once.
+    """
+    data = tensor.detach().contiguous().view(-1)
+    if data.numel() == 0:
+        return 0
+    raw = data.view(torch.uint8)
+    whole = raw.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+    weights = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=data.device) * -7046029254386353131 + 1
+    total = raw.numel()
+    if whole:
+        body = raw[:whole]
+        if body.storage_offset() % 8:
+            body = body.clone()
+        total += int((body.view(torch.int64).view(-1, _COLUMNS).sum(0) * weights).sum())
+    tail = raw[whole:].to(torch.int64)
+    if tail.numel():
+        places = torch.arange(1, tail.numel() + 1, dtype=torch.int64, device=data.device) * -4658895280553007687 + 1
+        total += int((tail * places).sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def gather_numbers(numbers: list[int], device: str) -> Tensor:
+    """Every rank's `numbers`, as int64 of shape [world size, len(numbers)] on the CPU. Collective."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine.unsqueeze(0).cpu()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone).cpu()

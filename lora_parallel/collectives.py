@@ -1,0 +1,127 @@
+"""The collectives of tensor parallel compute, as autograd functions on plain local tensors.
+
+All are functional (out of place), so that `torch.compile` can trace them. A peer that runs another program shows as a
+timeout: each rank then names its own last collective, see `_named`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lora_parallel.upstream import all_gather_stacked, all_reduce_sum
+
+__all__ = ["all_reduce", "chunk_bounds", "copy_to_tp", "gather_last_dim", "split_last_dim", "sum_over_tp"]
+
+
+def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and end of chunk `index` of `parts` over `size` elements, as `torch.chunk` and DTensor's `Shard` cut."""
+    width = -(-size // parts)
+    return min(index * width, size), min((index + 1) * width, size)
+
+
+@contextmanager
+def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
+    """Turn a failed collective into an error that says which one this rank was in."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: the collective '{what} of {where}' over tp (ranks "
+            f"{dist.get_process_group_ranks(group)}) failed. Compare with what the other ranks name: a rank that names "
+            f"another collective, or none, ran a different program. Cause: {error}"
+        ) from error
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
+    """The sum of `tensor` over `group`, as a new tensor."""
+    with _named(what, where, group):
+        return all_reduce_sum(tensor.contiguous(), group)
+
+
+class _CopyToTP(torch.autograd.Function):
+    """Identity forward; backward sums the gradient over tp, for every layer that was fed from it at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+        ctx.group, ctx.where = group, where
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return all_reduce(grads[0], ctx.group, "input gradient", ctx.where), None, None
+
+
+class _SumOverTP(torch.autograd.Function):
+    """Sum over tp forward; identity backward, because every rank goes on with the same output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+        return all_reduce(x, group, "output", where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+def _gather(x: Tensor, size: int, group: ProcessGroup, what: str, where: str) -> Tensor:
+    width = -(-size // group.size())
+    padded = torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()
+    with _named(what, where, group):
+        stacked = all_gather_stacked(padded, group)
+    # Only the last chunks can be short (or empty), so all padding is at the end.
+    return stacked.movedim(0, -2).flatten(-2)[..., :size].contiguous()
+
+
+class _GatherLastDim(torch.autograd.Function):
+    """Slices put together forward; backward keeps this rank's slice of a gradient that is the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
+        ctx.bounds = chunk_bounds(size, group.size(), group.rank())
+        return _gather(x, size, group, "output slices", where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        start, end = ctx.bounds
+        return grads[0][..., start:end], None, None, None
+
+
+class _SplitLastDim(torch.autograd.Function):
+    """This rank's slice forward; backward puts the slices' gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+        ctx.size, ctx.group, ctx.where = x.shape[-1], group, where
+        start, end = chunk_bounds(x.shape[-1], group.size(), group.rank())
+        return x[..., start:end].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grads[0], ctx.size, ctx.group, "input gradient slices", ctx.where), None, None
+
+
+def copy_to_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    """`x`, whole on every rank, fed to slices: the gradient that comes back is partial and is summed over tp."""
+    return _CopyToTP.apply(x, group, where)
+
+
+def sum_over_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    """The sum of the partial outputs `x`."""
+    return _SumOverTP.apply(x, group, where)
+
+
+def gather_last_dim(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
+    """The output of width `size` of which each rank holds one chunk of the last dim."""
+    return _GatherLastDim.apply(x, size, group, where)
+
+
+def split_last_dim(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    """This rank's chunk of the last dim of `x`, which is whole on every rank."""
+    return _SplitLastDim.apply(x, group, where)

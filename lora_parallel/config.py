@@ -1,0 +1,102 @@
+"""`ParallelConfig`: everything that `parallelize` can be told, checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+__all__ = ["ParallelConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the mesh axes and what is done along them.
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: A field has a value that cannot work, or that is not supported yet.
+    """
+
+    tp: int = 1
+    """Ranks along the `tp` axis: each holds a slice of every planned layer and sees the same batch."""
+
+    dp_shard: int | Literal["auto"] = "auto"
+    """Ranks along the `dp_shard` axis, over which FSDP2 shards. "auto": what tp and dp_replicate leave."""
+
+    dp_replicate: int = 1
+    """Ranks along the `dp_replicate` axis: copies of the sharded model (HSDP where dp_shard > 1)."""
+
+    tp_plan: Literal["auto"] | Mapping[str, str] = "auto"
+    """"auto": the model's own plan. A mapping {glob: style} is laid over the model's own; each glob must match."""
+
+    param_dtype: torch.dtype | None = None
+    """Compute in this dtype (FSDP2's `MixedPrecisionPolicy`); parameters stay in theirs. None: as they are."""
+
+    reduce_dtype: torch.dtype | None = torch.float32
+    """Reduce gradients over dp at least in this dtype; wider gradients are never narrowed."""
+
+    block_classes: Literal["auto"] | Sequence[str] = "auto"
+    """Class names of the modules that become one FSDP unit each. "auto": the model's `_no_split_modules`."""
+
+    reshard_after_forward: bool = True
+    """Free a unit's gathered weights after its forward and gather them again in backward."""
+
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in backward."""
+
+    require_adapters: bool = True
+    """Refuse a model without adapters, and one whose base trains. False: `requires_grad` stays as it is."""
+
+    seed: int = 0
+    """Seed of the adapters that `parallelize` injects and of LoRA dropout."""
+
+    timeout_seconds: int = 1800
+    """After this long a collective that a peer has not joined is an error."""
+
+    sequence_parallel: bool = field(default=False)
+    """Not supported yet."""
+
+    cpu_offload: bool = False
+    """Not supported yet."""
+
+    compile: bool = False
+    """Not supported yet."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp_replicate", "timeout_seconds"):
+            _positive(name, getattr(self, name))
+        if self.dp_shard != "auto":
+            _positive("dp_shard", self.dp_shard, or_auto=True)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed={self.seed!r}: give an int.")
+        if isinstance(self.tp_plan, str):
+            if self.tp_plan != "auto":
+                raise ValueError(f'tp_plan={self.tp_plan!r}: give "auto" or a mapping {{glob: style}}.')
+        elif not isinstance(self.tp_plan, Mapping):
+            raise TypeError(f'tp_plan is a {type(self.tp_plan).__name__}: give "auto" or a mapping {{glob: style}}.')
+        if isinstance(self.block_classes, str) and self.block_classes != "auto":
+            raise ValueError(f'block_classes={self.block_classes!r}: give "auto" or a list of class names.')
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise TypeError(f"{name}={dtype!r}: give a floating-point torch.dtype or None.")
+        if self.param_dtype is torch.float16:
+            raise ValueError(
+                "param_dtype=torch.float16 needs loss scaling, which sharded training does not have here: "
+                "use torch.bfloat16."
+            )
+        for name in ("sequence_parallel", "cpu_offload", "compile"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True is not supported yet: leave it False.")
+
+
+def _positive(name: str, value: object, or_auto: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: give a positive int{' or auto' if or_auto else ''}.")
+    if value < 1:
+        raise ValueError(f"{name}={value}: give a positive int{' or auto' if or_auto else ''}.")

@@ -1,0 +1,89 @@
+"""From shards to full tensors on rank 0's CPU, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.upstream import local_region
+
+__all__ = ["gather_on_rank_zero", "reshard"]
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every FSDP2 unit's sharded parameters back in place, should a forward have left whole ones there."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Full copies of `tensors` on the CPU of rank 0; an empty dict elsewhere. Collective.
+
+    Each rank says which region of each tensor it holds, and sends that; rank 0 puts the regions in place. So any
+    placement of FSDP2 and tensor parallelism is gathered in one message a bucket, where `DTensor.full_tensor` takes
+    one a mesh axis and leaves the result on every rank.
+    """
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {name: _local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    regions: list[dict[str, tuple[slice, ...]]] = [{} for _ in range(world)]
+    dist.all_gather_object(regions, {name: _region(tensor) for name, tensor in detached.items()})
+    gathered: dict[str, Tensor] = {}
+    for bucket in _buckets(detached):
+        mine = torch.cat([_local(detached[name]).reshape(-1).view(torch.uint8) for name in bucket])
+        counts = [sum(_count(region[name]) * detached[name].element_size() for name in bucket) for region in regions]
+        padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
+        parts = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
+        dist.gather(padded, parts, dst=0)
+        if parts is None:
+            continue
+        for name in bucket:
+            gathered[name] = torch.empty(detached[name].shape, dtype=detached[name].dtype)
+        for part, region in zip(parts, regions, strict=True):
+            start, flat = 0, part.cpu()
+            for name in bucket:
+                end = start + _count(region[name]) * detached[name].element_size()
+                target = gathered[name][region[name]]
+                target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
+                start = end
+    return gathered
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _region(tensor: Tensor) -> tuple[slice, ...]:
+    if isinstance(tensor, DTensor):
+        return local_region(tensor)
+    return tuple(slice(0, size) for size in tensor.shape)
+
+
+def _count(region: tuple[slice, ...]) -> int:
+    count = 1
+    for part in region:
+        count *= part.stop - part.start
+    return count
+
+
+def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    bucket: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        whole = tensor.numel() * tensor.element_size()  # of the full tensor: ranks must agree on the buckets
+        if bucket and size + whole > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += whole
+    if bucket:
+        yield bucket

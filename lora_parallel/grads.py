@@ -1,0 +1,206 @@
+"""Gradients: partial sums over tp finished in one message, accumulation, and norms across the mesh.
+
+The sums over dp and over tp commute. FSDP2 reduce-scatters an adapter gradient over dp as it is, partial over tp;
+what is left afterwards is 1 / dp of the bytes, finished by one all-reduce over tp for all adapters together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.collectives import all_reduce
+from lora_parallel.upstream import queue_after_backward
+
+__all__ = ["PartialGradients", "clip_grad_norm_"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class PartialGradients:
+    """The gradients that are partial sums over tp, and when they are summed.
+
+    A parameter's gradient is declared `Replicate` over tp at the boundary of local compute although each rank's values
+    are partial, so that neither DTensor nor FSDP2 reduces it singly. At the end of each backward pass what has come
+    together in `.grad` is taken out; if that pass is a synchronised one, everything taken out so far is summed over tp
+    in one flat message per dtype and added to the gradient that was finished before. So no gradient is reduced twice,
+    however many backward passes add to it.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.synchronise = True
+        """Whether the next backward pass finishes the sum. Set by `no_sync`."""
+
+        self._group = group
+        self._parameters: list[nn.Parameter] = []
+        self._finished: dict[int, Tensor | None] | None = None
+        self._pending: dict[int, Tensor] = {}
+
+    def manage(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take over these parameters: the sharded ones that the optimizer sees."""
+        self._parameters = list(parameters)
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """The local tensor of `parameter` (a DTensor) for compute whose gradient will be partial over tp."""
+        return _PartialLocal.apply(parameter, self)
+
+    def reset(self) -> None:
+        """Give back the finished gradients if an error ended a backward pass before its end."""
+        if self._finished is not None:
+            for index, parameter in enumerate(self._parameters):
+                parameter.grad = self._finished[index]
+            self._finished = None
+            self._pending.clear()
+
+    def begin(self) -> None:
+        """Called by the first partial gradient of a backward pass, before it is accumulated."""
+        if self._finished is not None:
+            return
+        self._finished = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
+        for parameter in self._parameters:
+            parameter.grad = None
+        queue_after_backward(self._end)
+
+    def _end(self) -> None:
+        finished, self._finished = self._finished, None
+        assert finished is not None
+        for index, parameter in enumerate(self._parameters):
+            partial, parameter.grad = parameter.grad, finished[index]
+            if partial is not None:
+                known = self._pending.get(index)
+                self._pending[index] = partial if known is None else known + partial
+        if self.synchronise:
+            self._reduce()
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        assert self._group is not None
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index in sorted(self._pending):
+            by_dtype.setdefault(self._pending[index].dtype, []).append(index)
+        for indices in by_dtype.values():
+            shards = [local(self._pending[index]) for index in indices]
+            flat = torch.cat([shard.reshape(-1) for shard in shards])
+            flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors")
+            for index, shard, summed in zip(indices, shards, flat.split([s.numel() for s in shards]), strict=True):
+                shard.copy_(summed.view_as(shard))
+                parameter = self._parameters[index]
+                parameter.grad = (
+                    self._pending[index] if parameter.grad is None else parameter.grad.add_(self._pending[index])
+                )
+        self._pending.clear()
+
+
+class _PartialLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, gradients: PartialGradients) -> Tensor:
+        ctx.spec = (parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+        ctx.gradients = gradients
+        plain = parameter.to_local()
+        return plain.view_as(plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None]:
+        ctx.gradients.begin()
+        mesh, placements, shape, stride = ctx.spec
+        return DTensor.from_local(grads[0], mesh, placements, run_check=False, shape=shape, stride=stride), None
+
+
+@contextmanager
+def backward_sync(model: nn.Module, gradients: PartialGradients | None, enabled: bool) -> Iterator[None]:
+    """Within the context, backward passes of `model` do (not) reduce gradients over any axis."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def set_sync(value: bool) -> None:
+        for unit in units:
+            unit.set_requires_gradient_sync(value, recurse=False)
+        if gradients is not None:
+            gradients.synchronise = value
+
+    set_sync(enabled)
+    try:
+        yield
+    finally:
+        set_sync(True)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for parameters on any mix of meshes and placements.
+
+    Every element of every gradient counts once, whichever axes its tensor is sharded or replicated over. Costs one
+    all-reduce of a few numbers for each process group that any gradient is sharded over.
+
+    Args:
+        parameters: Tensors or DTensors with finished gradients; those without one are skipped. The same on all ranks.
+        max_norm: The norm that the gradients have at most afterwards.
+        norm_type: p of the p-norm; `inf` for the largest element.
+
+    Returns:
+        The norm before clipping: a plain scalar tensor, equal on all ranks.
+
+    Raises:
+        ValueError: A gradient is still a partial sum, or `norm_type` is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: give a positive number or inf.")
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [owner.grad for owner in owners if owner.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    by_groups: dict[tuple[str, ...], list[Tensor]] = {}
+    groups: dict[str, ProcessGroup] = {}
+    for grad in grads:
+        names = []
+        if isinstance(grad, DTensor):
+            for axis, placement in enumerate(grad.placements):
+                if placement.is_partial():
+                    raise ValueError(
+                        f"a gradient of shape {tuple(grad.shape)} is a partial sum ({placement}): call backward outside "
+                        "no_sync before clipping."
+                    )
+                if not placement.is_replicate() and grad.device_mesh.size(axis) > 1:
+                    group = grad.device_mesh.get_group(axis)
+                    groups[group.group_name] = group
+                    names.append(group.group_name)
+        by_groups.setdefault(tuple(names), []).append(local(grad))
+    first = local(grads[0])
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    infinite = norm_type == float("inf")
+    keys = list(by_groups)  # in the parameters' order, which all ranks share; group names they do not
+    totals = torch.stack([_power_sum(by_groups[key], norm_type, dtype, first.device) for key in keys])
+    for name, group in groups.items():
+        rows = torch.tensor([index for index, key in enumerate(keys) if name in key], device=totals.device)
+        part = totals[rows].contiguous()
+        dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        totals[rows] = part
+    norm = totals.max() if infinite else totals.sum() ** (1 / norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for tensors in by_groups.values():
+        torch._foreach_mul_(tensors, scale.to(tensors[0].device))
+    return norm
+
+
+def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The sum of |x|^p over all elements, or the largest |x|, of this rank's part."""
+    norms = [
+        torch.linalg.vector_norm(tensor.to(dtype), norm_type).to(device) for tensor in tensors if tensor.numel() > 0
+    ]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    stacked = torch.stack(norms)
+    return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()

@@ -1,0 +1,86 @@
+"""Adapters of the same values on any mesh: injected in full shape, from the seed, before anything is sharded."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, PeftType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+from torch import nn
+
+from lora_parallel.config import ParallelConfig
+from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
+from lora_parallel.plan import clean_names
+
+__all__ = ["adapt_dropout", "check_adapters", "has_adapters", "inject_adapter"]
+
+_REMEDY = (
+    "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "
+    "require_adapters=False to train without adapters."
+)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model has PEFT layers."""
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraConfig | None) -> None:
+    """Refuse a model whose adapters we cannot train, or that should have some and has none.
+
+    Raises:
+        TypeError: `lora_config` is no `LoraConfig`.
+        ValueError: No adapters and no `lora_config`; both; or adapters of a kind that is not supported.
+    """
+    if lora_config is not None and not isinstance(lora_config, LoraConfig):
+        kind = getattr(lora_config, "peft_type", type(lora_config).__name__)
+        raise TypeError(
+            f"lora_config is a {type(lora_config).__name__} ({kind}): only LoRA is supported; give a peft.LoraConfig."
+        )
+    present = has_adapters(model)
+    for module in model.modules():
+        for name, peft_config in _configs(module).items():
+            if peft_config.peft_type != PeftType.LORA:
+                raise ValueError(
+                    f"adapter {name!r} has PEFT type {getattr(peft_config.peft_type, 'value', peft_config.peft_type)}: "
+                    "only LORA is supported."
+                )
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer):
+            raise ValueError(
+                f"the model has adapter layers of type {type(module).__module__}.{type(module).__name__}: only LoRA's "
+                "are supported."
+            )
+    if present and lora_config is not None:
+        raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
+    if not present and lora_config is None and config.require_adapters:
+        raise ValueError(f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}")
+
+
+def _configs(module: nn.Module) -> dict[str, object]:
+    configs = module.__dict__.get("peft_config")
+    return configs if isinstance(configs, dict) else {}
+
+
+def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int) -> None:
+    """Inject the adapter "default" in place, with the values and dtypes of `torch.manual_seed(seed)` followed by
+    `peft.get_peft_model(model, lora_config)` in one process. The surrounding random state is kept.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        if lora_config.base_model_name_or_path is None:
+            lora_config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
+        inject_adapter_in_model(lora_config, model)
+    cast_adapter_dtype(model, "default", autocast_adapter_dtype=True)
+
+
+def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int) -> None:
+    """Replace the dropout of every LoRA layer by one whose mask does not depend on the mesh."""
+    for module, name in clean_names(model).items():
+        if not isinstance(module, LoraLayer):
+            continue
+        for adapter, dropout in list(module.lora_dropout.items()):
+            if type(dropout) is nn.Dropout and dropout.p > 0:
+                key = name if adapter == "default" else f"{name}:{adapter}"
+                own = TopologyInvariantDropout(dropout.p, key, seed, count, dp_rank)
+                module.lora_dropout[adapter] = own.train(dropout.training)

@@ -1,0 +1,89 @@
+"""The device mesh: axes `dp_replicate`, `dp_shard` and `tp`, always all three."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lora_parallel.config import ParallelConfig
+from lora_parallel.upstream import set_timeout
+
+__all__ = ["AXES", "build_mesh", "dp_mesh", "dp_rank", "dp_size", "mesh_sizes"]
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+def mesh_sizes(config: ParallelConfig, world_size: int) -> tuple[int, int, int]:
+    """The sizes of (dp_replicate, dp_shard, tp) for `world_size` ranks.
+
+    Raises:
+        ValueError: The product of the sizes is not `world_size`.
+    """
+    fixed = config.dp_replicate * config.tp
+    if config.dp_shard == "auto":
+        if world_size % fixed:
+            raise ValueError(
+                f"tp={config.tp} x dp_replicate={config.dp_replicate} = {fixed} does not divide the world size "
+                f"{world_size}: start a multiple of {fixed} processes, or choose sizes whose product divides "
+                f"{world_size}."
+            )
+        return config.dp_replicate, world_size // fixed, config.tp
+    product = fixed * config.dp_shard
+    if product != world_size:
+        raise ValueError(
+            f"dp_replicate={config.dp_replicate} x dp_shard={config.dp_shard} x tp={config.tp} = {product}, but the "
+            f'world size is {world_size}: start {product} processes, or leave dp_shard="auto".'
+        )
+    return config.dp_replicate, config.dp_shard, config.tp
+
+
+def build_mesh(config: ParallelConfig, device_type: str | None = None) -> DeviceMesh:
+    """The mesh for this job: `tp` innermost, so that tp peers are neighbours (one node, NVLink).
+
+    A process group that is already there is used; otherwise one is made from torchrun's environment, or, in a process
+    that nobody launched, for this process alone.
+
+    Args:
+        config: The axis sizes; `dp_shard="auto"` takes what the other two leave.
+        device_type: "cuda", "cpu", ...; None: the accelerator if there is one, else "cpu".
+
+    Raises:
+        ValueError: The product of the sizes is not the world size (on every rank, before any group is made).
+    """
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device_type = accelerator.type if accelerator is not None else "cpu"
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = mesh_sizes(config, world_size)
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=config.timeout_seconds)
+        if device_type != "cpu":
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        if "RANK" in os.environ:
+            dist.init_process_group(timeout=timeout)
+        else:
+            backend = dist.get_default_backend_for_device(device_type)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    for axis in AXES:
+        set_timeout(mesh.get_group(axis), config.timeout_seconds)
+    return mesh
+
+
+def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` that FSDP2 works on. A dp_replicate axis of size 1 would cost an all-reduce a unit."""
+    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+
+def dp_size(mesh: DeviceMesh) -> int:
+    """How many different batches a step sees."""
+    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+
+
+def dp_rank(mesh: DeviceMesh) -> int:
+    """Which of the `dp_size` batches this rank sees; the same for all its tp peers."""
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")

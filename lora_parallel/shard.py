@@ -1,0 +1,258 @@
+"""`parallelize`: the order of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+from torch.utils.checkpoint import checkpoint
+
+from lora_parallel.agreement import agreed
+from lora_parallel.config import ParallelConfig
+from lora_parallel.dropout import ForwardCount
+from lora_parallel.grads import PartialGradients
+from lora_parallel.inject import adapt_dropout, check_adapters, inject_adapter
+from lora_parallel.layers import TPContext, apply_style, unit_tensors
+from lora_parallel.mesh import dp_mesh, dp_rank, dp_size
+from lora_parallel.plan import Plan, check_globs, clean_names, resolve_plan
+from lora_parallel.replicas import adopt_rank_zero
+from lora_parallel.state import ParallelState, state_of
+from lora_parallel.styles import STYLES
+from lora_parallel.upstream import in_backward
+from lora_parallel.verify import tensors_in, verify, verify_same_batch
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, lora_config: LoraConfig | None = None
+) -> nn.Module:
+    """Shard `model` over `mesh` in place, base layers and their adapters alike. Collective.
+
+    Afterwards a training step is the one-process step: call the model on this data-parallel rank's share of the batch
+    (tp peers on the same share), `loss.backward()`, `clip_grad_norm_`, `optimizer.step()` with an optimizer made from
+    `model.parameters()` after this call. When a backward pass returns, each adapter parameter's `.grad` is the gradient
+    of the mean over data-parallel ranks. Parameter names stay as they are. On a mesh of one rank parameters stay plain
+    tensors.
+
+    Args:
+        model: A model whose forward is called as a whole: a transformers model, a `PeftModel`, any `nn.Module` with
+            PEFT layers. In memory on every rank; where copies differ, rank 0's wins.
+        mesh: From `build_mesh`.
+        config: The same that `mesh` was built with.
+        lora_config: Inject this adapter; for a model without PEFT layers.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError, ValueError: Bad input, on every rank and before the model is touched.
+        RuntimeError: A guard found the result wrong (see `lora_parallel.verify`).
+    """
+    with agreed():
+        _check_arrival(model, mesh, config)
+        check_adapters(model, config, lora_config)
+        globs = None if isinstance(config.tp_plan, str) else config.tp_plan
+        if globs is not None:
+            check_globs(model, globs)
+        blocks = _blocks(model, config)
+    if lora_config is not None:
+        with agreed():
+            inject_adapter(model, lora_config, config.seed)
+    tp = mesh["tp"].size()
+    with agreed():
+        plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
+    adopt_rank_zero(model, mesh)
+
+    count = ForwardCount()
+    adapt_dropout(model, config.seed, count, dp_rank(mesh))
+    gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None)
+    context = _shard_for_tp(model, plan, mesh, gradients) if tp > 1 else None
+    if config.activation_checkpointing:
+        _checkpoint_activations(model, blocks)
+    if dp_size(mesh) > 1 or config.param_dtype is not None:
+        _shard_for_dp(model, blocks, mesh, config)
+    else:
+        model.to(mesh.device_type)
+    gradients.manage(_partial_parameters(model, plan))
+    _watch_forwards(model, mesh, count, gradients, context)
+
+    fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
+    names = {id(style): name for name, style in STYLES.items()}
+    styles = {name: names[id(style)] for name, style in plan.styles.values()}
+    state = ParallelState(mesh, config, styles, gradients, count, fresh)
+    verify(model, state)
+    state.attach(model)
+    return model
+
+
+_WRAPPER_PARTS = {
+    "_checkpoint_wrapped_module": "torch's checkpoint_wrapper: use activation_checkpointing=True or the model's own "
+    "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})",
+    "_orig_mod": "torch.compile: call block.compile() after parallelize instead",
+    "_fsdp_wrapped_module": "FSDP1: pass the bare model",
+}
+
+
+def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    if state_of(model) is not None:
+        raise ValueError(f"this {type(model).__name__} is parallelized already.")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("the model is wrapped in DistributedDataParallel: pass the bare model (model.module).")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("fully_shard was already applied to the model: pass the bare model.")
+    for name, parameter in model.named_parameters():
+        for part, remedy in _WRAPPER_PARTS.items():
+            if part in name.split("."):
+                raise ValueError(f"{name} is inside a wrapper of {remedy}.")
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor already: load the model without tp_plan=, device_mesh= or DistributedConfig."
+            )
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device, which is not supported yet: build the model in memory.")
+    if mesh["tp"].size() != config.tp:
+        raise ValueError(
+            f"the mesh has tp={mesh['tp'].size()}, the config tp={config.tp}: give build_mesh and parallelize one config."
+        )
+
+
+def _blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
+    """The modules that become one FSDP unit each: outermost instances of the block classes."""
+    if config.block_classes == "auto":
+        wanted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+    else:
+        wanted = set(config.block_classes)
+        present = {type(module).__name__ for module in model.modules()}
+        if wanted - present:
+            raise ValueError(
+                f"block_classes: {', '.join(sorted(wanted - present))} is no class of a module in the model; it has "
+                f"{', '.join(sorted(present))}."
+            )
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module is not model and type(module).__name__ in wanted and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _shard_for_tp(model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: PartialGradients) -> TPContext:
+    context = TPContext(mesh, gradients, model)
+    for module, (name, style) in plan.styles.items():
+        apply_style(name, module, style, context)
+    context.forget_originals()
+    return context
+
+
+def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Recompute inside forward, so that no wrapper's prefix gets into parameter names."""
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    if hasattr(bare, "gradient_checkpointing_enable"):
+        bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    if not blocks:
+        raise ValueError(
+            "activation_checkpointing=True, but the model has no blocks to recompute: name their classes in "
+            "block_classes=[...]."
+        )
+    for block in blocks:
+        block.forward = partial(_checkpointed, block, block.forward)  # type: ignore[method-assign]
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _shard_for_dp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """One FSDP2 unit a block and one for the rest; a block's base and adapters are one unit, hence one all-gather."""
+    sharding: dict[str, Any] = {
+        "mesh": dp_mesh(mesh),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
+        "shard_placement_fn": partial(_even_dim, mesh["dp_shard"].size()),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
+    # The root's weights (embedding, head) are needed again as backward starts: they stay gathered until its end.
+    fully_shard(model, reshard_after_forward=False, **sharding)
+
+
+def _reduce_dtype(model: nn.Module, config: ParallelConfig) -> torch.dtype | None:
+    """`config.reduce_dtype`, unless gradients are at least as wide already."""
+    wide = config.reduce_dtype
+    computed = config.param_dtype or next((p.dtype for p in model.parameters() if p.requires_grad), None)
+    if wide is None or computed is None or torch.finfo(computed).bits >= torch.finfo(wide).bits:
+        return None
+    return wide
+
+
+def _even_dim(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
+    """Shard another dim than 0 where only that one divides: else `lora_A` [r, in] with r < dp_shard leaves ranks empty.
+
+    FSDP2 shards dims other than 0 evenly only, and a dim that tp has split may not be split again this way.
+    """
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.shape[0] % dp_shard == 0:
+        return None
+    taken = {p.dim for p in parameter.placements if isinstance(p, Shard)} if isinstance(parameter, DTensor) else set()
+    for dim in range(1, local.dim()):
+        if dim not in taken and local.shape[dim] % dp_shard == 0 and local.shape[dim] > 0:
+            return Shard(dim)
+    return None
+
+
+def _partial_parameters(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
+    """The trained parameters, as sharded, whose gradients are partial over tp."""
+    found: dict[nn.Parameter, None] = {}
+    for module, (_, style) in plan.styles.items():
+        for tensor in unit_tensors(module):
+            parameter = tensor.owner._parameters[tensor.key]
+            if parameter is not None and parameter.requires_grad and tensor.role in style.partial:
+                found[parameter] = None
+    return list(found)
+
+
+def _watch_forwards(
+    model: nn.Module, mesh: DeviceMesh, count: ForwardCount, gradients: PartialGradients, context: TPContext | None
+) -> None:
+    """What happens at the edges of the model's forward."""
+    unchecked = {True, False} if context is not None else set()  # a first batch for training and one for evaluation
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
+            return
+        gradients.reset()
+        count.advance(module.training)
+        if module.training in unchecked:
+            unchecked.discard(module.training)
+            verify_same_batch(mesh, [args, kwargs])
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if context is not None:
+            context.forget_input()
+        if output is None:  # the forward failed
+            return
+        this = count.current
+
+        def replay(grad: torch.Tensor) -> None:
+            count.current = this
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(replay)
+        if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
+            module.reshard()  # no backward will come to do it, and parameters() must give the sharded ones
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)

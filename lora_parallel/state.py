@@ -1,0 +1,55 @@
+"""What `parallelize` leaves on a model for the rest of the engine: its mesh, config, plan and running state."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from lora_parallel.config import ParallelConfig
+from lora_parallel.dropout import ForwardCount
+from lora_parallel.grads import PartialGradients, backward_sync
+
+__all__ = ["ParallelState", "no_sync", "state_of"]
+
+_ATTRIBUTE = "_lora_parallel_state"
+
+
+@dataclass
+class ParallelState:
+    """One parallelized model's state."""
+
+    mesh: DeviceMesh
+    config: ParallelConfig
+    styles: dict[str, str]
+    """Style of each layer that has one, by its name in PEFT's terms; empty where tp is 1."""
+
+    gradients: PartialGradients
+    forward_count: ForwardCount
+    fresh_adapters: tuple[str, ...] = ()
+    """Adapters injected here with an initialisation that makes B A zero."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Remember this state on `model`."""
+        model.__dict__[_ATTRIBUTE] = self
+
+
+def state_of(model: nn.Module) -> ParallelState | None:
+    """The state that `parallelize` left on `model`, or None."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Accumulate: within the context, `backward` reduces no gradient over any axis.
+
+    `.grad` is unspecified until the next backward outside of the context, which finishes the whole sum.
+
+    Raises:
+        ValueError: `model` did not come from `parallelize`.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(f"no_sync: this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+    return backward_sync(model, state.gradients, enabled=False)

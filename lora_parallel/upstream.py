@@ -1,0 +1,75 @@
+"""Every use of a private API of torch, in one place.
+
+Each function says what it stands in for and which public API is missing. `tests/lora_parallel/test_upstream.py` holds
+each one to its meaning, so that an upgrade that changes it fails there and not in a training run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+__all__ = [
+    "all_gather_stacked",
+    "all_reduce_sum",
+    "in_backward",
+    "local_region",
+    "queue_after_backward",
+    "set_timeout",
+]
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass; a module called then is recomputed, not called anew.
+
+    torch has no public question for this (pytorch/pytorch#107247 asks for one); FSDP2 asks the same way.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass in progress has accumulated every gradient.
+
+    DDP and FSDP2 use the same queue. Callbacks run in the order in which they were queued, so one that is queued after
+    FSDP2's own sees reduce-scattered gradients. Callable only from inside a backward pass.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def local_region(tensor: DTensor) -> tuple[slice, ...]:
+    """The region of the full tensor that this rank's shard of `tensor` holds, one slice a dim.
+
+    Strided (FSDP-on-TP) and uneven shards included; an empty shard gives empty slices. torch's checkpoint planner uses
+    the same function; `torch.distributed.tensor` exports none that knows `_StridedShard`.
+    """
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in shape:
+        return tuple(slice(0, n) for n in tensor.to_local().shape)
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's `tensor` along a new first dim, as a functional (out of place) collective.
+
+    torch 2.13 renames `all_gather_tensor` to `all_gather_single`; there is no public functional collective.
+    """
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    return funcol.wait_tensor(gather(tensor.unsqueeze(0), 0, group))
+
+
+def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over `group` as a functional (out of place) collective."""
+    return funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Give `group` a timeout after it was made: `init_device_mesh` makes its groups with torch's default one."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
