@@ -1,0 +1,196 @@
+"""The oracle: what one process with plain PEFT computes, and the same on a mesh, to be compared.
+
+`reference` knows nothing of this project: transformers, PEFT and torch only. `sharded` runs on every rank of a process
+group. Both return full tensors on the CPU. Any later capability is held against this pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+# The vocabulary is no multiple of 2: vocabulary shards are uneven on every mesh.
+SIZES: dict[str, Any] = {
+    "hidden_size": 40,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+}
+
+
+def causal_lm(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> PreTrainedModel:
+    """A tiny causal LM with random weights."""
+    torch.manual_seed(seed)
+    settings = {**SIZES, "tie_word_embeddings": False, **sizes}
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**settings)).to(dtype)
+    return Qwen3ForCausalLM(Qwen3Config(**settings)).to(dtype)
+
+
+def lora_config(**changes: Any) -> LoraConfig:
+    """LoRA on all seven linear layers, r = 3 (less than four dp ranks have rows for)."""
+    settings = {"r": 3, "lora_alpha": 6, "target_modules": SEVEN, "task_type": "CAUSAL_LM", **changes}
+    return LoraConfig(**settings)
+
+
+def fill_adapters(model: nn.Module, seed: int = 1) -> None:
+    """Give every adapter tensor random values: with B = 0 most errors are invisible."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+            parameter.data.copy_(values.to(parameter.dtype))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    family: str = "llama"
+    dtype: torch.dtype = torch.float64
+    steps: int = 4
+    accumulate: int = 1
+    clip: float | None = None
+    lora: dict[str, Any] = field(default_factory=dict, hash=False)
+    sizes: dict[str, Any] = field(default_factory=dict, hash=False)
+    rows: int = 8
+    """Rows of the global batch, over all data-parallel ranks and accumulated microbatches."""
+
+    def batches(self) -> list[Tensor]:
+        """One global batch a step, token ids [rows * accumulate, 12]."""
+        generator = torch.Generator().manual_seed(5)
+        vocabulary = self.sizes.get("vocab_size", SIZES["vocab_size"])
+        size = (self.rows * self.accumulate, 12)
+        return [torch.randint(0, vocabulary, size, generator=generator) for _ in range(self.steps)]
+
+    def model(self) -> nn.Module:
+        """Base and non-zero adapters, in full."""
+        model = get_peft_model(causal_lm(self.family, self.dtype, **self.sizes), lora_config(**self.lora))
+        fill_adapters(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(self.dtype)
+        return model.train()
+
+
+@dataclass
+class Run:
+    """What a run computed: full tensors by PEFT's parameter names."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor on the CPU. Collective for a DTensor."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def reference(case: Case) -> Run:
+    """Plain PEFT in this process."""
+    model = case.model()
+    parameters = trained(model)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
+    run = Run([], [], {}, {})
+    for batch in case.batches():
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in batch.chunk(case.accumulate):
+            loss = model(input_ids=micro, labels=micro).loss / case.accumulate
+            loss.backward()
+            total += loss.item()
+        if case.clip is not None:
+            run.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), case.clip).item())
+        if not run.gradients:
+            run.gradients = {name: full(p.grad) for name, p in parameters.items() if p.grad is not None}
+        optimizer.step()
+        run.losses.append(total)
+    run.adapters = {name: full(p) for name, p in parameters.items()}
+    return run
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """"2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp."""
+    sizes = [int(part) for part in text.split("x")]
+    replicate, shard, tp = sizes if len(sizes) == 3 else [1, *sizes]
+    return {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+
+
+def ranks_of(text: str) -> int:
+    """How many processes a mesh takes."""
+    sizes = parse_mesh(text)
+    return sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"]
+
+
+def sharded(case: Case, mesh_text: str, **config: Any) -> Run:
+    """The same on a mesh; on every rank."""
+    from lora_parallel import ParallelConfig, build_mesh, clip_grad_norm_, no_sync, parallelize
+    from lora_parallel.mesh import dp_rank, dp_size
+
+    settings = ParallelConfig(**parse_mesh(mesh_text), **config)
+    mesh = build_mesh(settings, "cpu")
+    model = parallelize(case.model(), mesh, settings)
+    parameters = trained(model)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
+    run = Run([], [], {}, {})
+    for batch in case.batches():
+        optimizer.zero_grad()
+        total = 0.0
+        micros = batch.chunk(case.accumulate)
+        for index, micro in enumerate(micros):
+            mine = micro.chunk(dp_size(mesh))[dp_rank(mesh)]
+            last = index == len(micros) - 1
+            with contextlib.nullcontext() if last else no_sync(model):
+                loss = model(input_ids=mine, labels=mine).loss / case.accumulate
+                loss.backward()
+            total += loss.item()
+        if case.clip is not None:
+            run.norms.append(clip_grad_norm_(parameters.values(), case.clip).item())
+        if not run.gradients:
+            run.gradients = {name: full(p.grad) for name, p in parameters.items() if p.grad is not None}
+        optimizer.step()
+        mean = torch.tensor(total, dtype=torch.float64)
+        dist.all_reduce(mean)
+        run.losses.append(mean.item() / dist.get_world_size())
+    run.adapters = {name: full(p) for name, p in parameters.items()}
+    return run
+
+
+def sharded_many(cases: list[tuple[Case, str]]) -> list[Run]:
+    """Several runs in one process group."""
+    return [sharded(case, mesh) for case, mesh in cases]
+
+
+def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """The largest relative error of a tensor, by norm. Both sides must have the same keys."""
+    assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())[:4]
+    worst = 0.0
+    for name, tensor in want.items():
+        assert tensor.shape == got[name].shape, (name, tensor.shape, got[name].shape)
+        scale = tensor.double().norm().item()
+        error = (got[name].double() - tensor.double()).norm().item()
+        worst = max(worst, error / scale if scale else error)
+    return worst
