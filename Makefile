@@ -1,0 +1,49 @@
+# Every target does its own set-up: a fresh clone needs only make and Python >= 3.10 with venv.
+PYTHON ?= python3
+VENV ?= .venv
+OUTPUT ?= outputs/demo
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
+
+# One thread per process: the worker processes share the cores.
+demo test: export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## fine-tune a small model with LoRA on four processes (2-way FSDP2 x 2-way TP)
+	$(BIN)/python examples/lightning_sft.py --strategy lora_fsdp2_tp --tp 2 --devices 4 \
+		--accelerator cpu --output $(OUTPUT) $(ARGS)
+
+test: $(VENV)/.installed ## run the tests; ARGS="-k styles" is passed to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.installed ## time a training step against plain PEFT and hand-written parallelism
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+lint: $(VENV)/.installed ## ruff, ruff format, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs ## build the site into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean: ## remove outputs and caches, not the virtual environment
+	rm -rf build dist site outputs benchmarks/out checkpoints lightning_logs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml constraints/cpu.txt
+	@echo "Setting up $(VENV), about a minute"
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable '.[dev,examples]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(INSTALL) --editable '.[docs]'
+	touch $@
