@@ -204,3 +204,11 @@ def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, devi
         return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack(norms)
     return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """`torch.nn.utils.clip_grad_value_` for parameters on any mix of meshes: elementwise, so without communication."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).clamp_(-clip_value, clip_value)

@@ -61,7 +61,7 @@ def _configs(module: nn.Module) -> dict[str, object]:
     return configs if isinstance(configs, dict) else {}
 
 
-def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int) -> None:
+def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocast_adapter_dtype: bool = True) -> None:
     """Inject the adapter "default" in place, with the values and dtypes of `torch.manual_seed(seed)` followed by
     `peft.get_peft_model(model, lora_config)` in one process. The surrounding random state is kept.
     """
@@ -71,7 +71,7 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int) -> None
         if lora_config.base_model_name_or_path is None:
             lora_config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
         inject_adapter_in_model(lora_config, model)
-    cast_adapter_dtype(model, "default", autocast_adapter_dtype=True)
+    cast_adapter_dtype(model, "default", autocast_adapter_dtype=autocast_adapter_dtype)
 
 
 def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int) -> None:

@@ -33,7 +33,11 @@ __all__ = ["parallelize"]
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, lora_config: LoraConfig | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    lora_config: LoraConfig | None = None,
+    autocast_adapter_dtype: bool = True,
 ) -> nn.Module:
     """Shard `model` over `mesh` in place, base layers and their adapters alike. Collective.
 
@@ -49,6 +53,7 @@ def parallelize(
         mesh: From `build_mesh`.
         config: The same that `mesh` was built with.
         lora_config: Inject this adapter; for a model without PEFT layers.
+        autocast_adapter_dtype: As in `peft.get_peft_model`: injected adapters of a 16-bit base are float32.
 
     Returns:
         The same object.
@@ -66,7 +71,7 @@ def parallelize(
         blocks = _blocks(model, config)
     if lora_config is not None:
         with agreed():
-            inject_adapter(model, lora_config, config.seed)
+            inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
     tp = mesh["tp"].size()
     with agreed():
         plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})

@@ -1,0 +1,65 @@
+"""What data each rank sees: samplers and worker seeds by data-parallel rank, and prediction on uneven shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh
+from torch.utils.data import DataLoader
+
+from lora_parallel.mesh import dp_rank, dp_size
+
+__all__ = ["UnevenPrediction", "seed_workers"]
+
+
+def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
+    """Seed loader workers by data-parallel rank, so that tp peers draw the same augmentations.
+
+    Lightning seeds by global rank if nobody has set a `worker_init_fn`.
+    """
+    if (
+        int(os.environ.get("PL_SEED_WORKERS", "0"))
+        and isinstance(dataloader, DataLoader)
+        and dataloader.worker_init_fn is None
+    ):
+        dataloader.worker_init_fn = partial(worker_init_function, rank=dp_rank(mesh))
+
+
+class UnevenPrediction:
+    """Keeps all ranks in the sharded forward until the last one has predicted its share.
+
+    Lightning never repeats samples in `predict`, so data-parallel ranks have different numbers of batches; a rank that
+    stopped early would leave the others waiting for its weights. It runs its last batch again instead, and drops what
+    comes out.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._again: Callable[[], Any] | None = None
+
+    def step(self, predict: Callable[[], Any]) -> Any:
+        """Predict one batch, in step with all ranks."""
+        if dp_size(self._mesh) > 1:
+            self._anyone(True)
+            self._again = predict
+        return predict()
+
+    def finish(self) -> None:
+        """Called once this rank has no batches left."""
+        if dp_size(self._mesh) == 1:
+            return
+        while self._anyone(False):
+            if self._again is not None:
+                self._again()
+        self._again = None
+
+    def _anyone(self, busy: bool) -> bool:
+        flag = torch.tensor(int(busy), device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)

@@ -1,0 +1,120 @@
+"""Lightning's precision flags in terms of sharded training.
+
+| flag | base | adapters | compute |
+|---|---|---|---|
+| 32-true | as built | as built | as stored |
+| 64-true | float64 | float64 | float64 |
+| bf16-true | bfloat16 | float32 master weights (bfloat16 if asked) | bfloat16; the LoRA branch in the adapters' dtype |
+| bf16-mixed | as built | as built | bfloat16 by FSDP2's MixedPrecisionPolicy, gradients reduced in float32 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_lora.namespace import Namespace
+from lora_parallel import clip_grad_norm_
+from lora_parallel.adapters import adapter_parameters
+from lora_parallel.grads import clip_grad_value_
+
+__all__ = ["SUPPORTED", "convert_base", "sharded_precision"]
+
+SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+_STORED = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
+
+
+class PrecisionLogic:
+    """What differs from Lightning's own plugins: clipping across the mesh, and no autocast."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self.stored_dtype = _STORED.get(precision)
+        self.compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+
+    def main_params(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The optimizer's parameters."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over the whole mesh."""
+        clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each element."""
+        clip_grad_value_(self.main_params(optimizer), clip_val)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The strategy converts each model before it shards it: see `convert_base`."""
+        return module
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """New tensors have the stored dtype."""
+        if self.stored_dtype is None:
+            yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.stored_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def module_init_context(self) -> Any:
+        """As `tensor_init_context`."""
+        return self.tensor_init_context()
+
+    def forward_context(self) -> Any:
+        """As `tensor_init_context`: for tensors that a forward makes."""
+        return self.tensor_init_context()
+
+
+def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
+    """A precision plugin for sharded training in place of the one that the Trainer chose.
+
+    Raises:
+        ValueError: There is no such precision for sharded training here.
+    """
+    if isinstance(plugin, PrecisionLogic):
+        return plugin
+    known = (lightning.Precision, lightning.HalfPrecision, lightning.MixedPrecision, lightning.DoublePrecision)
+    flag = plugin.precision
+    if type(plugin) not in known or flag not in SUPPORTED:
+        reason = " (fp16 needs loss scaling, which sharded training does not have here)" if flag[:3] == "16-" else ""
+        raise ValueError(
+            f"precision={flag!r} ({type(plugin).__name__}) is not supported by LoRAParallelStrategy{reason}: use one of "
+            f"{', '.join(SUPPORTED)}."
+        )
+    sharded = type("ShardedPrecision", (PrecisionLogic, lightning.Precision), {})
+    return sharded(flag)
+
+
+def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: bool) -> None:
+    """Cast parameters and persistent buffers to `dtype`, in place, before the model is sharded.
+
+    Buffers that no checkpoint holds (rotary tables) stay as they are: rounding them moves every position.
+
+    Args:
+        model: The full model.
+        dtype: None to leave everything.
+        keep_adapters: Leave adapter parameters in their dtype if that is wider.
+    """
+    if dtype is None:
+        return
+    adapters = set(adapter_parameters(model).values()) if keep_adapters else set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            if parameter in adapters and torch.finfo(parameter.dtype).bits > torch.finfo(dtype).bits:
+                continue
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)

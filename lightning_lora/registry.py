@@ -1,0 +1,37 @@
+"""The strategy's names in the registries of the installed Lightning namespaces.
+
+The namespaces are disjoint: each takes only strategies that derive from its own classes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+__all__ = ["NAMES", "register_strategies"]
+
+NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp4": 4, "lora_fsdp2_tp8": 8}
+"""Registered name: tensor_parallel_size. Lightning lower-cases what it looks up."""
+
+
+def register_strategies() -> None:
+    """Register all names, again or for the first time."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_lora.strategy import LoRAParallelStrategy
+
+    registries = [(StrategyRegistry, LoRAParallelStrategy)]
+    if importlib.util.find_spec("pytorch_lightning") is not None:
+        from pytorch_lightning.strategies import StrategyRegistry as LegacyRegistry
+
+        from lightning_lora.legacy import LoRAParallelStrategy as LegacyStrategy
+
+        registries.append((LegacyRegistry, LegacyStrategy))
+    for registry, strategy in registries:
+        for name, size in NAMES.items():
+            registry.register(
+                name,
+                strategy,
+                description=f"LoRA under FSDP2 x tensor parallelism of size {size}",
+                override=True,
+                tensor_parallel_size=size,
+            )

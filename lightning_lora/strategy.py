@@ -1,0 +1,16 @@
+"""`LoRAParallelStrategy` for `lightning`."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_lora.logic import StrategyLogic
+from lightning_lora.namespace import namespace
+
+__all__ = ["LoRAParallelStrategy"]
+
+
+class LoRAParallelStrategy(StrategyLogic, ParallelStrategy):
+    __doc__ = StrategyLogic.__doc__
+
+    lightning = namespace("lightning.pytorch", "lightning.fabric")
