@@ -10,7 +10,7 @@ from lightning_lora.namespace import namespace
 __all__ = ["LoRAParallelStrategy"]
 
 
-class LoRAParallelStrategy(StrategyLogic, ParallelStrategy):
+class LoRAParallelStrategy(StrategyLogic, ParallelStrategy):  # noqa: D101  its docstring is the logic's
     __doc__ = StrategyLogic.__doc__
 
     lightning = namespace("pytorch_lightning", "lightning_fabric")

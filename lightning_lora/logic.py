@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ from lora_parallel.state import state_of
 
 __all__ = ["StrategyLogic"]
 
+if TYPE_CHECKING:  # at run time the class is mixed into either namespace's ParallelStrategy
+    from lightning.pytorch.strategies import ParallelStrategy as Base
+else:
+    Base = object
+
 # Callbacks that copy, prune or unfreeze weights behind the strategy's back.
 _REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "it copies the model and swaps weights, which sharded tensors do not allow",
@@ -40,7 +45,7 @@ _REFUSED_CALLBACKS = {
 }
 
 
-class StrategyLogic:
+class StrategyLogic(Base):
     """Trains LoRA adapters of a LightningModule's model under FSDP2 and tensor parallelism, as one device would.
 
     The LightningModule stays as it is. Its model may be built in `__init__` or in `configure_model`, with PEFT layers
@@ -72,22 +77,22 @@ class StrategyLogic:
     def __init__(
         self,
         tensor_parallel_size: int = 1,
-        data_parallel_size: Union[Literal["auto"], int] = "auto",
+        data_parallel_size: Literal["auto"] | int = "auto",
         replicate_size: int = 1,
-        lora_config: Optional[LoraConfig] = None,
-        tp_plan: Union[Literal["auto"], dict[str, str]] = "auto",
+        lora_config: LoraConfig | None = None,
+        tp_plan: Literal["auto"] | dict[str, str] = "auto",
         sequence_parallel: bool = False,
-        block_classes: Union[Literal["auto"], list[str]] = "auto",
+        block_classes: Literal["auto"] | list[str] = "auto",
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
         require_adapters: bool = True,
         autocast_adapter_dtype: bool = True,
-        seed: Optional[int] = None,
-        process_group_backend: Optional[str] = None,
+        seed: int | None = None,
+        process_group_backend: str | None = None,
         timeout_seconds: int = 1800,
     ) -> None:
         super().__init__()
-        dp_shard: Union[Literal["auto"], int] = "auto"
+        dp_shard: Literal["auto"] | int = "auto"
         if data_parallel_size != "auto":
             if replicate_size < 1 or data_parallel_size % replicate_size:
                 raise ValueError(
@@ -170,8 +175,8 @@ class StrategyLogic:
             size = len(dataset)  # type: ignore[arg-type]
             if size < dp_size(self.device_mesh):
                 raise ValueError(
-                    f"predict was given {size} samples for {dp_size(self.device_mesh)} data-parallel processes: give at "
-                    "least one a process, or predict on fewer."
+                    f"predict was given {size} samples for {dp_size(self.device_mesh)} data-parallel processes: give "
+                    "at least one a process, or predict on fewer."
                 )
 
     def _configure_launcher(self) -> None:
@@ -191,7 +196,7 @@ class StrategyLogic:
             rank_zero_only.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         self.lightning.reset_seed()
         self.set_world_ranks()
         if self._mesh is not None:
@@ -289,15 +294,15 @@ class StrategyLogic:
 
     def setup_optimizers(self, trainer: Any) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
-        super().setup_optimizers(trainer)  # type: ignore[misc]
+        super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         known = set(self.lightning_module.parameters())
         for optimizer in self.optimizers:
             stale = sum(p not in known for group in optimizer.param_groups for p in group["params"])
             if stale:
                 raise ValueError(
-                    f"{type(optimizer).__name__} holds {stale} parameters that are not the sharded model's: it was made "
-                    "before the model was sharded. Make it in configure_optimizers, from self.parameters()."
+                    f"{type(optimizer).__name__} holds {stale} parameters that are not the sharded model's: it was "
+                    "made before the model was sharded. Make it in configure_optimizers, from self.parameters()."
                 )
 
     def model_to_device(self) -> None:
@@ -314,7 +319,7 @@ class StrategyLogic:
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._prediction is not None
-        step = super().predict_step  # type: ignore[misc]
+        step = super().predict_step
         return self._prediction.step(lambda: step(*args, **kwargs))
 
     def on_predict_end(self) -> None:
@@ -325,7 +330,7 @@ class StrategyLogic:
 
     # ------------------------------------------------------------------ communication
 
-    def barrier(self, name: Optional[str] = None) -> None:
+    def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
             return
         if dist.get_backend() == "nccl":
@@ -340,7 +345,7 @@ class StrategyLogic:
         dist.broadcast_object_list(holder, src)
         return holder[0]
 
-    def reduce(self, tensor: Any, group: Optional[Any] = None, reduce_op: Optional[Any] = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over data-parallel ranks: tp peers hold the same value, which must not count twice."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
@@ -363,9 +368,9 @@ class StrategyLogic:
             dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
 
-    def all_gather(self, tensor: Tensor, group: Optional[Any] = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over data-parallel ranks, in their order: [data-parallel size, ...]. With `group`, over that."""
-        gather = super().all_gather  # type: ignore[misc]
+        gather = super().all_gather
         if group is not None:
             return gather(tensor, group, sync_grads)
         for axis in ("dp_shard", "dp_replicate"):
@@ -373,7 +378,8 @@ class StrategyLogic:
         return tensor.flatten(0, 1)
 
     def teardown(self) -> None:
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.status != self.lightning.interrupted:
             self.barrier()  # a rank that leaves while others communicate takes them down
@@ -399,7 +405,9 @@ class StrategyLogic:
 
     def save_checkpoint(self, checkpoint_state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise TypeError(f"{type(self).__name__}.save_checkpoint does not support storage_options={storage_options}.")
+            raise TypeError(
+                f"{type(self).__name__}.save_checkpoint does not support storage_options={storage_options}."
+            )
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(filepath)))
         checkpoint_state.pop("state_dict")
@@ -409,9 +417,11 @@ class StrategyLogic:
             "forward_counts": {name: self._state(model).forward_count.done for name, model in self._roots.items()},
             "optimizers": None if weights_only else len(optimizers),
         }
-        checkpoint.save(path, self._roots, self.lightning_module, None if weights_only else optimizers, checkpoint_state)
+        checkpoint.save(
+            path, self._roots, self.lightning_module, None if weights_only else optimizers, checkpoint_state
+        )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: Optional[bool] = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
         found = checkpoint.read_trainer_state(path, weights_only)
         found["state_dict"] = {}
@@ -424,11 +434,13 @@ class StrategyLogic:
         """Done in `setup`."""
 
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
-        assert self._optimizers_from is not None and self.lightning_module is not None
+        assert self._optimizers_from is not None
+        assert self.lightning_module is not None
         written = checkpoint_state["lora_parallel"]["optimizers"]
         if written != len(self.optimizers):
             raise ValueError(
-                f"{self._optimizers_from} holds {written} optimizer states; configure_optimizers made {len(self.optimizers)}."
+                f"{self._optimizers_from} holds {written} optimizer states; configure_optimizers made "
+                f"{len(self.optimizers)}."
             )
         checkpoint.load_optimizers(self._optimizers_from, self.lightning_module, self.optimizers)
         for name, count in checkpoint_state["lora_parallel"]["forward_counts"].items():

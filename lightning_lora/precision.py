@@ -88,8 +88,8 @@ def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
     if type(plugin) not in known or flag not in SUPPORTED:
         reason = " (fp16 needs loss scaling, which sharded training does not have here)" if flag[:3] == "16-" else ""
         raise ValueError(
-            f"precision={flag!r} ({type(plugin).__name__}) is not supported by LoRAParallelStrategy{reason}: use one of "
-            f"{', '.join(SUPPORTED)}."
+            f"precision={flag!r} ({type(plugin).__name__}) is not supported by LoRAParallelStrategy{reason}: use one "
+            f"of {', '.join(SUPPORTED)}."
         )
     sharded = type("ShardedPrecision", (PrecisionLogic, lightning.Precision), {})
     return sharded(flag)

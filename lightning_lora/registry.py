@@ -6,6 +6,7 @@ The namespaces are disjoint: each takes only strategies that derive from its own
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 __all__ = ["NAMES", "register_strategies"]
 
@@ -19,7 +20,7 @@ def register_strategies() -> None:
 
     from lightning_lora.strategy import LoRAParallelStrategy
 
-    registries = [(StrategyRegistry, LoRAParallelStrategy)]
+    registries: list[tuple[Any, Any]] = [(StrategyRegistry, LoRAParallelStrategy)]
     if importlib.util.find_spec("pytorch_lightning") is not None:
         from pytorch_lightning.strategies import StrategyRegistry as LegacyRegistry
 

@@ -139,7 +139,9 @@ def _umask() -> int:
     return mask
 
 
-def _to_disk_names(model: nn.Module, holder: nn.Module, adapter_name: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
+def _to_disk_names(
+    model: nn.Module, holder: nn.Module, adapter_name: str, full: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """What PEFT would write for these tensors, by the keys it would write them under."""
     prefix = _name_of(model, holder)
     inside = {name.removeprefix(prefix): tensor for name, tensor in full.items()}
@@ -148,7 +150,8 @@ def _to_disk_names(model: nn.Module, holder: nn.Module, adapter_name: str, full:
         state = {f"base_model.model.{key}": tensor for key, tensor in state.items()}
     if len(state) != len(inside):
         raise RuntimeError(
-            f"PEFT names {len(state)} tensors for the adapter {adapter_name!r}, which has {len(inside)}: nothing written."
+            f"PEFT names {len(state)} tensors for the adapter {adapter_name!r}, which has {len(inside)}: nothing was "
+            "written."
         )
     return {key: tensor.contiguous() for key, tensor in state.items()}
 
@@ -250,8 +253,8 @@ def _check_config(folder: Path, own: PeftConfig) -> None:
             theirs, ours = config.get(field, getattr(own, field)), getattr(own, field)
             if theirs != ours:
                 raise ValueError(
-                    f"{folder} was trained with {field}={theirs!r}, the model's adapter has {field}={ours!r}: build the "
-                    "adapter with the folder's own config."
+                    f"{folder} was trained with {field}={theirs!r}, the model's adapter has {field}={ours!r}: build "
+                    "the adapter with the folder's own config."
                 )
 
 

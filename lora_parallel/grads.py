@@ -136,9 +136,7 @@ def backward_sync(model: nn.Module, gradients: PartialGradients | None, enabled:
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters on any mix of meshes and placements.
 
     Every element of every gradient counts once, whichever axes its tensor is sharded or replicated over. Costs one
@@ -170,8 +168,8 @@ def clip_grad_norm_(
             for axis, placement in enumerate(grad.placements):
                 if placement.is_partial():
                     raise ValueError(
-                        f"a gradient of shape {tuple(grad.shape)} is a partial sum ({placement}): call backward outside "
-                        "no_sync before clipping."
+                        f"a gradient of shape {tuple(grad.shape)} is a partial sum ({placement}): call backward "
+                        "outside no_sync before clipping."
                     )
                 if not placement.is_replicate() and grad.device_mesh.size(axis) > 1:
                     group = grad.device_mesh.get_group(axis)

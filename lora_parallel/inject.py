@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from peft import LoraConfig, PeftType, inject_adapter_in_model
+from peft import LoraConfig, PeftConfig, PeftType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from torch import nn
@@ -53,10 +53,12 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
     if present and lora_config is not None:
         raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
     if not present and lora_config is None and config.require_adapters:
-        raise ValueError(f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}")
+        raise ValueError(
+            f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}"
+        )
 
 
-def _configs(module: nn.Module) -> dict[str, object]:
+def _configs(module: nn.Module) -> dict[str, PeftConfig]:
     configs = module.__dict__.get("peft_config")
     return configs if isinstance(configs, dict) else {}
 

@@ -32,7 +32,7 @@ from lora_parallel.styles import Style
 __all__ = ["TPContext", "UnitTensor", "apply_style", "base_of", "shared_parameters", "unit_tensors"]
 
 
-def base_of(module: nn.Module) -> nn.Module:
+def base_of(module: Any) -> nn.Module:
     """The layer under a PEFT layer, or the layer itself."""
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
@@ -92,7 +92,7 @@ class TPContext:
         self.group = self.mesh.get_group()
         self.rank = self.mesh.get_local_rank()
         self.gradients = gradients
-        self._shared: dict[nn.Parameter, nn.Parameter | None] = {parameter: None for parameter in shared_parameters(model)}
+        self._shared: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(shared_parameters(model))
         self._last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
     def place(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
@@ -100,8 +100,9 @@ class TPContext:
 
         A parameter that two layers share (tied head and embedding) stays shared.
         """
-        if self._shared.get(parameter) is not None:
-            return self._shared[parameter]
+        placed = self._shared.get(parameter)
+        if placed is not None:
+            return placed
         full = parameter.detach()
         if isinstance(placement, Shard):
             start, end = chunk_bounds(full.shape[placement.dim], self.mesh.size(), self.rank)
@@ -193,14 +194,16 @@ class _Unit:
         for tensor in self.tensors:
             local = self._local(tensor)
             if self.late_bias and tensor.role == "bias":
-                late, local = local, None
-            _shadow_one(tensor, local)
+                late = local
+                _shadow_one(tensor, None)
+            else:
+                _shadow_one(tensor, local)
         base = base_of(module)
         if isinstance(base, nn.Embedding) and base.padding_idx is not None and self.style.enter == "mask":
             start, end = self._vocabulary_bounds()
             inside = start <= base.padding_idx < end
             self._padding_idx = base.padding_idx
-            base.padding_idx = base.padding_idx - start if inside else None  # type: ignore[assignment]
+            base.padding_idx = base.padding_idx - start if inside else None
         return late
 
     def _unshadow(self, module: nn.Module) -> None:
@@ -266,8 +269,8 @@ def apply_style(name: str, module: nn.Module, style: Style, context: TPContext) 
         parameter = context.place(_parameter(tensor), getattr(style, tensor.role))
         _set_parameter(tensor, parameter)
     if isinstance(module, LoraLayer):
-        width = base_of(module).weight.shape[1] if isinstance(style.lora_A, Shard) else 0
-        offset = chunk_bounds(width, context.mesh.size(), context.rank)[0]
+        split = isinstance(style.lora_A, Shard) and style.enter != "mask"
+        offset = chunk_bounds(module.in_features or 0, context.mesh.size(), context.rank)[0] if split else 0
         for dropout in module.lora_dropout.values():
             if isinstance(dropout, TopologyInvariantDropout):
                 dropout.feature_offset = offset
@@ -277,4 +280,4 @@ def apply_style(name: str, module: nn.Module, style: Style, context: TPContext) 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return unit.run(self, own_forward, *args, **kwargs)
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)

@@ -199,7 +199,7 @@ def _check_kinds(styles: Mapping[nn.Module, tuple[str, Style]], tp: int) -> None
             )
 
 
-def _unsupported_adapter(module: nn.Module) -> str | None:
+def _unsupported_adapter(module: Any) -> str | None:
     """What of a PEFT layer has no tensor parallel form here."""
     if type(module) not in (LoraLinear, LoraEmbedding):
         return f"adapter layers of type {type(module).__name__} are not supported under tensor parallelism"
@@ -245,7 +245,7 @@ def _check_ties(model: nn.Module, styles: Mapping[nn.Module, tuple[str, Style]])
     """Layers that share a weight must place it alike, or the tie would be cut."""
     by_base = {base_of(module): entry for module, entry in styles.items()}
     for parameter, holders in shared_parameters(model).items():
-        placements = {}
+        placements: dict[str, object] = {}
         for holder in holders:
             if holder in by_base:
                 name, style = by_base[holder]

@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 
 from lora_parallel.agreement import agreed, fingerprint, gather_numbers
 
-__all__ = ["adopt_rank_zero"]
+__all__ = ["adopt_rank_zero", "share_random_state"]
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,8 @@ def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
         return 0
     tensors = _tensors(model)
     names = list(tensors)
-    structure = fingerprint(
-        torch.tensor(
-            bytearray("\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors.items()), "utf8"),
-            dtype=torch.uint8,
-        )
-    )
+    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
+    structure = fingerprint(torch.tensor(bytearray("\n".join(lines), "utf8"), dtype=torch.uint8))
     structures = gather_numbers([structure, len(names)], mesh.device_type)
     with agreed():
         if (structures != structures[0]).any():
@@ -63,3 +59,20 @@ def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def share_random_state(mesh: DeviceMesh) -> None:
+    """Give tp peers one random state, that of the first of them. Collective.
+
+    They compute the same activations, so whatever the model draws outside of its adapters (its own dropout) must be the
+    same for them. In a seeded job it is already, and nothing changes.
+    """
+    group, source = mesh.get_group("tp"), dist.get_global_rank(mesh.get_group("tp"), 0)
+    cpu = torch.get_rng_state().to(mesh.device_type)
+    dist.broadcast(cpu, src=source, group=group)
+    torch.set_rng_state(cpu.cpu())
+    if mesh.device_type != "cpu":
+        module = torch.get_device_module(mesh.device_type)
+        device = module.get_rng_state().to(mesh.device_type)
+        dist.broadcast(device, src=source, group=group)
+        module.set_rng_state(device.cpu())

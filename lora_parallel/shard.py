@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from lora_parallel.grads import PartialGradients
 from lora_parallel.inject import adapt_dropout, check_adapters, inject_adapter
 from lora_parallel.layers import TPContext, apply_style, unit_tensors
 from lora_parallel.mesh import dp_mesh, dp_rank, dp_size
-from lora_parallel.plan import Plan, check_globs, clean_names, resolve_plan
-from lora_parallel.replicas import adopt_rank_zero
+from lora_parallel.plan import Plan, check_globs, resolve_plan
+from lora_parallel.replicas import adopt_rank_zero, share_random_state
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.styles import STYLES
 from lora_parallel.upstream import in_backward
@@ -76,6 +76,8 @@ def parallelize(
     with agreed():
         plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
     adopt_rank_zero(model, mesh)
+    if tp > 1:
+        share_random_state(mesh)
 
     count = ForwardCount()
     adapt_dropout(model, config.seed, count, dp_rank(mesh))
@@ -126,7 +128,8 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
             raise ValueError(f"{name} is on the meta device, which is not supported yet: build the model in memory.")
     if mesh["tp"].size() != config.tp:
         raise ValueError(
-            f"the mesh has tp={mesh['tp'].size()}, the config tp={config.tp}: give build_mesh and parallelize one config."
+            f"the mesh has tp={mesh['tp'].size()}, the config tp={config.tp}: give build_mesh and parallelize the same "
+            "config."
         )
 
 
@@ -161,7 +164,7 @@ def _shard_for_tp(model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: Par
 
 def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
     """Recompute inside forward, so that no wrapper's prefix gets into parameter names."""
-    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if hasattr(bare, "gradient_checkpointing_enable"):
         bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
@@ -171,7 +174,7 @@ def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
             "block_classes=[...]."
         )
     for block in blocks:
-        block.forward = partial(_checkpointed, block, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(_checkpointed, block, block.forward)
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -80,9 +80,7 @@ STYLES: dict[str, Style] = {
         partial=frozenset({"weight", "bias", "lora_A", "lora_B"}),
         even=False,
     ),
-    "replicate": Style(
-        _WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial=frozenset(), even=False
-    ),
+    "replicate": Style(_WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial=frozenset(), even=False),
 }
 
 

@@ -67,7 +67,9 @@ def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
         for name, parameter in adapter_parameters(model, adapter).items():
             # PEFT zeroes B of a linear layer and A of an embedding.
             if (".lora_B." in name or ".lora_embedding_A." in name) and torch.count_nonzero(_local(parameter)):
-                raise RuntimeError(f"the fresh adapter factor {name} is not zero: the model would not start as its base.")
+                raise RuntimeError(
+                    f"the fresh adapter factor {name} is not zero: the model would not start as its base."
+                )
 
 
 def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
