@@ -195,13 +195,11 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 
 def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The sum of |x|^p over all elements, or the largest |x|, of this rank's part."""
-    norms = [
-        torch.linalg.vector_norm(tensor.to(dtype), norm_type).to(device) for tensor in tensors if tensor.numel() > 0
-    ]
-    if not norms:
+    held = [tensor.to(dtype) for tensor in tensors if tensor.numel() > 0]
+    if not held:
         return torch.zeros((), dtype=dtype, device=device)
-    stacked = torch.stack(norms)
-    return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
+    norm = torch.nn.utils.get_total_norm(held, norm_type).to(device)
+    return norm if norm_type == float("inf") else norm**norm_type
 
 
 @torch.no_grad()

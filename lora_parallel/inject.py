@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftType, inject_adapter_in_model
+from peft import LoraConfig, PeftType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from torch import nn
 
+from lora_parallel.adapters import peft_configs
 from lora_parallel.config import ParallelConfig
 from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
 from lora_parallel.plan import clean_names
@@ -29,22 +30,19 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
     """Refuse a model whose adapters we cannot train, or that should have some and has none.
 
     Raises:
-        TypeError: `lora_config` is no `LoraConfig`.
+        TypeError: `lora_config` is not LoRA's.
         ValueError: No adapters and no `lora_config`; both; or adapters of a kind that is not supported.
     """
-    if lora_config is not None and not isinstance(lora_config, LoraConfig):
-        kind = getattr(lora_config, "peft_type", type(lora_config).__name__)
+    if lora_config is not None and getattr(lora_config, "peft_type", None) != PeftType.LORA:
         raise TypeError(
-            f"lora_config is a {type(lora_config).__name__} ({kind}): only LoRA is supported; give a peft.LoraConfig."
+            f"lora_config is a {type(lora_config).__name__}: only LoRA is supported; give a peft.LoraConfig."
         )
     present = has_adapters(model)
+    for name, peft_config in peft_configs(model).items():
+        if peft_config.peft_type != PeftType.LORA:
+            kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+            raise ValueError(f"adapter {name!r} has PEFT type {kind}: only LORA is supported.")
     for module in model.modules():
-        for name, peft_config in _configs(module).items():
-            if peft_config.peft_type != PeftType.LORA:
-                raise ValueError(
-                    f"adapter {name!r} has PEFT type {getattr(peft_config.peft_type, 'value', peft_config.peft_type)}: "
-                    "only LORA is supported."
-                )
         if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer):
             raise ValueError(
                 f"the model has adapter layers of type {type(module).__module__}.{type(module).__name__}: only LoRA's "
@@ -56,11 +54,6 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
         raise ValueError(
             f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}"
         )
-
-
-def _configs(module: nn.Module) -> dict[str, PeftConfig]:
-    configs = module.__dict__.get("peft_config")
-    return configs if isinstance(configs, dict) else {}
 
 
 def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocast_adapter_dtype: bool = True) -> None:

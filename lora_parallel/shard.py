@@ -124,6 +124,8 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
             raise ValueError(
                 f"{name} is a DTensor already: load the model without tp_plan=, device_mesh= or DistributedConfig."
             )
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} is quantised ({parameter.dtype}), which is not supported yet.")
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device, which is not supported yet: build the model in memory.")
     if mesh["tp"].size() != config.tp:

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -33,12 +43,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def causal_lm(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> PreTrainedModel:
+def causal_lm(
+    family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any
+) -> PreTrainedModel:
     """A tiny causal LM with random weights."""
     torch.manual_seed(seed)
     settings = {**SIZES, "tie_word_embeddings": False, **sizes}
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(**settings)).to(dtype)
+    if family == "phi3":
+        return Phi3ForCausalLM(Phi3Config(**settings, pad_token_id=None)).to(dtype)
     return Qwen3ForCausalLM(Qwen3Config(**settings)).to(dtype)
 
 
@@ -71,6 +85,9 @@ class Case:
     rows: int = 8
     """Rows of the global batch, over all data-parallel ranks and accumulated microbatches."""
 
+    adapters: bool = True
+    """False: no adapters, everything trains."""
+
     def batches(self) -> list[Tensor]:
         """One global batch a step, token ids [rows * accumulate, 12]."""
         generator = torch.Generator().manual_seed(5)
@@ -80,6 +97,8 @@ class Case:
 
     def model(self) -> nn.Module:
         """Base and non-zero adapters, in full."""
+        if not self.adapters:
+            return causal_lm(self.family, self.dtype, **self.sizes).train()
         model = get_peft_model(causal_lm(self.family, self.dtype, **self.sizes), lora_config(**self.lora))
         fill_adapters(model)
         for parameter in model.parameters():
@@ -145,13 +164,27 @@ def ranks_of(text: str) -> int:
     return sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"]
 
 
+@cache
+def mesh_of(text: str) -> DeviceMesh:
+    """The mesh of these sizes; each makes process groups, so one for all tests of a rank."""
+    from lora_parallel import ParallelConfig, build_mesh
+
+    return build_mesh(ParallelConfig(**parse_mesh(text), timeout_seconds=60), "cpu")
+
+
+def on_mesh(text: str, **config: Any) -> tuple[DeviceMesh, Any]:
+    """The mesh of these sizes and a `ParallelConfig` for it: what `parallelize` wants."""
+    from lora_parallel import ParallelConfig
+
+    return mesh_of(text), ParallelConfig(**parse_mesh(text), timeout_seconds=60, **config)
+
+
 def sharded(case: Case, mesh_text: str, **config: Any) -> Run:
     """The same on a mesh; on every rank."""
-    from lora_parallel import ParallelConfig, build_mesh, clip_grad_norm_, no_sync, parallelize
+    from lora_parallel import clip_grad_norm_, no_sync, parallelize
     from lora_parallel.mesh import dp_rank, dp_size
 
-    settings = ParallelConfig(**parse_mesh(mesh_text), **config)
-    mesh = build_mesh(settings, "cpu")
+    mesh, settings = on_mesh(mesh_text, **config)
     model = parallelize(case.model(), mesh, settings)
     parameters = trained(model)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
