@@ -17,15 +17,18 @@ NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp4": 4, "lora_fsdp2_t
 def register_strategies() -> None:
     """Register all names, again or for the first time."""
     from lightning.pytorch.strategies import StrategyRegistry
+    from lightning_utilities.core import rank_zero
 
     from lightning_lora.strategy import LoRAParallelStrategy
 
     registries: list[tuple[Any, Any]] = [(StrategyRegistry, LoRAParallelStrategy)]
     if importlib.util.find_spec("pytorch_lightning") is not None:
+        log = rank_zero.log  # one variable for both namespaces, which each sets to its own logger as it is imported
         from pytorch_lightning.strategies import StrategyRegistry as LegacyRegistry
 
         from lightning_lora.legacy import LoRAParallelStrategy as LegacyStrategy
 
+        rank_zero.log = log
         registries.append((LegacyRegistry, LegacyStrategy))
     for registry, strategy in registries:
         for name, size in NAMES.items():

@@ -75,8 +75,10 @@ def _gather(x: Tensor, size: int, group: ProcessGroup, what: str, where: str) ->
     padded = torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()
     with _named(what, where, group):
         stacked = all_gather_stacked(padded, group)
-    # Only the last chunks can be short (or empty), so all padding is at the end.
-    return stacked.movedim(0, -2).flatten(-2)[..., :size].contiguous()
+    widths = [end - start for start, end in (chunk_bounds(size, group.size(), i) for i in range(group.size()))]
+    # A new tensor, never a view: FSDP2 hangs its hooks on what the root returns, and an in-place operation on a view
+    # would lose them.
+    return torch.cat([part[..., :width] for part, width in zip(stacked.unbind(0), widths, strict=True)], dim=-1)
 
 
 class _GatherLastDim(torch.autograd.Function):
