@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lora_parallel.agreement import agreed
 from lora_parallel.config import ParallelConfig
 from lora_parallel.dropout import ForwardCount
+from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.inject import adapt_dropout, check_adapters, inject_adapter
 from lora_parallel.layers import TPContext, apply_style, unit_tensors
@@ -89,6 +90,7 @@ def parallelize(
         _shard_for_dp(model, blocks, mesh, config)
     else:
         model.to(mesh.device_type)
+    allow_generate(model, dp_size(mesh))
     gradients.manage(_partial_parameters(model, plan))
     _watch_forwards(model, mesh, count, gradients, context)
 
