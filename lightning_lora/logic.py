@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_lora import checkpoint
+from lightning_lora.communication import Communication
 from lightning_lora.data import UnevenPrediction, seed_workers
 from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
@@ -45,7 +45,7 @@ _REFUSED_CALLBACKS = {
 }
 
 
-class StrategyLogic(Base):
+class StrategyLogic(Communication, Base):
     """Trains LoRA adapters of a LightningModule's model under FSDP2 and tensor parallelism, as one device would.
 
     The LightningModule stays as it is. Its model may be built in `__init__` or in `configure_model`, with PEFT layers
@@ -228,20 +228,15 @@ class StrategyLogic(Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        assert module is not None
         with agreed():
             self._refuse_features(trainer)
-            self._roots = find_roots(module, self._lora_config is not None, self._options["require_adapters"])
+            self._roots = self._find_roots()
             self._adopt_parallelized()
         for model in self._roots.values():
             if state_of(model) is None:
                 self._parallelize(model)
         self.model_to_device()
-        # A path is good for one run: the next one, without ckpt_path, goes on with what is in memory.
-        self._optimizers_from, self._resume_from = self._resume_from, None
-        if self._optimizers_from is not None:
-            checkpoint.load_model(self._optimizers_from, self._roots, module)
+        self._fill_model()
         # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -252,6 +247,10 @@ class StrategyLogic(Base):
         self.setup_precision_plugin()
         if trainer.state.fn == self.lightning.fitting:
             self.lightning.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _find_roots(self) -> dict[str, nn.Module]:
+        assert self.lightning_module is not None
+        return find_roots(self.lightning_module, self._lora_config is not None, self._options["require_adapters"])
 
     def _refuse_features(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
@@ -328,54 +327,7 @@ class StrategyLogic(Base):
             with torch.no_grad():
                 self._prediction.finish()
 
-    # ------------------------------------------------------------------ communication
-
-    def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        holder = [obj]
-        dist.broadcast_object_list(holder, src)
-        return holder[0]
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over data-parallel ranks: tp peers hold the same value, which must not count twice."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        name = "sum" if reduce_op is None else str(reduce_op).rsplit(".", 1)[-1].lower()
-        mean = name in ("mean", "avg")
-        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-        operation = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, name.upper())
-        if group is not None:
-            dist.all_reduce(tensor, operation, group=group)
-            return tensor / dist.get_world_size(group) if mean else tensor
-        for axis in ("dp_replicate", "dp_shard"):
-            if self.device_mesh[axis].size() > 1:
-                dist.all_reduce(tensor, operation, group=self.device_mesh.get_group(axis))
-        return tensor / dp_size(self.device_mesh) if mean else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """A decision of all ranks, tp peers included."""
-        flag = torch.tensor(int(decision), device=self.root_device)
-        if dist.is_initialized():
-            dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over data-parallel ranks, in their order: [data-parallel size, ...]. With `group`, over that."""
-        gather = super().all_gather
-        if group is not None:
-            return gather(tensor, group, sync_grads)
-        for axis in ("dp_shard", "dp_replicate"):
-            tensor = gather(tensor, self.device_mesh.get_group(axis), sync_grads)
-        return tensor.flatten(0, 1)
+    # ------------------------------------------------------------------ the end
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None
@@ -427,11 +379,20 @@ class StrategyLogic(Base):
         found["state_dict"] = {}
         if found["lora_parallel"]["optimizers"] is not None:
             found["optimizer_states"] = []
-        self._resume_from = path
+        self._resume_from = self._optimizers_from = path
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Done in `setup`."""
+        """Done in `setup`, once the model is sharded, or here if it is (`lr_find` restores in mid-run)."""
+        if self._roots and all(state_of(model) is not None for model in self._find_roots().values()):
+            self._fill_model()
+
+    def _fill_model(self) -> None:
+        """Load what `load_checkpoint` has announced, once: a later run without ckpt_path goes on from memory."""
+        path, self._resume_from = self._resume_from, None
+        if path is not None:
+            assert self.lightning_module is not None
+            checkpoint.load_model(path, self._find_roots(), self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
         assert self._optimizers_from is not None

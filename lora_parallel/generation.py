@@ -19,7 +19,7 @@ def allow_generate(model: nn.Module, dp_size: int) -> None:
     if not isinstance(model, FSDPModule) or not hasattr(model, "generate"):
         return
     register_fsdp_forward_method(model, "generate")
-    own = model.generate
+    own: Any = model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         if dp_size > 1:
@@ -29,4 +29,4 @@ def allow_generate(model: nn.Module, dp_size: int) -> None:
         finally:
             model.reshard()  # as after any forward that no backward follows
 
-    model.generate = generate
+    model.__dict__["generate"] = generate

@@ -225,12 +225,12 @@ def _even_dim(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def _partial_parameters(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
-    """The trained parameters, as sharded, whose gradients are partial over tp."""
+    """The parameters, as sharded, whose gradients are partial over tp; those of adapters that are not active too."""
     found: dict[nn.Parameter, None] = {}
     for module, (_, style) in plan.styles.items():
         for tensor in unit_tensors(module):
             parameter = tensor.owner._parameters[tensor.key]
-            if parameter is not None and parameter.requires_grad and tensor.role in style.partial:
+            if parameter is not None and tensor.role in style.partial:
                 found[parameter] = None
     return list(found)
 
@@ -240,10 +240,13 @@ def _watch_forwards(
 ) -> None:
     """What happens at the edges of the model's forward."""
     unchecked = {True, False} if context is not None else set()  # a first batch for training and one for evaluation
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
             return
+        if isinstance(module, FSDPModule):
+            _check_still_frozen(frozen)
         gradients.reset()
         count.advance(module.training)
         if module.training in unchecked:
@@ -268,3 +271,13 @@ def _watch_forwards(
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
+
+
+def _check_still_frozen(frozen: dict[str, nn.Parameter]) -> None:
+    """FSDP2 decides at its first forward what trains: a parameter that is unfrozen later would get no gradient."""
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"{name} was frozen when the model was parallelized and is not any more: FSDP2 would compute no "
+                "gradient for it. Set requires_grad, and activate adapters (set_adapter), before parallelize."
+            )
