@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -34,7 +35,7 @@ from lora_parallel.adapters import adapter_parameters, peft_configs
 from lora_parallel.agreement import agreed
 from lora_parallel.state import state_of
 
-__all__ = ["is_checkpoint", "load_model", "load_optimizers", "read_trainer_state", "save"]
+__all__ = ["is_checkpoint", "load_model", "load_optimizers", "optimizer_settings", "read_trainer_state", "save"]
 
 FORMAT = 1
 _META, _TRAINER = "meta.json", "trainer.pt"
@@ -76,14 +77,15 @@ def save(
             save_adapter(model, _adapter_folder(scratch, name, roots), adapter)
     state: dict[str, Any] = {"model": _loose_parameters(module, roots)}
     for index, optimizer in enumerate(optimizers or []):
-        state[f"optimizer_{index}"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+        if optimizer.state:  # torch would step one without state, to make some
+            state[f"optimizer_{index}"] = _optimizer_state(module, optimizer)["state"]
     if any(state.values()):
         dcp.save(state, checkpoint_id=scratch / "state")
     with agreed():
         if writer:
             torch.save(trainer_state, scratch / _TRAINER)
             (scratch / _META).write_text(json.dumps(_meta(roots), indent=2) + "\n")
-            if path.exists():
+            if path.exists() or path.is_symlink():
                 _remove(old)
                 os.replace(path, old)
             os.replace(scratch, path)
@@ -91,7 +93,7 @@ def save(
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -147,7 +149,13 @@ def read_trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
         found = json.loads((path / _META).read_text()).get("format")
         if found != FORMAT:
             raise ValueError(f"{path} has checkpoint format {found!r}; this version reads format {FORMAT}.")
-        return torch.load(path / _TRAINER, map_location="cpu", weights_only=weights_only is not False)
+        try:
+            return torch.load(path / _TRAINER, map_location="cpu", weights_only=weights_only is not False)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{path / _TRAINER} holds Python objects (hyperparameters, perhaps) that weights_only=True does not "
+                f"load. If you trust the file, pass weights_only=False to the Trainer's method. Cause: {error}"
+            ) from error
 
 
 def load_model(path: Path, roots: Mapping[str, nn.Module], module: nn.Module) -> None:
@@ -160,9 +168,22 @@ def load_model(path: Path, roots: Mapping[str, nn.Module], module: nn.Module) ->
         dcp.load({"model": loose}, checkpoint_id=path / "state")
 
 
-def load_optimizers(path: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Fill the optimizers' states from a checkpoint. Collective."""
-    for index, optimizer in enumerate(optimizers):
-        state = {f"optimizer_{index}": get_optimizer_state_dict(module, optimizer, options=_OPTIONS)}
-        dcp.load(state, checkpoint_id=path / "state")
-        set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=_OPTIONS)
+def load_optimizers(path: Path, module: nn.Module, optimizers: list[Optimizer], written: list[dict[str, Any]]) -> None:
+    """Fill the optimizers' states from a checkpoint, of which `written` are the `optimizer_settings`. Collective."""
+    for index, (optimizer, groups) in enumerate(zip(optimizers, written, strict=True)):
+        if groups["stepped"]:
+            target = _optimizer_state(module, optimizer)
+            dcp.load({f"optimizer_{index}": target["state"]}, checkpoint_id=path / "state")
+            set_optimizer_state_dict(module, optimizer, target, options=_OPTIONS)
+        for group, settings in zip(optimizer.param_groups, groups["settings"], strict=True):
+            group.update(settings)
+
+
+def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
+    """What of an optimizer is no tensor: learning rates and the like of each group, and whether it has stepped."""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"stepped": bool(optimizer.state), "settings": settings}
+
+
+def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> Any:
+    return get_optimizer_state_dict(module, optimizer, options=_OPTIONS)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lora_parallel.mesh import dp_rank, dp_size
 
-__all__ = ["UnevenPrediction", "seed_workers"]
+__all__ = ["UnevenPrediction", "seed_workers", "sync_metrics"]
 
 
 def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
@@ -28,6 +30,18 @@ def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Cal
         and dataloader.worker_init_fn is None
     ):
         dataloader.worker_init_fn = partial(worker_init_function, rank=dp_rank(mesh))
+
+
+def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
+    """Let torchmetrics sync over data-parallel ranks, which tp peers would count twice."""
+    metrics = [each for each in (module.modules() if module is not None else ()) if isinstance(each, Metric)]
+    if not metrics:
+        return
+    replicas = mesh["dp_replicate"].size() > 1
+    group = mesh["dp_replicate", "dp_shard"]._flatten().get_group() if replicas else mesh.get_group("dp_shard")
+    for metric in metrics:
+        if metric.process_group is None:
+            metric.process_group = group
 
 
 class UnevenPrediction:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_lora import checkpoint
 from lightning_lora.communication import Communication
-from lightning_lora.data import UnevenPrediction, seed_workers
+from lightning_lora.data import UnevenPrediction, seed_workers, sync_metrics
 from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
 from lightning_lora.roots import find_roots
@@ -93,6 +93,9 @@ class StrategyLogic(Communication, Base):
     ) -> None:
         super().__init__()
         dp_shard: Literal["auto"] | int = "auto"
+        for name, size in (("data_parallel_size", data_parallel_size), ("replicate_size", replicate_size)):
+            if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
+                raise TypeError(f"{name}={size!r}: give a positive int.")
         if data_parallel_size != "auto":
             if replicate_size < 1 or data_parallel_size % replicate_size:
                 raise ValueError(
@@ -240,6 +243,7 @@ class StrategyLogic(Communication, Base):
         # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
+        sync_metrics(self.lightning_module, self.device_mesh)
         self._prediction = UnevenPrediction(self.device_mesh, self.root_device)
         self.barrier()
         if trainer.state.fn == self.lightning.fitting:
@@ -367,7 +371,7 @@ class StrategyLogic(Communication, Base):
         optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
         checkpoint_state["lora_parallel"] = {
             "forward_counts": {name: self._state(model).forward_count.done for name, model in self._roots.items()},
-            "optimizers": None if weights_only else len(optimizers),
+            "optimizers": None if weights_only else [checkpoint.optimizer_settings(each) for each in optimizers],
         }
         checkpoint.save(
             path, self._roots, self.lightning_module, None if weights_only else optimizers, checkpoint_state
@@ -398,12 +402,12 @@ class StrategyLogic(Communication, Base):
         assert self._optimizers_from is not None
         assert self.lightning_module is not None
         written = checkpoint_state["lora_parallel"]["optimizers"]
-        if written != len(self.optimizers):
+        if len(written) != len(self.optimizers):
             raise ValueError(
-                f"{self._optimizers_from} holds {written} optimizer states; configure_optimizers made "
+                f"{self._optimizers_from} holds {len(written)} optimizer states; configure_optimizers made "
                 f"{len(self.optimizers)}."
             )
-        checkpoint.load_optimizers(self._optimizers_from, self.lightning_module, self.optimizers)
+        checkpoint.load_optimizers(self._optimizers_from, self.lightning_module, self.optimizers, written)
         for name, count in checkpoint_state["lora_parallel"]["forward_counts"].items():
             self._state(self._roots[name]).forward_count.done = count
 

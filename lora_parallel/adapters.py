@@ -30,6 +30,7 @@ from lora_parallel.upstream import local_region
 
 __all__ = ["adapter_parameters", "load_adapter", "save_adapter"]
 
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -79,8 +80,9 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> Path:
     """Write the adapter as PEFT would in one process. Collective: call it on every rank with the same arguments.
 
-    Tensors are gathered one at a time and kept on rank 0's CPU; the base is never gathered. Rank 0 writes beside the
-    target, reads back, compares, and renames, so that a folder is complete or not there.
+    Tensors are gathered a few at a time and kept on rank 0's CPU. Of the base, only what PEFT itself writes is
+    gathered: embeddings that are adapted or resized. Rank 0 writes beside the target, reads back, compares, and
+    renames, so that a folder is complete or not there.
 
     Args:
         model: What `parallelize` returned, or any model with PEFT layers (also in one process, unsharded).
@@ -104,17 +106,18 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
             raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
     target = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
     writer = not dist.is_initialized() or dist.get_rank() == 0
-    gathered = gather_on_rank_zero(adapter_parameters(model, adapter_name))
+    holder = adapted_model(model)
+    assert holder is not None
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    keys = _on_disk(model, holder, adapter_name)
+    gathered = gather_on_rank_zero({name: parameters[name] for name in keys.values()})
     with agreed():
         if writer:
-            _write(model, adapter_name, gathered, target)
+            _write(holder, adapter_name, {key: gathered[name].clone() for key, name in keys.items()}, target)
     return target
 
 
-def _write(model: nn.Module, adapter_name: str, gathered: dict[str, Tensor], target: Path) -> None:
-    holder = adapted_model(model)
-    assert holder is not None
-    state = _to_disk_names(model, holder, adapter_name, gathered)
+def _write(holder: nn.Module, adapter_name: str, state: dict[str, Tensor], target: Path) -> None:
     if target.is_file():
         raise NotADirectoryError(f"{target} is a file: give a folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -139,21 +142,47 @@ def _umask() -> int:
     return mask
 
 
-def _to_disk_names(
-    model: nn.Module, holder: nn.Module, adapter_name: str, full: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """What PEFT would write for these tensors, by the keys it would write them under."""
+def _on_disk(model: nn.Module, holder: nn.Module, adapter_name: str) -> dict[str, str]:
+    """What PEFT writes for the adapter: the name in `model` of the parameter under each key. Collective.
+
+    PEFT decides (on rank 0, since it may look at the base model's folder): besides the adapter's own tensors it writes
+    the weights of input and output embeddings that are adapted or whose vocabulary has been resized.
+    """
     prefix = _name_of(model, holder)
-    inside = {name.removeprefix(prefix): tensor for name, tensor in full.items()}
-    state = get_peft_model_state_dict(holder, state_dict=inside, adapter_name=adapter_name, save_embedding_layers=False)
-    if not isinstance(holder, PeftModel):
-        state = {f"base_model.model.{key}": tensor for key, tensor in state.items()}
-    if len(state) != len(inside):
-        raise RuntimeError(
-            f"PEFT names {len(state)} tensors for the adapter {adapter_name!r}, which has {len(inside)}: nothing was "
-            "written."
-        )
-    return {key: tensor.contiguous() for key, tensor in state.items()}
+    names: dict[str, str] = {}
+    with agreed():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            own = adapter_parameters(model, adapter_name)
+            embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
+            wanted = {**{name: parameters[name] for name in embeddings}, **own}
+            stand_ins: dict[str, Tensor] = {
+                name: torch.empty(parameter.shape, device="meta") for name, parameter in wanted.items()
+            }
+            state = get_peft_model_state_dict(
+                holder,
+                state_dict={name.removeprefix(prefix): tensor for name, tensor in stand_ins.items()},
+                adapter_name=adapter_name,
+            )
+            by_tensor = {id(tensor): name for name, tensor in stand_ins.items()}
+            added = "" if isinstance(holder, PeftModel) else "base_model.model."
+            names = {f"{added}{key}": by_tensor[id(tensor)] for key, tensor in state.items()}
+            if set(own) - set(names.values()):
+                lost = sorted(set(own) - set(names.values()))
+                raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        shared = [names]
+        dist.broadcast_object_list(shared, src=0)
+        names = shared[0]
+    return names
+
+
+def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
+    """Names in `model` of the base weights of input and output embeddings, where the model says what these are."""
+    base = holder.get_base_model() if isinstance(holder, PeftModel) else holder
+    layers = [getattr(base, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    inner = {getattr(layer, "base_layer", layer) for layer in layers if layer is not None}
+    return [f"{name}.weight" for name, module in model.named_modules() if module in inner]
 
 
 def _name_of(model: nn.Module, inner: nn.Module) -> str:
@@ -205,8 +234,8 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
 
     Raises:
         FileNotFoundError: There is no such folder or file.
-        ValueError: The file cannot be read, is of another PEFT type, or its keys and shapes are not exactly the
-            adapter's. All on every rank.
+        ValueError: The file cannot be read, is of another PEFT type, holds values that are not finite numbers, or its
+            keys and shapes are not exactly the adapter's. All on every rank.
     """
     reshard(model)
     with agreed():
@@ -218,14 +247,9 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
             folder = folder / adapter_name
         _check_config(folder, configs[adapter_name])
-        prefix = _name_of(model, holder)
-        parameters = {n.removeprefix(prefix): p for n, p in adapter_parameters(model, adapter_name).items()}
-        stand_ins: dict[str, Tensor] = {
-            name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()
-        }
-        shapes = _to_disk_names(holder, holder, adapter_name, stand_ins)
-        by_tensor = {id(tensor): name for name, tensor in stand_ins.items()}
-        targets = {key: parameters[by_tensor[id(tensor)]] for key, tensor in shapes.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    targets = {key: parameters[name] for key, name in _on_disk(model, holder, adapter_name).items()}
+    with agreed():
         values = _read_slices(folder / WEIGHTS, targets)
     with torch.no_grad():
         for key, parameter in targets.items():
@@ -274,10 +298,14 @@ def _read_slices(file: Path, targets: dict[str, nn.Parameter]) -> dict[str, Tens
         values = {}
         for key, parameter in targets.items():
             view = stored.get_slice(key)
+            if view.get_dtype() not in _FLOATS:
+                raise ValueError(f"{file}: {key} has dtype {view.get_dtype()}, which no adapter has.")
             shape = tuple(view.get_shape())
             if shape != tuple(parameter.shape):
                 raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
             region = local_region(parameter.data) if isinstance(parameter.data, DTensor) else (slice(None),)
             empty = _local(parameter).numel() == 0
             values[key] = torch.empty_like(_local(parameter)) if empty else view[region]
+            if not torch.isfinite(values[key]).all():
+                raise ValueError(f"{file}: {key} holds values that are not finite: the adapter is broken.")
         return values

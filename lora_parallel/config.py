@@ -72,11 +72,18 @@ class ParallelConfig:
             _positive("dp_shard", self.dp_shard, or_auto=True)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
+        for name in ("reshard_after_forward", "activation_checkpointing", "require_adapters"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if isinstance(self.tp_plan, str):
             if self.tp_plan != "auto":
                 raise ValueError(f'tp_plan={self.tp_plan!r}: give "auto" or a mapping {{glob: style}}.')
         elif not isinstance(self.tp_plan, Mapping):
             raise TypeError(f'tp_plan is a {type(self.tp_plan).__name__}: give "auto" or a mapping {{glob: style}}.')
+        elif not all(isinstance(glob, str) for glob in self.tp_plan):
+            raise TypeError(f"tp_plan={self.tp_plan!r}: its keys are globs of module names, as str.")
+        if not isinstance(self.block_classes, (str, list, tuple)):
+            raise TypeError(f"block_classes={self.block_classes!r}: give a list of class names.")
         if isinstance(self.block_classes, str) and self.block_classes != "auto":
             raise ValueError(f'block_classes={self.block_classes!r}: give "auto" or a list of class names.')
         for name in ("param_dtype", "reduce_dtype"):

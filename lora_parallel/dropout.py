@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lora_parallel.upstream import in_backward
+
 __all__ = ["ForwardCount", "TopologyInvariantDropout"]
 
 _GOLDEN, _MIX = 0x9E3779B1, 0x846CA68B
@@ -57,6 +59,9 @@ class ForwardCount:
 
     current: int = field(default=0, repr=False)
     """The forward whose masks are wanted."""
+
+    running: bool = field(default=False, repr=False)
+    """Whether the model's forward is in progress."""
 
     def advance(self, training: bool) -> None:
         """Called as the model's forward starts, though not when it is recomputed. Evaluation does not count."""
@@ -113,6 +118,11 @@ class TopologyInvariantDropout(nn.Module):
         """`x` with a fraction `p` of its elements zeroed and the rest scaled by 1 / (1 - p), while training."""
         if not self.training or self.p == 0:
             return x
+        if torch.is_grad_enabled() and not self.count.running and not in_backward():
+            raise RuntimeError(
+                f"the LoRA layer {self.name} was called in training, but not by the model's own forward, which counts "
+                "the steps that its dropout depends on: call the parallelized model, not a module inside it."
+            )
         if self.p >= 1:
             return x * 0
         return x.masked_fill(self.dropped(x.shape, x.device), 0) * (1 / (1 - self.p))

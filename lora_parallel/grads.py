@@ -55,17 +55,14 @@ class PartialGradients:
         """The local tensor of `parameter` (a DTensor) for compute whose gradient will be partial over tp."""
         return _PartialLocal.apply(parameter, self)
 
-    def reset(self) -> None:
-        """Give back the finished gradients if an error ended a backward pass before its end."""
-        if self._finished is not None:
-            for index, parameter in enumerate(self._parameters):
-                parameter.grad = self._finished[index]
-            self._finished = None
-            self._pending.clear()
+    def drop(self) -> None:
+        """Forget everything, after an error ended a backward pass on its way."""
+        self._finished = None
+        self._pending.clear()
 
     def begin(self) -> None:
-        """Called by the first partial gradient of a backward pass, before it is accumulated."""
-        if self._finished is not None:
+        """Called as a backward pass begins, at the latest by its first partial gradient."""
+        if self._finished is not None or not self._parameters:
             return
         self._finished = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
         for parameter in self._parameters:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from peft import LoraConfig, PeftType, inject_adapter_in_model
+from peft import LoraConfig, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from lora_parallel.adapters import peft_configs
@@ -63,10 +63,8 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocas
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        if lora_config.base_model_name_or_path is None:
-            lora_config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
-        inject_adapter_in_model(lora_config, model)
-    cast_adapter_dtype(model, "default", autocast_adapter_dtype=autocast_adapter_dtype)
+        # It adapts `model` in place; what it returns is only a wrapper around it, which the caller did not ask for.
+        get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
 
 
 def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int) -> None:

@@ -132,7 +132,8 @@ class TPContext:
         q, k and v, or gate and up, are such layers. Identity decides, so nothing is assumed of the model: a layer that
         is fed anything else gets a reduction of its own.
         """
-        key = (x._version, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        version = -1 if x.is_inference() else x._version
+        key = (version, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if self._last is not None and self._last[0] is x and self._last[1] == key:
             return self._last[2]
         copied = copy_to_tp(x, self.group, where)

@@ -15,20 +15,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, gather_numbers
 from lora_parallel.config import ParallelConfig
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.inject import adapt_dropout, check_adapters, inject_adapter
 from lora_parallel.layers import TPContext, apply_style, unit_tensors
-from lora_parallel.mesh import dp_mesh, dp_rank, dp_size
+from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.plan import Plan, check_globs, resolve_plan
 from lora_parallel.replicas import adopt_rank_zero, share_random_state
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.styles import STYLES
-from lora_parallel.upstream import in_backward
-from lora_parallel.verify import tensors_in, verify, verify_same_batch
+from lora_parallel.verify import verify
+from lora_parallel.watch import StepWatch
 
 __all__ = ["parallelize"]
 
@@ -76,6 +76,7 @@ def parallelize(
     tp = mesh["tp"].size()
     with agreed():
         plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
+    _check_seed(mesh, config)
     adopt_rank_zero(model, mesh)
     if tp > 1:
         share_random_state(mesh)
@@ -92,7 +93,7 @@ def parallelize(
         model.to(mesh.device_type)
     allow_generate(model, dp_size(mesh))
     gradients.manage(_partial_parameters(model, plan))
-    _watch_forwards(model, mesh, count, gradients, context)
+    StepWatch(model, mesh, count, gradients, context)
 
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     names = {id(style): name for name, style in STYLES.items()}
@@ -101,6 +102,16 @@ def parallelize(
     verify(model, state)
     state.attach(model)
     return model
+
+
+def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Tp peers with different seeds would drop different elements of the same activation."""
+    seeds = gather_numbers([config.seed % 2**63], mesh.device_type)[:, 0].tolist()
+    if len(set(seeds)) > 1:
+        raise ValueError(
+            f"seed differs between ranks ({seeds}): give every rank the same one. Batches are told apart by rank, not "
+            "by seed."
+        )
 
 
 _WRAPPER_PARTS = {
@@ -112,9 +123,20 @@ _WRAPPER_PARTS = {
 
 
 def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give an nn.Module.")
+    if not isinstance(config, ParallelConfig):
+        raise TypeError(f"config is a {type(config).__name__}: give a ParallelConfig.")
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != AXES:
+        raise TypeError(f"mesh is {mesh!r}: give what build_mesh returns, with axes {', '.join(AXES)}.")
+    if tuple(mesh.shape) != mesh_sizes(config, mesh.size()):
+        raise ValueError(
+            f"the mesh has sizes {tuple(mesh.shape)} of {', '.join(AXES)}, the config asks for "
+            f"{mesh_sizes(config, mesh.size())}: give build_mesh and parallelize the same config."
+        )
     if state_of(model) is not None:
         raise ValueError(f"this {type(model).__name__} is parallelized already.")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError("the model is wrapped in DistributedDataParallel: pass the bare model (model.module).")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("fully_shard was already applied to the model: pass the bare model.")
@@ -130,11 +152,6 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
             raise ValueError(f"{name} is quantised ({parameter.dtype}), which is not supported yet.")
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device, which is not supported yet: build the model in memory.")
-    if mesh["tp"].size() != config.tp:
-        raise ValueError(
-            f"the mesh has tp={mesh['tp'].size()}, the config tp={config.tp}: give build_mesh and parallelize the same "
-            "config."
-        )
 
 
 def _blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
@@ -155,7 +172,16 @@ def _blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
         if module is not model and type(module).__name__ in wanted and module not in inside:
             found.append(module)
             inside.update(module.modules())
+    if config.activation_checkpointing and not found and not hasattr(_bare(model), "gradient_checkpointing_enable"):
+        raise ValueError(
+            "activation_checkpointing=True, but the model has no blocks to recompute: name their classes in "
+            "block_classes=[...]."
+        )
     return found
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _shard_for_tp(model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: PartialGradients) -> TPContext:
@@ -168,15 +194,10 @@ def _shard_for_tp(model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: Par
 
 def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
     """Recompute inside forward, so that no wrapper's prefix gets into parameter names."""
-    bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    bare: Any = _bare(model)
     if hasattr(bare, "gradient_checkpointing_enable"):
         bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
-    if not blocks:
-        raise ValueError(
-            "activation_checkpointing=True, but the model has no blocks to recompute: name their classes in "
-            "block_classes=[...]."
-        )
     for block in blocks:
         block.forward = partial(_checkpointed, block, block.forward)
 
@@ -214,10 +235,15 @@ def _even_dim(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
 
     FSDP2 shards dims other than 0 evenly only, and a dim that tp has split may not be split again this way.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if local.shape[0] % dp_shard == 0:
+    taken: set[int] = set()
+    local: torch.Tensor = parameter
+    if isinstance(parameter, DTensor):
+        taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+        if any(parameter.shape[dim] % parameter.device_mesh.size() for dim in taken):
+            return None  # tp ranks hold slices of different sizes, and must all choose the same dim
+        local = parameter.to_local()
+    if local.dim() == 0 or local.shape[0] % dp_shard == 0:
         return None
-    taken = {p.dim for p in parameter.placements if isinstance(p, Shard)} if isinstance(parameter, DTensor) else set()
     for dim in range(1, local.dim()):
         if dim not in taken and local.shape[dim] % dp_shard == 0 and local.shape[dim] > 0:
             return Shard(dim)
@@ -233,51 +259,3 @@ def _partial_parameters(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
             if parameter is not None and tensor.role in style.partial:
                 found[parameter] = None
     return list(found)
-
-
-def _watch_forwards(
-    model: nn.Module, mesh: DeviceMesh, count: ForwardCount, gradients: PartialGradients, context: TPContext | None
-) -> None:
-    """What happens at the edges of the model's forward."""
-    unchecked = {True, False} if context is not None else set()  # a first batch for training and one for evaluation
-    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
-            return
-        if isinstance(module, FSDPModule):
-            _check_still_frozen(frozen)
-        gradients.reset()
-        count.advance(module.training)
-        if module.training in unchecked:
-            unchecked.discard(module.training)
-            verify_same_batch(mesh, [args, kwargs])
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if context is not None:
-            context.forget_input()
-        if output is None:  # the forward failed
-            return
-        this = count.current
-
-        def replay(grad: torch.Tensor) -> None:
-            count.current = this
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(replay)
-        if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
-            module.reshard()  # no backward will come to do it, and parameters() must give the sharded ones
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after, always_call=True)
-
-
-def _check_still_frozen(frozen: dict[str, nn.Parameter]) -> None:
-    """FSDP2 decides at its first forward what trains: a parameter that is unfrozen later would get no gradient."""
-    for name, parameter in frozen.items():
-        if parameter.requires_grad:
-            raise RuntimeError(
-                f"{name} was frozen when the model was parallelized and is not any more: FSDP2 would compute no "
-                "gradient for it. Set requires_grad, and activate adapters (set_adapter), before parallelize."
-            )

@@ -44,7 +44,8 @@ def state_of(model: nn.Module) -> ParallelState | None:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Accumulate: within the context, `backward` reduces no gradient over any axis.
 
-    `.grad` is unspecified until the next backward outside of the context, which finishes the whole sum.
+    `.grad` is unspecified until the next backward outside of the context, which finishes the whole sum. Finish it
+    before `zero_grad`, which cannot reach what has not been reduced.
 
     Raises:
         ValueError: `model` did not come from `parallelize`.

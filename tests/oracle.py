@@ -152,7 +152,7 @@ def reference(case: Case) -> Run:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """"2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp."""
+    """The axis sizes: "2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp."""
     sizes = [int(part) for part in text.split("x")]
     replicate, shard, tp = sizes if len(sizes) == 3 else [1, *sizes]
     return {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}

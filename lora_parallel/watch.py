@@ -1,0 +1,131 @@
+"""What happens at the edges of a model's forward and backward: counting, guards, recovery from a failed step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lora_parallel.dropout import ForwardCount
+from lora_parallel.grads import PartialGradients
+from lora_parallel.layers import TPContext
+from lora_parallel.upstream import in_backward, queue_after_backward
+from lora_parallel.verify import tensors_in, verify_same_batch
+
+__all__ = ["StepWatch"]
+
+log = logging.getLogger(__name__)
+
+
+class StepWatch:
+    """Hooks on the forward of one parallelized model, ahead of FSDP2's own.
+
+    Args:
+        model: The sharded model.
+        mesh: Its mesh.
+        count: Advanced by each training forward.
+        gradients: Emptied after a failed step.
+        context: Of its tensor parallel units; None where tp is 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        count: ForwardCount,
+        gradients: PartialGradients,
+        context: TPContext | None,
+    ) -> None:
+        self._mesh = mesh
+        self._count = count
+        self._gradients = gradients
+        self._context = context
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        # The first batch for training and the first for evaluation are compared between tp peers.
+        self._unchecked = {True, False} if context is not None else set()
+        self._in_forward = False
+        self._in_backward = False
+        model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
+            return
+        if self._in_forward or self._in_backward:
+            self._recover(model)
+        if isinstance(model, FSDPModule):
+            self._check_fsdp()
+        self._count.advance(model.training)
+        if model.training in self._unchecked:
+            self._unchecked.discard(model.training)
+            verify_same_batch(self._mesh, [args, kwargs])
+        self._in_forward = self._count.running = True
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if in_backward():
+            return
+        self._count.running = False
+        if self._context is not None:
+            self._context.forget_input()
+        if output is None:  # the forward failed
+            return
+        self._in_forward = False
+        this = self._count.current
+
+        def backward_begins(grad: Tensor) -> None:
+            self._count.current = this  # what is recomputed from here on belongs to this forward
+            if not self._in_backward:
+                self._in_backward = True
+                # From here, not from a layer: a reentrant checkpoint runs the layers in backward passes of their own.
+                self._gradients.begin()
+                queue_after_backward(self._backward_ends)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+        if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
+            model.reshard()  # no backward will come to do it, and parameters() must give the sharded ones
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+
+    def _recover(self, model: nn.Module) -> None:
+        """The last step died on the way. Its gradients, and those it was to be added to, are of no use to anyone."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
+        self._in_forward = self._in_backward = False
+        self._gradients.drop()
+        for parameter in self._trained:
+            parameter.grad = None
+        if isinstance(model, FSDPModule):
+            if not hasattr(model, "reset_iter_state"):
+                raise RuntimeError(
+                    f"the last step failed, and FSDP2 of torch {torch.__version__} cannot go on after that: restart "
+                    "from a checkpoint, or use torch 2.13, which can."
+                )
+            model.reset_iter_state()
+            for unit in model.modules():  # what no_sync had accumulated is on the gathered parameters
+                if isinstance(unit, FSDPModule):
+                    unit.unshard()
+                    for parameter in unit.parameters():
+                        parameter.grad = None
+                    unit.reshard()
+
+    def _check_fsdp(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "a model under FSDP2 cannot run in torch.inference_mode(): its buffers could never be trained with "
+                "again. Use torch.no_grad()."
+            )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was parallelized and is not any more: FSDP2 would compute no "
+                    "gradient for it. Set requires_grad, and activate adapters (set_adapter), before parallelize."
+                )

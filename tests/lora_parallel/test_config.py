@@ -1,0 +1,53 @@
+"""`ParallelConfig` refuses what cannot work when it is made, with the field and its value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_parallel import ParallelConfig
+
+BAD = [
+    ({"tp": 0}, ValueError, "tp=0"),
+    ({"tp": -2}, ValueError, "tp=-2"),
+    ({"tp": "2"}, TypeError, "tp='2'"),
+    ({"tp": 2.0}, TypeError, r"tp=2\.0"),
+    ({"tp": True}, TypeError, "tp=True"),
+    ({"tp": "auto"}, TypeError, "tp='auto'"),
+    ({"dp_shard": 0}, ValueError, "dp_shard=0.* or auto"),
+    ({"dp_shard": "all"}, TypeError, "dp_shard='all'.* or auto"),
+    ({"dp_replicate": 0}, ValueError, "dp_replicate=0"),
+    ({"dp_replicate": None}, TypeError, "dp_replicate=None"),
+    ({"timeout_seconds": 0}, ValueError, "timeout_seconds=0"),
+    ({"seed": 1.5}, TypeError, r"seed=1\.5"),
+    ({"seed": True}, TypeError, "seed=True"),
+    ({"tp_plan": "colwise"}, ValueError, "tp_plan='colwise'"),
+    ({"tp_plan": ["q_proj"]}, TypeError, "tp_plan is a list"),
+    ({"block_classes": "LlamaDecoderLayer"}, ValueError, "give .*list of class names"),
+    ({"param_dtype": "bf16"}, TypeError, "param_dtype='bf16'"),
+    ({"param_dtype": torch.int8}, TypeError, r"param_dtype=torch\.int8"),
+    ({"reduce_dtype": torch.int64}, TypeError, r"reduce_dtype=torch\.int64"),
+    ({"param_dtype": torch.float16}, ValueError, "loss scaling.*bfloat16"),
+    ({"sequence_parallel": True}, ValueError, "sequence_parallel=True is not supported yet"),
+    ({"cpu_offload": True}, ValueError, "cpu_offload=True is not supported yet"),
+    ({"compile": True}, ValueError, "compile=True is not supported yet"),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind", "message"), BAD, ids=[str(fields) for fields, _, _ in BAD])
+def test_a_value_that_cannot_work_is_refused(fields, kind, message):
+    with pytest.raises(kind, match=message):
+        ParallelConfig(**fields)
+
+
+def test_values_that_work():
+    ParallelConfig()
+    ParallelConfig(tp=2, dp_shard=3, dp_replicate=4, tp_plan={"*.fc1": "colwise"}, block_classes=["Block"])
+    ParallelConfig(param_dtype=torch.bfloat16, reduce_dtype=None, seed=-1, timeout_seconds=1)
+
+
+def test_fields_are_keywords_and_fixed():
+    with pytest.raises(TypeError):
+        ParallelConfig(2)
+    with pytest.raises(AttributeError):
+        ParallelConfig().tp = 2

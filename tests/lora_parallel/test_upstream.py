@@ -1,0 +1,168 @@
+"""What we rely on upstream, and what we work around: an upgrade that changes either is to fail here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from lora_parallel import upstream
+from tests.oracle import mesh_of
+from tests.workers import Failure, attempt
+
+
+def adapted():
+    model = nn.Sequential()
+    model.add_module("proj", nn.Linear(4, 6))
+    return inject_adapter_in_model(LoraConfig(r=2, target_modules=["proj"]), model)
+
+
+def stock_style_on_a_lora_layer():
+    """Stock `ColwiseParallel` by `parallelize_module`, and its own partition function on the same module."""
+    mesh = mesh_of("1x2")["tp"]
+    by_type = attempt(parallelize_module, adapted(), mesh, {"proj": ColwiseParallel()})
+    names = [name for name, _ in adapted().proj.named_parameters()]
+    by_name = attempt(distribute_module, adapted().proj, mesh, ColwiseParallel()._partition_linear_fn)
+    return by_type, by_name, names
+
+
+def test_stock_colwise_still_fails_on_a_lora_layer(pool):
+    """The day one of these works, our styles can be thinner."""
+    for by_type, by_name, names in pool.run(2, stock_style_on_a_lora_layer):
+        assert isinstance(by_type, Failure)
+        assert by_type.kind == "NotImplementedError"
+        assert "only support nn.Linear and nn.Embedding" in by_type.message
+        assert isinstance(by_name, Failure)
+        assert by_name.kind == "KeyError"
+        assert 'parameter name can\'t contain "."' in by_name.message.replace("\\", "")
+        assert "base_layer.weight" in names
+
+
+def test_in_backward_tells_recomputation_from_a_call():
+    seen = []
+
+    def note(x):
+        seen.append(upstream.in_backward())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    loss = checkpoint(note, x, use_reentrant=False).sum()
+    x.register_hook(lambda grad: seen.append(upstream.in_backward()))
+    assert not upstream.in_backward()
+    loss.backward()
+    note(x)
+    assert seen == [False, True, True, False]
+
+
+def test_a_queued_callback_runs_once_after_every_gradient():
+    order = []
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+
+    def hook(grad):
+        upstream.queue_after_backward(lambda: order.append((a.grad is not None, b.grad is not None)))
+
+    loss = (a * 3).sum() + (b * 4).sum()
+    b.register_hook(hook)
+    loss.backward()
+    assert order == [(True, True)]
+    (a * 1).sum().backward()
+    assert len(order) == 1
+    with pytest.raises(RuntimeError):
+        upstream.queue_after_backward(lambda: None)
+
+
+def callback_after_fsdp():
+    """What a callback sees that is queued by the time FSDP2's own is."""
+    layer = fully_shard(nn.Linear(3, 4), mesh=mesh_of("2x1")["dp_shard"])
+    seen = []
+
+    def hook(grad):
+        upstream.queue_after_backward(lambda: seen.append(layer.weight.grad.full_tensor().tolist()))
+        return grad
+
+    x = torch.full((2, 3), 1.0 + dist.get_rank())
+    y = layer(x)
+    assert y.requires_grad
+    y.register_hook(hook)
+    y.sum().backward()
+    return seen
+
+
+def test_a_callback_queued_after_fsdps_sees_reduced_gradients(pool):
+    """FSDP2 queues its own as the gradient of the output arrives; hooks run in the order of registration."""
+    for seen in pool.run(2, callback_after_fsdp):
+        assert seen == [[[3.0] * 3] * 4]  # the mean over dp of 2 rows of 1 and 2 rows of 2
+
+
+def regions():
+    """Values by region against the local tensor, for uneven, empty, two-dim and strided shards."""
+    mesh = mesh_of("2x2")
+    found = []
+    for shape, placements in [
+        ((7, 5), [Replicate(), Shard(0), Replicate()]),
+        ((7, 5), [Replicate(), Shard(0), Shard(1)]),
+        ((1, 5), [Replicate(), Shard(0), Shard(1)]),
+        ((5, 3), [Replicate(), Replicate(), Replicate()]),
+        ((3,), [Replicate(), Replicate(), Shard(0)]),
+        ((), [Replicate(), Replicate(), Replicate()]),
+    ]:
+        full = torch.arange(torch.Size(shape).numel()).view(shape)
+        shard = distribute_tensor(full, mesh, placements, src_data_rank=None)
+        region = upstream.local_region(shard)
+        found.append((full[region].tolist(), shard.to_local().tolist(), [s.stop - s.start for s in region]))
+    for rows in (8, 7, 3, 1):
+        full = torch.arange(rows * 2.0).view(rows, 2)
+        layer = nn.Linear(2, rows, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None))
+        fully_shard(layer, mesh=mesh["dp_shard"])
+        region, local = upstream.local_region(layer.weight), layer.weight.to_local().detach()
+        found.append((full[region].tolist(), local.tolist(), [s.stop - s.start for s in region]))
+    return found
+
+
+def test_the_local_region_is_what_the_shard_holds(pool):
+    answers = pool.run(4, regions)
+    for found in answers:
+        for of_region, local, sizes in found:
+            assert of_region == local
+            assert torch.tensor(local).numel() == torch.Size(sizes).numel()
+    empty = [0 in sizes for found in answers for _, _, sizes in found]
+    assert any(empty)
+    assert not all(empty)
+
+
+def functional_collectives():
+    group = mesh_of("2x2").get_group("tp")
+    mine = torch.full((2, 3), float(dist.get_rank()))
+    stacked, summed = upstream.all_gather_stacked(mine, group), upstream.all_reduce_sum(mine, group)
+    kinds = [type(stacked), type(summed)]
+    return kinds, stacked, summed, mine
+
+
+def test_functional_collectives_are_out_of_place(pool):
+    for rank, (kinds, stacked, summed, mine) in enumerate(pool.run(4, functional_collectives)):
+        first = rank // 2 * 2
+        assert torch.equal(mine, torch.full((2, 3), float(rank)))
+        assert torch.equal(stacked, torch.stack([torch.full((2, 3), float(r)) for r in (first, first + 1)]))
+        assert torch.equal(summed, torch.full((2, 3), 2.0 * first + 1))
+        assert kinds == [torch.Tensor, torch.Tensor]  # plain and waited for
+
+
+def waiting_alone():
+    """Rank 0 enters a collective that rank 1 does not."""
+    group = dist.new_group(timeout=dist.distributed_c10d.default_pg_timeout)
+    upstream.set_timeout(group, 1)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_timeout_can_be_set_afterwards(pool):
+    first, second = pool.try_run(2, waiting_alone)
+    assert isinstance(first, Failure)
+    assert second is None
