@@ -150,8 +150,9 @@ def injected_classifier():
 
 def test_injection_trains_what_the_task_trains(pool):
     """get_peft_model adds the classification head to modules_to_save."""
+    base = classifier()
     torch.manual_seed(0)
-    peft = get_peft_model(classifier(), LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
+    peft = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
     want = {name.removeprefix("base_model.model."): full(p) for name, p in trained(peft).items()}
     assert any("score" in name for name in want)
     for got in pool.run(2, injected_classifier):

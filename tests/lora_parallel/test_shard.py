@@ -349,7 +349,7 @@ REFUSED = {
     "width": ("ValueError", "tp=2 does not divide"),
     "heads": ("ValueError", "9 heads"),
     "only rank 1": ("ValueError", "LlamaForCausalLM"),
-    "another mesh": ("ValueError", "the mesh has tp=2, the config tp=1"),
+    "another mesh": ("ValueError", "the mesh has sizes (1, 1, 2)"),
     "twice": ("ValueError", "parallelized already"),
 }
 
