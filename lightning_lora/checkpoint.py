@@ -80,7 +80,10 @@ def save(
         if optimizer.state:  # torch would step one without state, to make some
             state[f"optimizer_{index}"] = _optimizer_state(module, optimizer)["state"]
     if any(state.values()):
-        dcp.save(state, checkpoint_id=scratch / "state")
+        try:
+            dcp.save(state, checkpoint_id=scratch / "state")
+        except dcp.CheckpointException as error:  # raised on every rank
+            raise OSError(f"the train state cannot be written to {scratch}: {error}") from error
     with agreed():
         if writer:
             torch.save(trainer_state, scratch / _TRAINER)
@@ -172,6 +175,9 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: list[Optimizer], 
     """Fill the optimizers' states from a checkpoint, of which `written` are the `optimizer_settings`. Collective."""
     for index, (optimizer, groups) in enumerate(zip(optimizers, written, strict=True)):
         if groups["stepped"]:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # torch makes no state to load into where there are gradients
             target = _optimizer_state(module, optimizer)
             dcp.load({f"optimizer_{index}": target["state"]}, checkpoint_id=path / "state")
             set_optimizer_state_dict(module, optimizer, target, options=_OPTIONS)

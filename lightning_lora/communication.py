@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,23 @@ if TYPE_CHECKING:  # at run time the class is mixed into either namespace's Para
     from lightning.pytorch.strategies import ParallelStrategy as Base
 else:
     Base = object
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank's tensor along a new first dim; torch.distributed.nn's does not know gloo sub-groups in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 class Communication(Base):
@@ -63,9 +81,9 @@ class Communication(Base):
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over data-parallel ranks, in their order: [data-parallel size, ...]. With `group`, over that."""
-        gather = super().all_gather
-        if group is not None:
-            return gather(tensor, group, sync_grads)
-        for axis in ("dp_shard", "dp_replicate"):
-            tensor = gather(tensor, self.device_mesh.get_group(axis), sync_grads)
-        return tensor.flatten(0, 1)
+        with nullcontext() if sync_grads else torch.no_grad():
+            if group is not None and group is not dist.group.WORLD:  # LightningModule.all_gather has WORLD for None
+                return _Gather.apply(tensor, group)
+            for axis in ("dp_shard", "dp_replicate"):
+                tensor = _Gather.apply(tensor, self.device_mesh.get_group(axis))
+            return tensor.flatten(0, 1)

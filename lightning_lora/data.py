@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from lora_parallel.mesh import dp_rank, dp_size
 
-__all__ = ["UnevenPrediction", "seed_workers", "sync_metrics"]
+__all__ = ["UnevenPrediction", "check_shares", "seed_workers", "sync_metrics"]
 
 
 def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
@@ -30,6 +30,25 @@ def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Cal
         and dataloader.worker_init_fn is None
     ):
         dataloader.worker_init_fn = partial(worker_init_function, rank=dp_rank(mesh))
+
+
+def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
+    """Refuse to predict fewer samples than there are data-parallel ranks: some would have nothing to start with.
+
+    Looks at loaders that were passed to `predict`; Lightning's sampler refuses others, on the ranks without a sample.
+
+    Raises:
+        ValueError: A dataset is that small.
+    """
+    source = getattr(predict_loop, "_data_source", None)
+    loaders = source.instance if source is not None else None
+    for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, Sized) and len(dataset) < dp_size(mesh):
+            raise ValueError(
+                f"predict was given {len(dataset)} samples for {dp_size(mesh)} data-parallel processes: give at least "
+                "one a process, or predict on fewer."
+            )
 
 
 def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_lora import checkpoint
 from lightning_lora.communication import Communication
-from lightning_lora.data import UnevenPrediction, seed_workers, sync_metrics
+from lightning_lora.data import UnevenPrediction, check_shares, seed_workers, sync_metrics
 from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
 from lightning_lora.roots import find_roots
@@ -167,20 +167,7 @@ class StrategyLogic(Communication, Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         seed_workers(dataloader, self.device_mesh, self.lightning.worker_init_function)
-        self._check_shares(dataloader)
         return dataloader
-
-    def _check_shares(self, dataloader: object) -> None:
-        """A rank without a single sample to predict would leave the loop before it began."""
-        sampler = getattr(dataloader, "sampler", None)
-        dataset = getattr(sampler, "dataset", None)
-        if type(sampler).__name__.startswith("Unrepeated") and hasattr(dataset, "__len__"):
-            size = len(dataset)  # type: ignore[arg-type]
-            if size < dp_size(self.device_mesh):
-                raise ValueError(
-                    f"predict was given {size} samples for {dp_size(self.device_mesh)} data-parallel processes: give "
-                    "at least one a process, or predict on fewer."
-                )
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -233,8 +220,12 @@ class StrategyLogic(Communication, Base):
         self.accelerator.setup(trainer)
         with agreed():
             self._refuse_features(trainer)
+            if trainer.predicting:
+                check_shares(trainer.predict_loop, self.device_mesh)
             self._roots = self._find_roots()
             self._adopt_parallelized()
+        assert self.lightning_module is not None
+        convert_base(self.lightning_module, self.precision_plugin.stored_dtype, self._autocast_adapter_dtype)
         for model in self._roots.values():
             if state_of(model) is None:
                 self._parallelize(model)
@@ -286,7 +277,6 @@ class StrategyLogic(Communication, Base):
                 )
 
     def _parallelize(self, model: nn.Module) -> None:
-        convert_base(model, self.precision_plugin.stored_dtype, keep_adapters=self._autocast_adapter_dtype)
         parallelize(
             model,
             self.device_mesh,

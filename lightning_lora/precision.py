@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lora.namespace import Namespace
@@ -52,6 +54,15 @@ class PrecisionLogic:
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The strategy converts each model before it shards it: see `convert_base`."""
         return module
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors of a batch in the stored dtype, as Lightning's own plugins do."""
+        if self.stored_dtype is None:
+            return data
+        dtype = self.stored_dtype
+        return apply_to_collection(
+            data, torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each
+        )
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
@@ -98,7 +109,7 @@ def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
 def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: bool) -> None:
     """Cast parameters and persistent buffers to `dtype`, in place, before the model is sharded.
 
-    Buffers that no checkpoint holds (rotary tables) stay as they are: rounding them moves every position.
+    What is sharded already was cast before. Buffers that no checkpoint holds (rotary tables) stay as they are: rounding them moves every position.
 
     Args:
         model: The full model.
@@ -110,7 +121,7 @@ def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: boo
     adapters = set(adapter_parameters(model).values()) if keep_adapters else set()
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is None or not parameter.is_floating_point():
+            if parameter is None or not parameter.is_floating_point() or isinstance(parameter, DTensor):
                 continue
             if parameter in adapters and torch.finfo(parameter.dtype).bits > torch.finfo(dtype).bits:
                 continue

@@ -1,0 +1,145 @@
+"""The real thing: a script that Lightning's own launcher starts four times, with one flag and Lightning's defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.utils.data import Subset
+
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import Tokens, fit, tidy, tuner
+from tests.oracle import relative_error
+
+LIMIT = 240
+STEPS = 3
+
+# An ordinary training script: samplers, workers, checkpoint and logging are what Lightning makes of its defaults.
+SCRIPT = """
+import json, random, sys
+import lightning as L
+import torch
+import lightning_lora
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import Tokens
+
+torch.set_num_threads(1)
+
+class Noisy(Tokens):
+    def __getitem__(self, index):
+        noise = torch.tensor([torch.rand(()).item(), random.random()])
+        return {**super().__getitem__(index), "noise": noise}
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model, self.seen = None, {"losses": [], "index": [], "noise": []}
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = m.adapted()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        self.log("loss", loss, sync_dist=True, prog_bar=True)
+        self.seen["losses"].append(loss.item())
+        for name in ("index", "noise"):
+            self.seen[name].append(batch[name].tolist())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+if __name__ == "__main__":
+    out = sys.argv[1]
+    L.seed_everything(21, workers=True)
+    trainer = L.Trainer(
+        strategy="lora_fsdp2_tp", accelerator="cpu", devices=4, max_epochs=1, precision="64-true",
+        default_root_dir=out, log_every_n_steps=1,
+    )
+    module = Module()
+    loader = torch.utils.data.DataLoader(Noisy(24), batch_size=4, shuffle=True, num_workers=1)
+    trainer.fit(module, loader)
+    sampler = trainer.train_dataloader.sampler
+    found = {
+        **module.seen,
+        "world": trainer.world_size,
+        "mesh": list(trainer.strategy.device_mesh.shape),
+        "sampler": [type(sampler).__name__, sampler.num_replicas, sampler.rank],
+        "checkpoint": trainer.checkpoint_callback.best_model_path,
+        "logged": trainer.callback_metrics["loss"].item(),
+        "types": sorted({type(p).__name__ for p in module.model.parameters()}),
+    }
+    with open(f"{out}/{trainer.global_rank}.json", "w") as file:
+        json.dump(found, file)
+"""
+
+
+def launch(script: Path, *arguments: str) -> None:
+    """Run a script in a session of its own, which ends with it whatever happens."""
+    root = str(Path(__file__).parents[2])
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        env=variables,
+        cwd=script.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"no end in {LIMIT} s:\n{process.communicate()[0][-4000:]}")
+    assert process.returncode == 0, output[-4000:]
+
+
+def test_one_flag(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launch(script, str(tmp_path))
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+
+    for rank, found in enumerate(ranks):
+        assert found["world"] == 4
+        assert found["mesh"] == [1, 2, 2]
+        assert found["sampler"] == ["DistributedSampler", 2, rank // 2]
+        assert found["types"] == ["DTensor"]
+        assert found["checkpoint"] == ranks[0]["checkpoint"]
+        assert len(found["losses"]) == STEPS
+
+    # tp peers saw the same samples, augmented alike; data-parallel ranks others, augmented otherwise.
+    for one, other in ((0, 1), (2, 3)):
+        assert ranks[one]["index"] == ranks[other]["index"]
+        assert ranks[one]["noise"] == ranks[other]["noise"]
+    assert not set(flat(ranks[0]["index"])) & set(flat(ranks[2]["index"]))
+    assert not {tuple(pair) for pair in flat(ranks[0]["noise"])} & {tuple(pair) for pair in flat(ranks[2]["noise"])}
+
+    # One process, fed each step's samples of both data-parallel ranks.
+    order = [i for first, second in zip(ranks[0]["index"], ranks[2]["index"], strict=True) for i in (*first, *second)]
+    assert sorted(order) == list(range(24))
+    with tidy():
+        want = fit(tuner()(m.adapted, late=True), None, STEPS, Subset(Tokens(24), order), precision="64-true")
+    losses = [(first + second) / 2 for first, second in zip(ranks[0]["losses"], ranks[2]["losses"], strict=True)]
+    assert losses == pytest.approx(want.losses, abs=1e-6)
+    assert ranks[0]["logged"] == pytest.approx(want.losses[-1], abs=1e-6)
+    saved = PeftModel.from_pretrained(m.plain().double(), Path(ranks[0]["checkpoint"]) / "adapter")
+    assert relative_error(adapter(saved), {n.removeprefix("model."): t for n, t in want.adapters.items()}) <= 1e-10
+
+
+def flat(nested: list[list]) -> list:
+    return [item for inner in nested for item in inner]
+
+
+def adapter(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}

@@ -1,0 +1,255 @@
+"""What cannot work is refused, with the reason and before anything is trained, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from peft import get_peft_model
+from torch import nn
+
+from lightning_lora import LoRAParallelStrategy
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import ROWS, Points, Tokens, loader, tidy, trainer, tuner
+from tests.oracle import causal_lm, lora_config
+from tests.workers import Failure, attempt
+
+Tuner = tuner()
+
+
+# ---------------------------------------------------------------------- as the Trainer is made, before any launch
+
+
+def construct(devices: int = 4, **options: Any) -> pl.Trainer:
+    return pl.Trainer(strategy=LoRAParallelStrategy(**options), accelerator="cpu", devices=devices, logger=False)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "product": ({"tensor_parallel_size": 2, "data_parallel_size": 4}, ValueError, "= 8, but the world size is 4"),
+    "tp does not divide": ({"tensor_parallel_size": 3}, ValueError, "does not divide the world size 4"),
+    "replicas do not divide": ({"replicate_size": 3}, ValueError, "does not divide the world size 4"),
+    "replicas of dp": ({"data_parallel_size": 4, "replicate_size": 3}, ValueError, "replicate_size=3 does not divide"),
+    "no replicas": ({"data_parallel_size": 4, "replicate_size": 0}, ValueError, "replicate_size=0"),
+    "sequence parallel": ({"sequence_parallel": True}, ValueError, "sequence_parallel=True is not supported yet"),
+    "zero": ({"tensor_parallel_size": 0}, ValueError, "tp=0"),
+    "a string": ({"tensor_parallel_size": "2"}, TypeError, "tp='2'"),
+    "plan": ({"tp_plan": "manual"}, ValueError, "tp_plan='manual'"),
+    "blocks": ({"block_classes": "Block"}, ValueError, "block_classes='Block'"),
+    "timeout": ({"timeout_seconds": 0}, ValueError, "timeout_seconds=0"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    options, kind, text = OPTIONS[name]
+    with pytest.raises(kind, match=text):
+        construct(**options)
+
+
+def test_registered_name_with_devices_that_do_not_fit():
+    with pytest.raises(ValueError, match="does not divide the world size 3"):
+        pl.Trainer(strategy="lora_fsdp2_tp", accelerator="cpu", devices=3, logger=False)
+
+
+def test_mesh_before_the_launch():
+    strategy = construct(tensor_parallel_size=2).strategy
+    assert isinstance(strategy, LoRAParallelStrategy)
+    assert strategy.num_processes == 4
+    with pytest.raises(RuntimeError, match="once the Trainer has started"):
+        _ = strategy.device_mesh
+
+
+# ---------------------------------------------------------------------- at setup
+
+
+class Freezing(BaseFinetuning):
+    """A finetuning callback, as users write them."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+class Early(tuner()):  # type: ignore[misc]
+    """Its optimizer is made in `__init__`."""
+
+    def __init__(self) -> None:
+        super().__init__(m.adapted)
+        self.made = torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class Headed(tuner()):  # type: ignore[misc]
+    """A head that trains, outside of the adapted model."""
+
+    def __init__(self) -> None:
+        super().__init__(m.adapted)
+        self.head = nn.Linear(4, 4)
+
+
+class Empty(tuner()):  # type: ignore[misc]
+    """Forgot its model."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Identity())
+
+
+class Twins(tuner()):  # type: ignore[misc]
+    """Two plain models, one lora_config."""
+
+    def __init__(self) -> None:
+        super().__init__(m.plain)
+        self.other = m.plain()
+
+
+def sized(**sizes: Any) -> nn.Module:
+    return get_peft_model(causal_lm(dtype=torch.float32, **sizes), lora_config())
+
+
+def thawed() -> nn.Module:
+    model = m.adapted()
+    model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
+def partly_frozen() -> nn.Module:
+    model = m.adapted()
+    next(p for n, p in model.named_parameters() if "lora_B" in n).requires_grad_(False)
+    return model
+
+
+Attempt = tuple[Any, dict[str, Any], dict[str, Any], str, str]
+
+
+def attempts() -> dict[str, Attempt]:
+    """Name: module, the strategy's options, Trainer's, and the type and text of the error."""
+    plain = Tuner(m.adapted)
+    callbacks: list[tuple[pl.Callback, str]] = [
+        (StochasticWeightAveraging(1e-3), "copies the model"),
+        (WeightAveraging(), "deep-copies the model"),
+        (EMAWeightAveraging(), "deep-copies the model"),
+        (ModelPruning("l1_unstructured"), "replaces parameters"),
+        (Freezing(), "unfreezes base weights"),
+    ]
+    found: dict[str, Attempt] = {}
+    for callback, reason in callbacks:
+        name = type(callback).__name__
+        found[name] = (plain, {}, {"callbacks": [callback]}, "ValueError", f"callback {name}: it {reason}")
+    perceptron = Tuner(m.perceptron, loss=m.squared_error)
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24, "head_dim": 8}
+    found |= {
+        "sync_batchnorm": (plain, {}, {"sync_batchnorm": True}, "ValueError", "sync_batchnorm=True"),
+        "async io": (
+            plain,
+            {},
+            {"plugins": [AsyncCheckpointIO(TorchCheckpointIO())]},
+            "ValueError",
+            "AsyncCheckpointIO",
+        ),
+        "optimizer": (Early(), {}, {}, "ValueError", "before the model was sharded"),
+        "head": (Headed(), {}, {}, "ValueError", "head.weight of Headed trains but belongs to no adapter"),
+        "no model": (Empty(), {}, {}, "ValueError", "holds no model with parameters"),
+        "two models": (Twins(), {"lora_config": lora_config()}, {}, "ValueError", "several models (model, other)"),
+        "no adapters": (Tuner(m.plain), {}, {}, "ValueError", "no PEFT layers and no lora_config"),
+        "both": (plain, {"lora_config": lora_config()}, {}, "ValueError", "already has PEFT layers"),
+        "heads": (Tuner(lambda: sized(**heads)), {}, {}, "ValueError", "3 heads (of width 8)"),
+        "widths": (Tuner(lambda: sized(intermediate_size=45)), {}, {}, "ValueError", "45"),
+        "no plan": (perceptron, {}, {}, "ValueError", "carries no tp_plan"),
+        "no match": (perceptron, {"tp_plan": {"*.sideways": "colwise"}}, {}, "ValueError", "matches no module"),
+        "no style": (perceptron, {"tp_plan": {"*.widen": "diagonal"}}, {}, "ValueError", "'diagonal'"),
+        "half a plan": (perceptron, {"tp_plan": {"*.widen": "colwise"}}, {}, "ValueError", "no tensor parallel style"),
+        "base trains": (Tuner(thawed), {}, {}, "RuntimeError", "embed_tokens.weight would train"),
+        "adapter does not": (Tuner(partly_frozen), {}, {}, "RuntimeError", "would not train"),
+        "blocks": (plain, {"block_classes": ["Layer"]}, {}, "ValueError", "Layer is no class of a module"),
+    }
+    return found
+
+
+def attempt_all(names: list[str]) -> dict[str, Any]:
+    """What each raises; then the process group still trains."""
+    answers: dict[str, Any] = {}
+    with tidy():
+        modules = attempts()
+        for name in names:
+            module, lora, options, _, _ = modules[name]
+            run = trainer("2x2", lora, max_epochs=1, **options)
+            points = getattr(module, "loss", None) is m.squared_error
+            data = loader(Points(ROWS) if points else Tokens(ROWS), "2x2")
+            answers[name] = attempt(run.fit, module, data)
+        run = trainer("2x2", max_epochs=1)
+        run.fit(Tuner(m.adapted), loader(Tokens(ROWS), "2x2"))
+        answers["good"] = run.global_step
+    return answers
+
+
+def test_refused_at_setup(pool):
+    wanted = attempts()
+    for rank, answers in enumerate(pool.run(4, attempt_all, list(wanted))):
+        assert answers.pop("good") == 1
+        for name, (_, _, _, kind, text) in wanted.items():
+            failure = answers[name]
+            assert isinstance(failure, Failure), f"{name} was accepted on rank {rank}"
+            assert failure.kind == kind, (name, rank, failure.kind, failure.message)
+            assert text in failure.message, (name, rank, failure.message)
+
+
+def one_rank_differs(what: str) -> list[Any]:
+    """Only the last rank's module is wrong."""
+    wrong = torch.distributed.get_rank() == 3
+    with tidy():
+        run = trainer("2x2", max_epochs=1)
+        if what == "model":
+            module = Tuner(m.plain if wrong else m.adapted)
+        else:
+            run.callbacks += [StochasticWeightAveraging(1e-3)] if wrong else []
+            module = Tuner(m.adapted)
+        return [attempt(run.fit, module, loader(Tokens(ROWS), "2x2"))]
+
+
+@pytest.mark.parametrize(("what", "text"), [("model", "no PEFT layers"), ("callback", "StochasticWeightAveraging")])
+def test_a_mistake_on_one_rank_is_an_error_on_all(pool, what, text):
+    for (failure,) in pool.run(4, one_rank_differs, what):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "ValueError"
+        assert text in failure.message
+
+
+def another_mesh() -> list[Any]:
+    module = Tuner(m.adapted)
+    with tidy():
+        trainer("2x2", max_epochs=1).fit(module, loader(Tokens(ROWS), "2x2"))
+        return [attempt(trainer("1x4", max_epochs=1).fit, module, loader(Tokens(ROWS), "1x4"))]
+
+
+def test_a_second_trainer_with_another_mesh(pool):
+    for (failure,) in pool.run(4, another_mesh):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "ValueError"
+        assert "was parallelized over a mesh of (1, 2, 2) by an earlier Trainer" in failure.message
+
+
+def compiled() -> list[Any]:
+    with tidy():
+        module = torch.compile(Tuner(m.adapted), backend="eager")
+        return [attempt(trainer("2x2", max_epochs=1).fit, module, loader(Tokens(ROWS), "2x2"))]
+
+
+def test_a_compiled_module(pool):
+    """Lightning refuses it itself, for strategies that it does not know to cope."""
+    for (failure,) in pool.run(4, compiled):
+        assert isinstance(failure, Failure)
+        assert "compile" in failure.message
