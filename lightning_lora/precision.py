@@ -109,7 +109,8 @@ def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
 def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: bool) -> None:
     """Cast parameters and persistent buffers to `dtype`, in place, before the model is sharded.
 
-    What is sharded already was cast before. Buffers that no checkpoint holds (rotary tables) stay as they are: rounding them moves every position.
+    What is sharded already was cast before. Buffers that no checkpoint holds (rotary tables) stay as they are: rounding
+    them moves every position.
 
     Args:
         model: The full model.
