@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.agreement import agreed
-from lora_parallel.gather import gather_on_rank_zero, reshard
+from lora_parallel.gather import gather_on_rank_zero, local, reshard
 from lora_parallel.upstream import local_region
 
 __all__ = ["adapter_parameters", "load_adapter", "save_adapter"]
@@ -253,12 +253,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         values = _read_slices(folder / WEIGHTS, targets)
     with torch.no_grad():
         for key, parameter in targets.items():
-            _local(parameter).copy_(values[key])
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    data = parameter.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+            local(parameter).copy_(values[key])
 
 
 def _check_config(folder: Path, own: PeftConfig) -> None:
@@ -304,8 +299,8 @@ def _read_slices(file: Path, targets: dict[str, nn.Parameter]) -> dict[str, Tens
             if shape != tuple(parameter.shape):
                 raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
             region = local_region(parameter.data) if isinstance(parameter.data, DTensor) else (slice(None),)
-            empty = _local(parameter).numel() == 0
-            values[key] = torch.empty_like(_local(parameter)) if empty else view[region]
+            empty = local(parameter).numel() == 0
+            values[key] = torch.empty_like(local(parameter)) if empty else view[region]
             if not torch.isfinite(values[key]).all():
                 raise ValueError(f"{file}: {key} holds values that are not finite: the adapter is broken.")
         return values

@@ -12,9 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.upstream import local_region
 
-__all__ = ["gather_on_rank_zero", "reshard"]
+__all__ = ["gather_on_rank_zero", "local", "reshard"]
 
 _BUCKET_BYTES = 64 * 2**20
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor`, outside of autograd and sharing its memory."""
+    data = tensor.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
 
 
 def reshard(model: nn.Module) -> None:
@@ -33,13 +39,13 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {name: _local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
+        return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
     rank, world = dist.get_rank(), dist.get_world_size()
     regions: list[dict[str, tuple[slice, ...]]] = [{} for _ in range(world)]
     dist.all_gather_object(regions, {name: _region(tensor) for name, tensor in detached.items()})
     gathered: dict[str, Tensor] = {}
     for bucket in _buckets(detached):
-        mine = torch.cat([_local(detached[name]).reshape(-1).view(torch.uint8) for name in bucket])
+        mine = torch.cat([local(detached[name]).reshape(-1).view(torch.uint8) for name in bucket])
         counts = [sum(_count(region[name]) * detached[name].element_size() for name in bucket) for region in regions]
         padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
         parts = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
@@ -56,10 +62,6 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
                 start = end
     return gathered
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _region(tensor: Tensor) -> tuple[slice, ...]:

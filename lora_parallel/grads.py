@@ -18,14 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.collectives import all_reduce
+from lora_parallel.gather import local
 from lora_parallel.upstream import queue_after_backward
 
 __all__ = ["PartialGradients", "clip_grad_norm_"]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class PartialGradients:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters import adapter_parameters
 from lora_parallel.agreement import agreed, fingerprint, gather_numbers
+from lora_parallel.gather import local
 from lora_parallel.state import ParallelState
 
 __all__ = ["tensors_in", "verify", "verify_same_batch"]
@@ -66,7 +67,7 @@ def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
     for adapter in adapters:
         for name, parameter in adapter_parameters(model, adapter).items():
             # PEFT zeroes B of a linear layer and A of an embedding.
-            if (".lora_B." in name or ".lora_embedding_A." in name) and torch.count_nonzero(_local(parameter)):
+            if (".lora_B." in name or ".lora_embedding_A." in name) and torch.count_nonzero(local(parameter)):
                 raise RuntimeError(
                     f"the fresh adapter factor {name} is not zero: the model would not start as its base."
                 )
@@ -75,7 +76,7 @@ def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
 def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Ranks that hold the same shard of a trained parameter must hold the same values."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    prints = gather_numbers([fingerprint(_local(p)) for p in parameters.values()], mesh.device_type)
+    prints = gather_numbers([fingerprint(local(p)) for p in parameters.values()], mesh.device_type)
     for index, (name, parameter) in enumerate(parameters.items()):
         for ranks in _peers(parameter, mesh):
             if len(set(prints[ranks, index].tolist())) > 1:
@@ -98,11 +99,6 @@ def _peers(parameter: Tensor, mesh: DeviceMesh) -> Iterator[list[int]]:
     for name in sharded:
         split *= mesh[name].size()
     yield from ranks.reshape(split, -1).tolist()
-
-
-def _local(parameter: Tensor) -> Tensor:
-    data = parameter.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
 
 
 def verify_same_batch(mesh: DeviceMesh, inputs: Any) -> None:
