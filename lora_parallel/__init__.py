@@ -9,17 +9,24 @@ flag of Lightning's Trainer.
 
 from lora_parallel.adapters import load_adapter, save_adapter
 from lora_parallel.config import ParallelConfig
+from lora_parallel.deferred import attach_checkpoint
 from lora_parallel.grads import clip_grad_norm_
 from lora_parallel.mesh import build_mesh
+from lora_parallel.meta import meta_init
 from lora_parallel.shard import parallelize
 from lora_parallel.state import no_sync
+from lora_parallel.weights import Read, read_plan
 
 __all__ = [
     "ParallelConfig",
+    "Read",
+    "attach_checkpoint",
     "build_mesh",
     "clip_grad_norm_",
     "load_adapter",
+    "meta_init",
     "no_sync",
     "parallelize",
+    "read_plan",
     "save_adapter",
 ]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from peft import LoraConfig, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters import peft_configs
 from lora_parallel.config import ParallelConfig
+from lora_parallel.deferred import has_deferred
 from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
+from lora_parallel.gather import local
+from lora_parallel.peft_hooks import observe_layers
 from lora_parallel.plan import clean_names
+from lora_parallel.upstream import local_region
+from lora_parallel.weights import allocate_adapters
 
-__all__ = ["adapt_dropout", "check_adapters", "has_adapters", "inject_adapter"]
+__all__ = ["LateAdapter", "adapt_dropout", "check_adapters", "has_adapters", "inject_adapter"]
 
 _REMEDY = (
     "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "
@@ -50,9 +61,31 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
             )
     if present and lora_config is not None:
         raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
+    if has_deferred(model):
+        for peft_config in [*peft_configs(model).values(), *([lora_config] if lora_config is not None else [])]:
+            _check_needs_no_base(peft_config)
     if not present and lora_config is None and config.require_adapters:
         raise ValueError(
             f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}"
+        )
+
+
+# Initialisations that draw from the random state alone; PiSSA, OLoRA, LoftQ and others decompose the base weight.
+_DRAWN = (True, False, "gaussian", "orthogonal")
+
+
+def _check_needs_no_base(config: Any) -> None:
+    wants = None
+    if config.init_lora_weights not in _DRAWN:
+        wants = f"init_lora_weights={config.init_lora_weights!r}"
+    elif config.use_dora:
+        wants = "use_dora=True"
+    elif config.trainable_token_indices is not None:
+        wants = f"trainable_token_indices={config.trainable_token_indices!r}"
+    if wants is not None:
+        raise ValueError(
+            f"LoraConfig({wants}) computes the adapter from the base weights, and the model is on meta: its weights "
+            "are still on disk. Load it outside of meta_init."
         )
 
 
@@ -60,11 +93,56 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocas
     """Inject the adapter "default" in place, with the values and dtypes of `torch.manual_seed(seed)` followed by
     `peft.get_peft_model(model, lora_config)` in one process. The surrounding random state is kept.
     """
+    with _seeded(seed):
+        # It adapts `model` in place; what it returns is only a wrapper around it, which the caller did not ask for.
+        get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
+
+
+class LateAdapter:
+    """An adapter whose shapes are injected before a model on meta is sharded, and whose values are drawn after it.
+
+    So no rank ever holds more than one layer's adapter in full. The values are those of `inject_adapter`: PEFT draws
+    them, in a copy of the model that stays on meta.
+
+    Args:
+        model: Parameters on meta; adapted in place.
+        lora_config: As in `inject_adapter`.
+        autocast_adapter_dtype: As in `inject_adapter`.
+    """
+
+    def __init__(self, model: nn.Module, lora_config: LoraConfig, autocast_adapter_dtype: bool) -> None:
+        self._twin = copy.deepcopy(model)
+        self._config = lora_config
+        self._layers: list[nn.Module] = []
+        with _seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
+            get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
+
+    def draw(self, seed: int, device: str) -> None:
+        """Draw layer after layer, and keep this rank's part."""
+        for layer in self._layers:
+            allocate_adapters(layer, device)
+        remaining = iter(self._layers)
+
+        def keep(drawn: nn.Module) -> None:
+            layer = next(remaining)
+            for name, values in drawn.named_parameters():
+                if not values.is_meta:
+                    mine = layer.get_parameter(name).detach()
+                    region = local_region(mine) if isinstance(mine, DTensor) else ...
+                    with torch.no_grad():
+                        local(mine).copy_(values[region])
+
+        with _seeded(seed), observe_layers(keep):
+            get_peft_model(self._twin, copy.deepcopy(self._config))
+        del self._twin
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        # It adapts `model` in place; what it returns is only a wrapper around it, which the caller did not ask for.
-        get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
+        yield
 
 
 def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int) -> None:

@@ -110,7 +110,7 @@ class TPContext:
         else:
             local = full.contiguous()
         sharded = DTensor.from_local(
-            local.to(self.mesh.device_type),
+            local if local.is_meta else local.to(self.mesh.device_type),
             self.mesh,
             [placement],
             run_check=False,

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
     """Give every rank the parameters and buffers of rank 0; return how many tensors had to be sent.
 
+    What is on meta has no value yet, and is only compared in shape and dtype.
+
     Fingerprints decide: copies that are equal (same seed, same file) cost one small collective and no traffic. Unequal
     tensors are broadcast one by one.
 
@@ -29,7 +31,7 @@ def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
         return 0
     tensors = _tensors(model)
     names = list(tensors)
-    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
+    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.is_meta}" for name, t in tensors.items()]
     structure = fingerprint(torch.tensor(bytearray("\n".join(lines), "utf8"), dtype=torch.uint8))
     structures = gather_numbers([structure, len(names)], mesh.device_type)
     with agreed():
@@ -39,7 +41,8 @@ def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
                 f"ranks {others} built a model that differs from rank 0's in names, shapes, dtypes or requires_grad "
                 f"({int(structures[0, 1])} tensors on rank 0): build the same model on every rank."
             )
-    prints = gather_numbers([fingerprint(tensor) for tensor in tensors.values()], mesh.device_type)
+    names = [name for name in names if not tensors[name].is_meta]
+    prints = gather_numbers([fingerprint(tensors[name]) for name in names], mesh.device_type)
     unequal = [name for index, name in enumerate(names) if (prints[:, index] != prints[0, index]).any()]
     if unequal and dist.get_rank() == 0:
         log.warning(

@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_parallel.agreement import agreed, gather_numbers
 from lora_parallel.config import ParallelConfig
+from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
-from lora_parallel.inject import adapt_dropout, check_adapters, inject_adapter
+from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, inject_adapter
 from lora_parallel.layers import TPContext, apply_style, unit_tensors
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.plan import Plan, check_globs, resolve_plan
@@ -29,6 +30,7 @@ from lora_parallel.state import ParallelState, state_of
 from lora_parallel.styles import STYLES
 from lora_parallel.verify import verify
 from lora_parallel.watch import StepWatch
+from lora_parallel.weights import read_weights
 
 __all__ = ["parallelize"]
 
@@ -38,6 +40,7 @@ def parallelize(
     mesh: DeviceMesh,
     config: ParallelConfig,
     lora_config: LoraConfig | None = None,
+    materialize: bool = True,
     autocast_adapter_dtype: bool = True,
 ) -> nn.Module:
     """Shard `model` over `mesh` in place, base layers and their adapters alike. Collective.
@@ -50,10 +53,13 @@ def parallelize(
 
     Args:
         model: A model whose forward is called as a whole: a transformers model, a `PeftModel`, any `nn.Module` with
-            PEFT layers. In memory on every rank; where copies differ, rank 0's wins.
+            PEFT layers. Either in memory on every rank (where copies differ, rank 0's wins), and sharded tensor by
+            tensor, the full copy freed as it goes. Or built under `meta_init`: then each rank reads its shard from the
+            checkpoint that the model remembers, and nothing is sent.
         mesh: From `build_mesh`.
         config: The same that `mesh` was built with.
         lora_config: Inject this adapter; for a model without PEFT layers.
+        materialize: False leaves base weights on meta, to look at `read_plan` and shapes; the adapters have values.
         autocast_adapter_dtype: As in `peft.get_peft_model`: injected adapters of a 16-bit base are float32.
 
     Returns:
@@ -61,6 +67,7 @@ def parallelize(
 
     Raises:
         TypeError, ValueError: Bad input, on every rank and before the model is touched.
+        OSError, ValueError: The model's checkpoint is incomplete, damaged or another model's.
         RuntimeError: A guard found the result wrong (see `lora_parallel.verify`).
     """
     with agreed():
@@ -70,9 +77,17 @@ def parallelize(
         if globs is not None:
             check_globs(model, globs)
         blocks = _blocks(model, config)
+        deferred = has_deferred(model)
+        check_checkpoints(model, materialize)
+    late: LateAdapter | None = None
     if lora_config is not None:
         with agreed():
-            inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
+            if deferred:
+                late = LateAdapter(model, lora_config, autocast_adapter_dtype)
+            else:
+                inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
+    with agreed():
+        check_fresh(model)
     tp = mesh["tp"].size()
     with agreed():
         plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
@@ -89,8 +104,13 @@ def parallelize(
         _checkpoint_activations(model, blocks)
     if dp_size(mesh) > 1 or config.param_dtype is not None:
         _shard_for_dp(model, blocks, mesh, config)
-    else:
-        model.to(mesh.device_type)
+    if late is not None:
+        with agreed():
+            late.draw(config.seed, mesh.device_type)
+    if materialize:
+        with agreed():
+            read_weights(model, mesh.device_type)
+        model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
     allow_generate(model, dp_size(mesh))
     gradients.manage(_partial_parameters(model, plan))
     StepWatch(model, mesh, count, gradients, context)
@@ -98,7 +118,7 @@ def parallelize(
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     names = {id(style): name for name, style in STYLES.items()}
     styles = {name: names[id(style)] for name, style in plan.styles.values()}
-    state = ParallelState(mesh, config, styles, gradients, count, fresh)
+    state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize)
     verify(model, state)
     state.attach(model)
     return model
@@ -150,8 +170,6 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
             )
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is quantised ({parameter.dtype}), which is not supported yet.")
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device, which is not supported yet: build the model in memory.")
 
 
 def _blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:

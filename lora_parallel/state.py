@@ -31,6 +31,9 @@ class ParallelState:
     fresh_adapters: tuple[str, ...] = ()
     """Adapters injected here with an initialisation that makes B A zero."""
 
+    materialized: bool = True
+    """False: base weights were left on meta."""
+
     def attach(self, model: nn.Module) -> None:
         """Remember this state on `model`."""
         model.__dict__[_ATTRIBUTE] = self

@@ -6,8 +6,9 @@ each one to its meaning, so that an upgrade that changes it fails there and not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ __all__ = [
     "all_reduce_sum",
     "in_backward",
     "local_region",
+    "no_torch_function",
     "queue_after_backward",
     "set_timeout",
+    "storageless",
 ]
 
 
@@ -73,3 +76,16 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Give `group` a timeout after it was made: `init_device_mesh` makes its groups with torch's default one."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def storageless(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A tensor of the subclass `kind` that has a shape and a dtype and no memory, on the CPU as far as it says.
+
+    How every tensor subclass with `__torch_dispatch__` is made (torch.utils._python_dispatch, DTensor); there is no
+    public constructor.
+    """
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""For a tensor subclass that sees operations in `__torch_dispatch__` only; what torch's documentation assigns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lora_parallel.agreement import agreed, fingerprint, gather_numbers
 from lora_parallel.gather import local
 from lora_parallel.state import ParallelState
 
-__all__ = ["tensors_in", "verify", "verify_same_batch"]
+__all__ = ["check_values", "tensors_in", "verify", "verify_same_batch"]
 
 
 def verify(model: nn.Module, state: ParallelState) -> None:
@@ -28,18 +29,27 @@ def verify(model: nn.Module, state: ParallelState) -> None:
             the parameter and is raised on every rank.
     """
     with agreed():
-        _check_on_device(model)
+        if state.materialized:
+            check_values(model)
         if state.config.require_adapters:
             _check_trainables(model)
         _check_fresh(model, state.fresh_adapters)
     _check_replicas(model, state.mesh)
 
 
-def _check_on_device(model: nn.Module) -> None:
+def check_values(model: nn.Module) -> None:
+    """Check that nothing is on meta.
+
+    Raises:
+        RuntimeError: Something is: it was never given a value.
+    """
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_meta:
-                raise RuntimeError(f"the {kind} {name} is on the meta device: it was never given a value.")
+                raise RuntimeError(
+                    f"the {kind} {name} is on the meta device: it was never given a value. Fill "
+                    "it by from_pretrained or attach_checkpoint, and let parallelize materialize the model."
+                )
 
 
 def _check_trainables(model: nn.Module) -> None:
@@ -75,30 +85,38 @@ def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
 
 def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Ranks that hold the same shard of a trained parameter must hold the same values."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     prints = gather_numbers([fingerprint(local(p)) for p in parameters.values()], mesh.device_type)
-    for index, (name, parameter) in enumerate(parameters.items()):
-        for ranks in _peers(parameter, mesh):
-            if len(set(prints[ranks, index].tolist())) > 1:
-                raise RuntimeError(
-                    f"{name} should be equal on ranks {ranks}, which hold the same shard of it, and is not: something "
-                    "changed it on some ranks only."
-                )
+    alike: dict[frozenset[str], list[int]] = {}
+    for index, parameter in enumerate(parameters.values()):
+        alike.setdefault(_sharded_axes(parameter), []).append(index)
+    for axes, indices in alike.items():
+        peers = _peers(mesh, axes)
+        held = prints[peers][:, :, indices]  # [shards, ranks that hold the same one, parameters]
+        differing = (held != held[:, :1]).any(dim=1).nonzero()
+        if len(differing):
+            shard, at = differing[0].tolist()
+            raise RuntimeError(
+                f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
+                "same shard of it, and is not: something changed it on some ranks only."
+            )
 
 
-def _peers(parameter: Tensor, mesh: DeviceMesh) -> Iterator[list[int]]:
-    """Groups of ranks that hold the same shard."""
-    sharded: set[str] = set()
-    if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        sharded = {n for n, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()}
+def _sharded_axes(parameter: Tensor) -> frozenset[str]:
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return frozenset(
+        n for n, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
+    )
+
+
+def _peers(mesh: DeviceMesh, sharded: frozenset[str]) -> Tensor:
+    """Groups of ranks that hold the same shard: [shards, ranks of one]."""
     axes = list(mesh.mesh_dim_names or ())
     order = [axes.index(n) for n in axes if n in sharded] + [axes.index(n) for n in axes if n not in sharded]
-    ranks = mesh.mesh.permute(order)
-    split = 1
-    for name in sharded:
-        split *= mesh[name].size()
-    yield from ranks.reshape(split, -1).tolist()
+    split = prod(mesh[name].size() for name in sharded)
+    return mesh.mesh.permute(order).reshape(split, -1)
 
 
 def verify_same_batch(mesh: DeviceMesh, inputs: Any) -> None:

@@ -15,7 +15,7 @@ from lora_parallel.dropout import ForwardCount
 from lora_parallel.grads import PartialGradients
 from lora_parallel.layers import TPContext
 from lora_parallel.upstream import in_backward, queue_after_backward
-from lora_parallel.verify import tensors_in, verify_same_batch
+from lora_parallel.verify import check_values, tensors_in, verify_same_batch
 
 __all__ = ["StepWatch"]
 
@@ -49,6 +49,7 @@ class StepWatch:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         # The first batch for training and the first for evaluation are compared between tp peers.
         self._unchecked = {True, False} if context is not None else set()
+        self._has_values = False
         self._in_forward = False
         self._in_backward = False
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
@@ -57,6 +58,9 @@ class StepWatch:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
             return
+        if not self._has_values:
+            check_values(model)
+            self._has_values = True
         if self._in_forward or self._in_backward:
             self._recover(model)
         if isinstance(model, FSDPModule):

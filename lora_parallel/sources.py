@@ -1,0 +1,322 @@
+"""Where stored tensors are: safetensors files, pickled state dicts, torch DCP checkpoints.
+
+A source lists what it holds without reading it, and reads rectangles. Nothing of a pickle is executed but what
+`weights_only=True` allows.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lora_parallel.stored import Leaf, Region
+
+__all__ = [
+    "DcpDirectory",
+    "PickleFile",
+    "SafetensorsFile",
+    "Source",
+    "check_index",
+    "list_sources",
+    "open_checkpoint",
+    "refusal",
+]
+
+Reader = Callable[[str, Region], Tensor]
+
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or a directory of one checkpoint."""
+
+    path: Path
+
+    def list(self) -> dict[str, Leaf]:
+        """What it holds, in the order of the file.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It cannot be read; the error names it.
+        """
+        raise NotImplementedError
+
+    def open(self) -> AbstractContextManager[Reader]:
+        """A function that reads a region of a tensor into memory, for as long as the source is open."""
+        raise NotImplementedError
+
+    def _check_there(self) -> None:
+        if not self.path.exists():
+            raise FileNotFoundError(f"{self.path} is missing: the checkpoint is incomplete. Download or copy it again.")
+
+
+@dataclass(frozen=True)
+class SafetensorsFile(Source):
+    """One safetensors file; memory-mapped, so that a slice touches its own pages only."""
+
+    def list(self) -> dict[str, Leaf]:
+        found: dict[str, Leaf] = {}
+        with self._opened() as file:
+            for key in file.offset_keys():
+                view = file.get_slice(key)
+                dtype = _DTYPES.get(view.get_dtype())
+                if dtype is None:
+                    raise ValueError(f"{self.path}: {key} has dtype {view.get_dtype()}, which is not supported.")
+                found[key] = Leaf(self, key, tuple(view.get_shape()), dtype)
+        return found
+
+    @contextmanager
+    def open(self) -> Iterator[Reader]:
+        with self._opened() as file:
+            yield lambda key, region: file.get_slice(key)[region] if region else file.get_tensor(key)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        self._check_there()
+        try:
+            file = safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{self.path} cannot be read as safetensors ({error}): it is truncated or damaged. Download or copy it "
+                "again."
+            ) from error
+        with file:
+            yield file
+
+
+@dataclass(frozen=True)
+class PickleFile(Source):
+    """A state dict that torch.save wrote; memory-mapped, read with weights_only=True."""
+
+    def list(self) -> dict[str, Leaf]:
+        return {
+            key: Leaf(self, key, tuple(value.shape), value.dtype)
+            for key, value in self._load().items()
+            if isinstance(value, Tensor)
+        }
+
+    @contextmanager
+    def open(self) -> Iterator[Reader]:
+        state = self._load()
+        yield lambda key, region: state[key][region].clone()
+
+    def _load(self) -> dict[str, Any]:
+        self._check_there()
+        try:
+            state = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+            raise ValueError(
+                f"{self.path} cannot be read as a state dict with weights_only=True ({error}). Convert it to "
+                "safetensors."
+            ) from error
+        if not isinstance(state, dict):
+            raise ValueError(f"{self.path} holds a {type(state).__name__}: a state dict is needed.")
+        return state
+
+
+@dataclass(frozen=True)
+class DcpDirectory(Source):
+    """A directory that torch.distributed.checkpoint wrote."""
+
+    def list(self) -> dict[str, Leaf]:
+        self._check_there()
+        return {
+            key: Leaf(self, key, tuple(entry.size), entry.properties.dtype)
+            for key, entry in _read_metadata(self.path).state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    @contextmanager
+    def open(self) -> Iterator[Reader]:
+        metadata = _read_metadata(self.path)
+        storage = dcp.FileSystemReader(self.path)
+        storage.set_up_storage_reader(metadata, is_coordinator=True)
+
+        def read(key: str, region: Region) -> Tensor:
+            entry = metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            offsets = torch.Size(part.start for part in region)
+            sizes = torch.Size(part.stop - part.start for part in region)
+            block = torch.empty(sizes, dtype=entry.properties.dtype)
+            items = create_read_items_for_chunk_list(key, entry, [ChunkStorageMetadata(offsets, sizes)])
+            try:
+                storage.read_data(LoadPlan(items), _IntoBlock(block)).wait()
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise ValueError(f"{self.path}: {key} cannot be read ({error}): a file of it is damaged.") from error
+            return block
+
+        yield read
+
+
+class _IntoBlock(LoadPlanner):
+    """Where the pieces of one read go."""
+
+    def __init__(self, block: Tensor) -> None:
+        self._block = block
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        block = self._block
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            block = block.narrow(dim, offset, length)
+        return block
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP pickles its metadata and has no weights_only for it; only what it consists of is let in."""
+
+    _KNOWN: ClassVar[dict[str, set[str]]] = {
+        "torch.distributed.checkpoint.metadata": {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+        "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+        "collections": {"OrderedDict"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self._KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}, which DCP's metadata has no use for")
+        return super().find_class(module, name)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with open(path / ".metadata", "rb") as file:
+            return _MetadataUnpickler(file).load()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"{path / '.metadata'} is no metadata of a torch DCP checkpoint ({error}).") from error
+
+
+def open_checkpoint(path: str | os.PathLike[str], allow_pickle: bool) -> dict[str, Leaf]:
+    """What a checkpoint holds, without reading it.
+
+    Args:
+        path: A safetensors file; a directory with one, or with an index and the files that it names; a torch DCP
+            directory; or a pickled state dict.
+        allow_pickle: Read a pickled state dict, with weights_only=True.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`, or no checkpoint in it, or a file of it is missing.
+        ValueError: It is a pickle and `allow_pickle` is False; it is damaged; or its index names a tensor that no file
+            holds.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / ".metadata").is_file():
+            return DcpDirectory(path).list()
+        if (path / _INDEX).is_file():
+            weight_map = _weight_map(path / _INDEX)
+            found = list_sources(SafetensorsFile(path / name) for name in dict.fromkeys(weight_map.values()))
+            check_index(weight_map, found, str(path / _INDEX))
+            return found
+        files = sorted(path.glob("*.safetensors")) or sorted(f for f in path.iterdir() if f.suffix in _PICKLES)
+        if len(files) > 1:
+            raise ValueError(f"{path} holds {len(files)} files of weights and no {_INDEX}: name the one to read.")
+        if not files:
+            raise FileNotFoundError(f"{path} holds no checkpoint: no *.safetensors, no torch DCP .metadata.")
+        path = files[0]
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint at {path}.")
+    if path.suffix not in _PICKLES:
+        return SafetensorsFile(path).list()
+    if not allow_pickle:
+        raise ValueError(refusal(path, "pass allow_pickle=True"))
+    return PickleFile(path).list()
+
+
+def list_sources(sources: Iterable[Source]) -> dict[str, Leaf]:
+    """What several files of one checkpoint hold together."""
+    found: dict[str, Leaf] = {}
+    for source in sources:
+        found |= source.list()
+    return found
+
+
+def refusal(path: Path, how: str) -> str:
+    """Why a pickle is not read."""
+    return (
+        f"{path} is a pickle, which can run code when it is read. Convert it to safetensors, or, if you trust it, "
+        f"{how}: it is then read with weights_only=True."
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} is no index of a safetensors checkpoint ({type(error).__name__}: {error})."
+        ) from error
+
+
+def check_index(weight_map: Mapping[str, str], found: Mapping[str, Leaf], index: str) -> None:
+    """Check that every tensor an index names is in the file that it names.
+
+    Args:
+        weight_map: {tensor: file name}, of the index.
+        found: What the files hold.
+        index: Its name, for the error.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for key, name in weight_map.items():
+        if key not in found or found[key].source.path.name != Path(name).name:
+            raise ValueError(
+                f"{index} says that {name} holds {key}, and it does not: the checkpoint is incomplete or mixed up. "
+                "Download or copy it again."
+            )

@@ -1,0 +1,232 @@
+"""transformers' `from_pretrained`, up to the point where it would read weights: its private API, in one place.
+
+`from_pretrained` of transformers 5 builds the model on meta, maps the names in the files to parameters (renames, fused
+or split tensors), reads, initialises what no file holds, recomputes buffers and ties weights. Here it does all of that
+itself, with stored tensors for what it would have read. `tests/lora_parallel/test_transformers_hooks.py` holds what is
+used to its meaning, so that an upgrade that changes it fails there.
+
+The public way to read slices is `DistributedConfig` (https://github.com/huggingface/transformers/pull/45409), which
+shards the model itself, before there are adapters; there is none to stop before reading.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from lora_parallel.deferred import Checkpoint, check_fit, remember
+from lora_parallel.sources import PickleFile, SafetensorsFile, check_index, list_sources, refusal
+from lora_parallel.stored import Leaf, StoredTensor
+
+__all__ = ["claim", "deferred_loading"]
+
+_LOAD = "_load_pretrained_model"
+_own_from_pretrained = PreTrainedModel.__dict__["from_pretrained"]
+_own_load = PreTrainedModel.__dict__[_LOAD]
+_PENDING = "_lora_parallel_pending"
+
+
+@contextmanager
+def deferred_loading(constructing: Callable[[], Any]) -> Iterator[None]:
+    """Within, `from_pretrained` of every transformers model returns it on meta, with what will fill it remembered.
+
+    Args:
+        constructing: Gives a context in which `from_pretrained` runs.
+    """
+    before = PreTrainedModel.__dict__["from_pretrained"], PreTrainedModel.__dict__[_LOAD]
+
+    @wraps(_own_from_pretrained.__func__)
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        with constructing():
+            return _from_pretrained(cls, name, *args, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+    setattr(PreTrainedModel, _LOAD, staticmethod(_load))
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained, own_load = before  # type: ignore[method-assign]
+        setattr(PreTrainedModel, _LOAD, own_load)
+
+
+def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:
+    _check_arguments(kwargs)
+    kwargs.pop("device_map", None)  # one device; the mesh says which
+    revision, key_mapping = kwargs.get("revision"), kwargs.get("key_mapping")
+    # With Accelerate's launcher, transformers would leave ranks other than 0 without values, to be broadcast.
+    broadcast = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if broadcast is not None:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    try:
+        result = _own_from_pretrained.__get__(None, cls)(name, *args, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(f"{name}: a file cannot be read as safetensors ({error}): it is damaged.") from error
+    finally:
+        if broadcast is not None:
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = broadcast
+    model = result[0] if isinstance(result, tuple) else result
+    pending = model.__dict__.pop(_PENDING, None)
+    if pending is not None:
+        checkpoint, info = pending
+        checkpoint.path, checkpoint.revision, checkpoint.key_mapping = str(name), revision, key_mapping
+        new = info.missing_keys | {name for name, *_ in info.mismatched_keys}
+        fresh = {name for name in new if _is_parameter(model, name)}
+        checkpoint.problem = checkpoint.problem or _problem(model, info, fresh, checkpoint.path)
+        remember(model, checkpoint, fresh)
+    return result
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    owner, _, key = name.rpartition(".")
+    return key in model.get_submodule(owner)._parameters
+
+
+def _check_arguments(kwargs: Mapping[str, Any]) -> None:
+    for name in ("distributed_config", "tp_plan", "tp_size", "device_mesh"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"from_pretrained({name}=...) lets transformers shard the model, and parallelize shards it too: leave "
+                f"{name} out."
+            )
+    device_map = kwargs.get("device_map")
+    spread = isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential")
+    if spread or (isinstance(device_map, Mapping) and len(set(device_map.values())) > 1):
+        raise ValueError(
+            f"from_pretrained(device_map={device_map!r}) spreads a model over the devices of one process: leave it "
+            "out. The mesh says where each part goes."
+        )
+
+
+def _load(
+    model: PreTrainedModel,
+    state_dict: dict[str, Any] | None,
+    checkpoint_files: list[str] | None,
+    load_config: LoadStateDictConfig,
+    expected_keys: list[str] | None = None,
+) -> Any:
+    """In place of transformers' own, which reads."""
+    if state_dict is not None or checkpoint_files is None or expected_keys is not None:  # expected_keys: an adapter
+        return _own_load.__func__(model, state_dict, checkpoint_files, load_config, expected_keys)
+    if load_config.hf_quantizer is not None:
+        raise ValueError(
+            "from_pretrained of a quantised model is not supported under meta_init yet: load an unquantised one."
+        )
+    checkpoint = Checkpoint(str(load_config.pretrained_model_name_or_path), dtype=load_config.dtype)
+    try:
+        info = _fill(model, _list(checkpoint_files, load_config), load_config)
+    except (OSError, ValueError) as error:
+        checkpoint.problem = error
+        info = _fill(model, {}, load_config)
+        info.missing_keys = set()
+    model.__dict__[_PENDING] = checkpoint, info
+    return info, None
+
+
+def _list(files: list[str], load_config: LoadStateDictConfig) -> dict[str, Leaf]:
+    paths = [Path(file) for file in files]
+    for path in paths:
+        if path.suffix != ".safetensors" and load_config.use_safetensors is not False:
+            raise ValueError(refusal(path, "pass use_safetensors=False to from_pretrained"))
+    found = list_sources(SafetensorsFile(p) if p.suffix == ".safetensors" else PickleFile(p) for p in paths)
+    weight_map = (load_config.sharded_metadata or {}).get("weight_map", {})
+    check_index(weight_map, found, f"the index of {load_config.pretrained_model_name_or_path}")
+    return found
+
+
+def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadStateDictConfig) -> Any:
+    """Let transformers map stored tensors to parameters; what it makes of shapes and dtypes is checked."""
+    wanted = model.state_dict()
+    stored = {key: StoredTensor(leaf) for key, leaf in found.items()}
+    showed = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        info, _ = convert_and_load_state_dict_in_model(
+            model=model, state_dict=stored, load_config=load_config, disk_offload_index=None
+        )
+    finally:
+        if showed:
+            transformers_logging.enable_progress_bar()
+    if info.conversion_errors:
+        name, cause = next(iter(info.conversion_errors.items()))
+        raise ValueError(
+            f"{load_config.pretrained_model_name_or_path}: {name} cannot be made of what the files hold: "
+            f"{cause.strip().splitlines()[-1]}"
+        )
+    if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+        name, there, here = min(info.mismatched_keys, key=lambda each: each[0])
+        where = next((f"{leaf.source.path}: {key}" for key, leaf in found.items() if key.endswith(name)), name)
+        info.mismatched_keys = set()
+        raise ValueError(
+            f"{where} has shape {tuple(there)}, and {name} of {type(model).__name__} has {tuple(here)}: the config is "
+            "not the checkpoint's. For a new head of another size pass ignore_mismatched_sizes=True to from_pretrained."
+        )
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, StoredTensor):
+            check_fit(name, wanted[name], tensor.node)
+    return info
+
+
+def _problem(model: PreTrainedModel, info: Any, fresh: set[str], path: str) -> Exception | None:
+    prefix = f"{model.base_model_prefix}."
+    is_base = model.base_model is model
+    lost = sorted(name for name in fresh if is_base or name.startswith(prefix))
+    if lost:
+        return ValueError(
+            f"{path}: no file of it holds {lost[0]}"
+            f"{f' (nor {len(lost) - 1} others)' if len(lost) > 1 else ''}, which {type(model).__name__} has: the base "
+            "would start from random numbers there. Use the checkpoint's own class and config, or load the model "
+            "outside of meta_init."
+        )
+    own = type(model).__name__ in (getattr(model.config, "architectures", None) or [type(model).__name__])
+    names = set(model.state_dict())
+    unclaimed = sorted(
+        key
+        for key in info.unexpected_keys
+        # A model of another class may have another head, which this one has no use for.
+        if own or key.startswith(prefix) or (not is_base and f"{prefix}{key}" in names)
+    )
+    if is_base and not own:
+        outer = {key.split(".")[0] for key in names}
+        unclaimed = [key for key in unclaimed if key.removeprefix(prefix).split(".")[0] in outer]
+    if unclaimed:
+        return ValueError(
+            f"{path}: nothing in {type(model).__name__} claims {unclaimed[0]}"
+            f"{f' (nor {len(unclaimed) - 1} others)' if len(unclaimed) > 1 else ''}: the weights are of another model. "
+            "Use the checkpoint's own class and config, or a key_mapping."
+        )
+    return None
+
+
+def claim(model: PreTrainedModel, found: Mapping[str, Leaf], path: str) -> None:
+    """Put stored tensors in place of a model's parameters and persistent buffers, as `from_pretrained` maps them.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    load_config = LoadStateDictConfig(
+        pretrained_model_name_or_path=path,
+        dtype=model.dtype if isinstance(model.dtype, torch.dtype) else None,
+        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+    )
+    info = _fill(model, found, load_config)
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    missing, unclaimed = sorted(info.missing_keys), sorted(info.unexpected_keys)
+    if missing or unclaimed:
+        raise ValueError(
+            f"{path} does not fit {type(model).__name__}: it does not hold {len(missing)} of its parameters (first: "
+            f"{missing[:2]}), and nothing claims {len(unclaimed)} of its tensors (first: {unclaimed[:2]})."
+        )

@@ -1,0 +1,206 @@
+"""Reading a sharded model's weights: each rank, from each file, the rectangles that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from lora_parallel.deferred import stored_of
+from lora_parallel.gather import local
+from lora_parallel.sources import Source
+from lora_parallel.stored import Computed, Leaf, Node, Piece, Region, leaves, read_block, whole
+from lora_parallel.upstream import local_region
+
+__all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read of this rank."""
+
+    parameter: str
+    """What it is for, by its name in the model (a buffer's too)."""
+
+    file: str | None
+    """The file, or the directory of a torch DCP checkpoint. None: the model remembers no checkpoint for it."""
+
+    key: str
+    """The tensor's name in the file."""
+
+    region: tuple[tuple[int, int], ...]
+    """(start, stop) of each dim of the tensor in the file."""
+
+    bytes: int
+    """How many bytes of the file that is."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A parameter or buffer on meta, with all places that hold it (tied weights have several)."""
+
+    name: str
+    tensor: Tensor
+    holders: tuple[tuple[nn.Module, str], ...]
+    node: Node | None
+
+    @property
+    def region(self) -> Region:
+        """What this rank holds of it."""
+        data = self.tensor.detach()
+        return local_region(data) if isinstance(data, DTensor) else whole(tuple(data.shape))
+
+    def pieces(self) -> Iterator[Piece]:
+        if self.node is not None and local(self.tensor).numel():
+            yield from self.node.pieces(self.region)
+
+
+def _wanted(model: nn.Module) -> list[_Wanted]:
+    names: dict[int, str] = {}
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    tensors: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for container in (module._parameters, module._buffers):
+            for key, tensor in container.items():
+                if tensor is not None and tensor.is_meta:
+                    names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    holders.setdefault(id(tensor), []).append((module, key))
+                    tensors[id(tensor)] = tensor
+    return [
+        _Wanted(
+            names[at],
+            tensors[at],
+            tuple(holders[at]),
+            next((stored_of(m)[key].node for m, key in holders[at] if key in stored_of(m)), None),
+        )
+        for at in tensors
+    ]
+
+
+def unfilled(model: nn.Module) -> list[str]:
+    """The parameters and buffers on meta that no checkpoint fills."""
+    return [wanted.name for wanted in _wanted(model) if wanted.node is None]
+
+
+def read_plan(model: nn.Module) -> list[Read]:
+    """Which bytes of which file this rank reads to fill what is on meta. Nothing is read, nothing is sent.
+
+    Args:
+        model: Built under `meta_init`; after `parallelize(..., materialize=False)` each rank's plan is for its shard,
+            before it for the whole model.
+
+    Returns:
+        In the order of the model's parameters. Where no checkpoint is remembered (a model from `from_config`), what a
+        file of the parameters' own names and dtypes would be asked for.
+    """
+    plan: list[Read] = []
+    for wanted in _wanted(model):
+        if wanted.node is None:
+            region = wanted.region if local(wanted.tensor).numel() else ()
+            plan.append(
+                _read(wanted.name, None, wanted.name, region, local(wanted.tensor).numel(), wanted.tensor.dtype)
+            )
+            continue
+        for piece in wanted.pieces():
+            parts = [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf)
+            for part in parts:
+                assert isinstance(part.leaf, Leaf)
+                count = prod(each.stop - each.start for each in part.region)
+                plan.append(_read(wanted.name, part.leaf.source, part.leaf.key, part.region, count, part.leaf.dtype))
+    return plan
+
+
+def _read(name: str, source: Source | None, key: str, region: Region, count: int, dtype: torch.dtype) -> Read:
+    file = None if source is None else str(source.path)
+    return Read(name, file, key, tuple((part.start, part.stop) for part in region), count * dtype.itemsize)
+
+
+def _inputs(computed: Computed) -> list[Piece]:
+    return [piece for leaf in leaves(computed) for piece in leaf.pieces(whole(leaf.shape))]
+
+
+def read_weights(model: nn.Module, device: str) -> None:
+    """Give everything that is on meta and has a stored tensor memory on `device`, and read this rank's part into it.
+
+    Files are opened one after the other and read in their own order; the largest thing in memory beside the shards is
+    one slice. Tied weights stay one parameter. Adapters and whatever else is stored nowhere stay on meta.
+
+    Raises:
+        ValueError, OSError: A file cannot be read.
+    """
+    by_source: dict[Source | None, list[tuple[Piece, Tensor]]] = {}
+    for wanted in _wanted(model):
+        if wanted.node is None:
+            continue
+        filled = _allocate(wanted, device)
+        for piece in wanted.pieces():
+            source = piece.leaf.source if isinstance(piece.leaf, Leaf) else None
+            by_source.setdefault(source, []).append((piece, filled))
+    total = sum(_bytes(piece) for work in by_source.values() for piece, _ in work)
+    # What has to be computed from whole tensors comes last: it opens files by itself.
+    ordered = sorted(by_source, key=lambda source: (source is None, str(source.path) if source else ""))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", disable=_rank() != 0) as progress:
+        for source in ordered:
+            if source is None:
+                for piece, filled in by_source[source]:
+                    _place(read_block(piece), piece, filled)
+                    progress.update(_bytes(piece))
+                continue
+            order = {key: index for index, key in enumerate(source.list())}
+            with source.open() as reader:
+                for piece, filled in sorted(by_source[source], key=lambda each: order[each[0].leaf.key]):  # type: ignore[union-attr]
+                    _place(reader(piece.leaf.key, piece.region), piece, filled)  # type: ignore[union-attr]
+                    progress.update(_bytes(piece))
+
+
+def _place(block: Tensor, piece: Piece, filled: Tensor) -> None:
+    for step in piece.steps:
+        block = step(block)
+    filled[piece.target].copy_(block)
+
+
+def _bytes(piece: Piece) -> int:
+    return prod(part.stop - part.start for part in piece.region) * piece.leaf.dtype.itemsize
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def allocate_adapters(layer: nn.Module, device: str) -> None:
+    """Give the adapters of a LoRA layer that are on meta memory, uninitialised, on `device`."""
+    for wanted in _wanted(layer):
+        if "lora_" in wanted.name:
+            _allocate(wanted, device)
+
+
+def _allocate(wanted: _Wanted, device: str) -> Tensor:
+    """Memory for this rank's part, uninitialised, in all places that hold the tensor."""
+    filled = torch.empty(local(wanted.tensor).shape, dtype=wanted.tensor.dtype, device=device)
+    tensor = _like(wanted.tensor, filled)
+    for module, key in wanted.holders:
+        container = module._parameters if key in module._parameters else module._buffers
+        container[key] = tensor  # type: ignore[assignment]
+    return filled
+
+
+def _like(tensor: Tensor, filled: Tensor) -> Tensor:
+    """`filled` as what `tensor` is: a parameter or a buffer, a DTensor or not."""
+    data = filled
+    sharded = tensor.detach()
+    if isinstance(sharded, DTensor):
+        data = DTensor.from_local(
+            filled,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
