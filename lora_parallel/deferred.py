@@ -234,8 +234,8 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
         if tensor.is_meta and id(tensor) not in filled:
             raise ValueError(
                 f"{name} is on the meta device, and nothing fills it: build the model by from_pretrained under "
-                "meta_init, or name its weights with attach_checkpoint(model, path), or build it in memory. (A layer that "
-                "was replaced or resized on meta has lost its weights.)"
+                "meta_init, or name its weights with attach_checkpoint(model, path), or build it in memory. (A layer "
+                "that was replaced or resized on meta has lost its weights.)"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,7 +23,7 @@ from lora_parallel.dropout import ForwardCount
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, inject_adapter
-from lora_parallel.layers import TPContext, apply_style, unit_tensors
+from lora_parallel.layers import TPContext, apply_style, shared_parameters, unit_tensors
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.plan import Plan, check_globs, resolve_plan
 from lora_parallel.replicas import adopt_rank_zero, share_random_state
@@ -233,10 +234,33 @@ def _shard_for_dp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, c
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
         "shard_placement_fn": partial(_even_dim, mesh["dp_shard"].size()),
     }
+    tied = _tied_across(model, blocks)
+    for layers in tied:
+        fully_shard(layers, reshard_after_forward=False, **sharding)  # in use from the first of them to the last
+    inside = {layer for layers in tied for layer in layers}
     for block in blocks:
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
+        if block not in inside:
+            fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
     # The root's weights (embedding, head) are needed again as backward starts: they stay gathered until its end.
     fully_shard(model, reshard_after_forward=False, **sharding)
+
+
+def _tied_across(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """Layers that share a weight and lie in different blocks: each such set is a unit of its own.
+
+    FSDP2 shards what a unit's modules hold, and a tie between two units would be cut.
+    """
+    block_of = {module: block for block in blocks for module in block.modules()}
+    layer_of = {
+        inner: layer for layer in model.modules() if isinstance(layer, BaseTunerLayer) for inner in layer.modules()
+    }
+    found: list[list[nn.Module]] = []
+    for holders in shared_parameters(model).values():
+        if len({block_of.get(holder) for holder in holders}) > 1:
+            layers = list(dict.fromkeys(layer_of.get(holder, holder) for holder in holders))
+            if layers not in found:
+                found.append(layers)
+    return found
 
 
 def _reduce_dtype(model: nn.Module, config: ParallelConfig) -> torch.dtype | None:
