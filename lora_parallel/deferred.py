@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
@@ -26,6 +27,7 @@ __all__ = [
     "checkpoints_in",
     "defer",
     "describe",
+    "forget",
     "fresh_of",
     "has_deferred",
     "is_deferred",
@@ -110,12 +112,38 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
             for key, tensor in container.items():
                 if not isinstance(tensor, StoredTensor):
                     continue
-                module.__dict__.setdefault(_STORED, {})[key] = StoredTensor(tensor.node)
+                if _STORED not in module.__dict__:
+                    module.__dict__[_STORED] = {}
+                    module.register_load_state_dict_pre_hook(_take_values)
+                stored_of(module)[key] = StoredTensor(tensor.node)
                 container[key] = replaced.setdefault(id(tensor), defer(tensor))  # type: ignore[assignment]
     for name in fresh or ():
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner).__dict__.setdefault(_FRESH, set()).add(key)
     model.__dict__[_CHECKPOINT] = checkpoint
+
+
+def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let `load_state_dict` win over the checkpoint: a copy into a meta tensor would be lost without a word.
+
+    So a trained head in an adapter's folder (`modules_to_save`) is taken from there.
+    """
+    for key in list(stored_of(module)):
+        given = state.get(f"{prefix}{key}")
+        if isinstance(given, Tensor) and not given.is_meta:
+            container = module._parameters if key in module._parameters else module._buffers
+            waiting = container[key]
+            assert waiting is not None
+            memory = torch.empty(waiting.shape, dtype=waiting.dtype)
+            kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
+            container[key] = kept  # type: ignore[assignment]
+            del stored_of(module)[key]
+
+
+def forget(model: nn.Module) -> None:
+    """Let go of what has been read."""
+    for module in model.modules():
+        module.__dict__.pop(_STORED, None)
 
 
 def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pickle: bool = False) -> nn.Module:
@@ -227,6 +255,16 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
     for checkpoint in checkpoints_in(model):
         if checkpoint.problem is not None:
             raise checkpoint.problem
+    for name, module in model.named_modules():
+        for key in stored_of(module):
+            tensor = module._parameters.get(key, module._buffers.get(key))
+            if tensor is not None and not tensor.is_meta:
+                where = describe(stored_of(module)[key].node)
+                raise ValueError(
+                    f"{f'{name}.{key}' if name else key} was built on meta, to be filled from {where}, and has been "
+                    "given memory since (by to_empty, or by an assignment). Leave it on meta, fill it with "
+                    "load_state_dict, or build the model outside of meta_init."
+                )
     if not materialize:
         return
     filled = {id(module._parameters.get(key, module._buffers.get(key))) for module, key in _stored_in(model)}

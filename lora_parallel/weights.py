@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from lora_parallel.deferred import stored_of
+from lora_parallel.deferred import forget, stored_of
 from lora_parallel.gather import local
 from lora_parallel.sources import Source
 from lora_parallel.stored import Computed, Leaf, Node, Piece, Region, leaves, read_block, whole
@@ -157,6 +157,7 @@ def read_weights(model: nn.Module, device: str) -> None:
                 for piece, filled in sorted(by_source[source], key=lambda each: order[each[0].leaf.key]):  # type: ignore[union-attr]
                     _place(reader(piece.leaf.key, piece.region), piece, filled)  # type: ignore[union-attr]
                     progress.update(_bytes(piece))
+    forget(model)
 
 
 def _place(block: Tensor, piece: Piece, filled: Tensor) -> None:

@@ -582,3 +582,39 @@ def test_nothing_changes_outside_of_the_context(checkpoints):
     assert not any(p.is_meta for p in LlamaForCausalLM.from_pretrained(checkpoints["llama"]).parameters())
     assert not any(p.is_meta for p in BertModel.from_pretrained(checkpoints["bert"]).parameters())
     assert not any(p.is_meta for p in Net().parameters())
+
+
+def trained_heads_alike(path: Path, folder: Path, mesh_text: str) -> None:
+    mesh, config = on_mesh(mesh_text)
+    for reduced in (False, True):
+        with meta_init():
+            model = LlamaForCausalLM.from_pretrained(path)
+        model = PeftModel.from_pretrained(model, folder, is_trainable=True, low_cpu_mem_usage=reduced)
+        want = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(path), folder, is_trainable=True)
+        compare(parallelize(model, mesh, config), want)
+    with meta_init():
+        whole = AutoModelForCausalLM.from_pretrained(folder)  # an adapter's folder: transformers loads base and adapter
+    normal = AutoModelForCausalLM.from_pretrained(folder)
+    for each in (whole, normal):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
+    compare(parallelize(whole, mesh, config), normal)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+def test_a_trained_head_in_the_adapter_folder_is_not_lost(pool, checkpoints, tmp_path, mesh):
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(checkpoints["llama"]), lora(modules_to_save=["lm_head"]))
+    fill_adapters(model)
+    model.get_submodule("base_model.model.lm_head.modules_to_save.default").weight.data.normal_()
+    model.save_pretrained(tmp_path)
+    pool.run(ranks_of(mesh), trained_heads_alike, checkpoints["llama"], tmp_path, mesh)
+
+
+def test_memory_without_values_is_refused(pool, checkpoints):
+    (answer,) = pool.try_run(1, to_empty, checkpoints["llama"])
+    assert "has been given memory since (by to_empty" in answer.message
+
+
+def to_empty(path: Path) -> None:
+    mesh, config = on_mesh("1x1")
+    parallelize(on_meta(LlamaForCausalLM, path).to_empty(device="cpu"), mesh, config, lora_config=lora())

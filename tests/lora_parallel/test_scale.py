@@ -38,7 +38,7 @@ def simulate(rank: int, world_size: int, tp: int) -> dict[str, int]:
     parallelize(model, build_mesh(config, "cpu"), config, lora_config=lora_config, materialize=False)
     base = [p for p in model.parameters() if p.is_meta]
     adapters = [p for p in model.parameters() if not p.is_meta]
-    drawn = next(p for name, p in model.named_parameters() if "layers.125.mlp.down_proj.lora_A" in name)
+    drawn = next(p for name, p in model.named_parameters() if "layers.125.self_attn.q_proj.lora_A" in name)
     return {
         "planned": sum(read.bytes for read in read_plan(model)),
         "base": sum(local(p).numel() * p.element_size() for p in base),
@@ -52,11 +52,9 @@ def simulate(rank: int, world_size: int, tp: int) -> dict[str, int]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("rank", [0, 511])
-def test_405b_on_512_ranks_is_planned_in_one_small_process(rank):
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.lora_parallel.test_scale", str(rank)], capture_output=True, text=True, timeout=280
-    )
+def test_405b_on_512_ranks_is_planned_in_one_small_process():
+    command = [sys.executable, "-m", "tests.lora_parallel.test_scale", "511"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
     assert found["planned"] == found["base"]
