@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint docs clean
+.PHONY: help demo test bench load lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: $(VENV)/.installed ## run the tests; ARGS="-k styles" is passed to pytest
 
 bench: $(VENV)/.installed ## time a training step against plain PEFT and hand-written parallelism
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+load: $(VENV)/.installed ## measure loading from meta against other ways of loading
+	$(BIN)/python benchmarks/load.py $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
     <path>/adapter/     PEFT's folders; other adapters in subfolders of their names
     <path>/state/       torch DCP: optimizer states and trained parameters that no adapter holds, by parameter name
-    <path>/trainer.pt   Lightning's own: loops, callbacks, schedulers, hyperparameters
+    <path>/trainer.pt   Trainer's own: loops, callbacks, schedulers, hyperparameters
+    <path>/fabric.pt    instead of trainer.pt: what else the user of Fabric saves
     <path>/meta.json    format version, mesh, library versions; written last
 
 Only what trains is gathered or written; the base never is. Written beside the target and renamed.
@@ -14,7 +15,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,27 @@ from torch.optim import Optimizer
 from lora_parallel import load_adapter, save_adapter
 from lora_parallel.adapters import adapter_parameters, peft_configs
 from lora_parallel.agreement import agreed
-from lora_parallel.state import state_of
+from lora_parallel.state import ParallelState, state_of
 
-__all__ = ["is_checkpoint", "load_model", "load_optimizers", "optimizer_settings", "read_trainer_state", "save"]
+__all__ = [
+    "FABRIC",
+    "TRAINER",
+    "forward_counts",
+    "is_checkpoint",
+    "load_models",
+    "load_optimizers",
+    "optimizer_settings",
+    "read_rest",
+    "restore_forward_counts",
+    "save",
+]
 
 FORMAT = 1
-_META, _TRAINER = "meta.json", "trainer.pt"
+TRAINER, FABRIC = "trainer.pt", "fabric.pt"
+"""The file that holds what is no tensor of a model or optimizer, by who writes it."""
+
+_META = "meta.json"
+_WRITERS = {TRAINER: "Trainer", FABRIC: "Fabric"}
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
@@ -51,17 +67,19 @@ def save(
     path: Path,
     roots: Mapping[str, nn.Module],
     module: nn.Module,
-    optimizers: list[Optimizer] | None,
-    trainer_state: dict[str, Any],
+    optimizers: Mapping[str, Optimizer],
+    rest: dict[str, Any],
+    file: str,
 ) -> None:
     """Write a checkpoint. Collective.
 
     Args:
         path: The directory to make; a checkpoint or file that stands there is replaced once the new one is complete.
         roots: The parallelized models by their names in `module`.
-        module: The LightningModule.
-        optimizers: None to save weights only.
-        trainer_state: Lightning's dictionary without model and optimizer states.
+        module: What holds them: the LightningModule.
+        optimizers: By the names to store them under.
+        rest: All that is no tensor of models or optimizers.
+        file: The name of the file for it: `TRAINER` or `FABRIC`.
 
     Raises:
         OSError: It cannot be written, on every rank. What stood at `path` is still there.
@@ -76,9 +94,9 @@ def save(
         for adapter in peft_configs(model):
             save_adapter(model, _adapter_folder(scratch, name, roots), adapter)
     state: dict[str, Any] = {"model": _loose_parameters(module, roots)}
-    for index, optimizer in enumerate(optimizers or []):
+    for name, optimizer in optimizers.items():
         if optimizer.state:  # torch would step one without state, to make some
-            state[f"optimizer_{index}"] = _optimizer_state(module, optimizer)["state"]
+            state[_key(name)] = _optimizer_state(module, optimizer)["state"]
     if any(state.values()):
         try:
             dcp.save(state, checkpoint_id=scratch / "state")
@@ -86,7 +104,7 @@ def save(
             raise OSError(f"the train state cannot be written to {scratch}: {error}") from error
     with agreed():
         if writer:
-            torch.save(trainer_state, scratch / _TRAINER)
+            torch.save(rest, scratch / file)
             (scratch / _META).write_text(json.dumps(_meta(roots), indent=2) + "\n")
             if path.exists() or path.is_symlink():
                 _remove(old)
@@ -102,9 +120,13 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _adapter_folder(path: Path, name: str, roots: Mapping[str, nn.Module]) -> Path:
-    """One folder where the module holds one model, one for each where it holds several."""
-    return path / "adapter" if len(roots) == 1 else path / "adapter" / name
+def _key(optimizer: str) -> str:
+    return f"optimizer_{optimizer}"
+
+
+def _adapter_folder(path: Path, name: str, names: Iterable[str]) -> Path:
+    """One folder where a checkpoint holds one model, one for each where it holds several."""
+    return path / "adapter" if len(list(names)) == 1 else path / "adapter" / name
 
 
 def _loose_parameters(module: nn.Module, roots: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
@@ -113,8 +135,7 @@ def _loose_parameters(module: nn.Module, roots: Mapping[str, nn.Module]) -> dict
 
 
 def _meta(roots: Mapping[str, nn.Module]) -> dict[str, Any]:
-    state = state_of(next(iter(roots.values())))
-    assert state is not None
+    state = _state(next(iter(roots.values())))
     return {
         "format": FORMAT,
         "mesh": dict(zip(state.mesh.mesh_dim_names or (), state.mesh.shape, strict=True)),
@@ -130,16 +151,17 @@ def _installed(name: str) -> bool:
     return True
 
 
-def read_trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Lightning's dictionary of a checkpoint.
+def read_rest(path: Path, file: str, weights_only: bool | None) -> dict[str, Any]:
+    """What a checkpoint holds besides the tensors of models and optimizers.
 
     Args:
         path: The checkpoint.
+        file: `TRAINER` or `FABRIC`: who reads.
         weights_only: As in `torch.load`; None means True.
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: What stands there is not a complete checkpoint of this format. On every rank.
+        ValueError: What stands there is not a complete checkpoint of this format, or not of this writer. On every rank.
     """
     with agreed():
         if not path.exists():
@@ -147,41 +169,77 @@ def read_trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
         if not is_checkpoint(path):
             raise ValueError(
                 f"{path} is not a checkpoint that LoRAParallelStrategy wrote (a directory with {_META}). Load a file "
-                "that another strategy wrote into the LightningModule before training."
+                "that another strategy wrote into the model before training."
             )
         found = json.loads((path / _META).read_text()).get("format")
         if found != FORMAT:
             raise ValueError(f"{path} has checkpoint format {found!r}; this version reads format {FORMAT}.")
+        for other, writer in _WRITERS.items():
+            if other != file and (path / other).is_file():
+                raise ValueError(
+                    f"{path} was written by {writer}, whose loops and schedulers {_WRITERS[file]} does not know. Load "
+                    "its adapter alone: lora_parallel.load_adapter(model, path / 'adapter')."
+                )
         try:
-            return torch.load(path / _TRAINER, map_location="cpu", weights_only=weights_only is not False)
+            return torch.load(path / file, map_location="cpu", weights_only=weights_only is not False)
         except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{path / _TRAINER} holds Python objects (hyperparameters, perhaps) that weights_only=True does not "
-                f"load. If you trust the file, pass weights_only=False to the Trainer's method. Cause: {error}"
+                f"{path / file} holds Python objects (hyperparameters, perhaps) that weights_only=True does not load. "
+                f"If you trust the file, load with weights_only=False. Cause: {error}"
             ) from error
 
 
-def load_model(path: Path, roots: Mapping[str, nn.Module], module: nn.Module) -> None:
-    """Fill adapters and other trained parameters from a checkpoint. Collective."""
+def load_models(path: Path, roots: Mapping[str, nn.Module], module: nn.Module, written: Iterable[str]) -> None:
+    """Fill adapters and other trained parameters from a checkpoint. Collective.
+
+    Args:
+        path: The checkpoint.
+        roots: The models to fill, by the names that they were saved under.
+        module: What holds them.
+        written: The names of all models that are in the checkpoint.
+    """
     for name, model in roots.items():
         for adapter in peft_configs(model):
-            load_adapter(model, _adapter_folder(path, name, roots), adapter)
+            load_adapter(model, _adapter_folder(path, name, written), adapter)
     loose = _loose_parameters(module, roots)
     if loose:
         dcp.load({"model": loose}, checkpoint_id=path / "state")
 
 
-def load_optimizers(path: Path, module: nn.Module, optimizers: list[Optimizer], written: list[dict[str, Any]]) -> None:
-    """Fill the optimizers' states from a checkpoint, of which `written` are the `optimizer_settings`. Collective."""
-    for index, (optimizer, groups) in enumerate(zip(optimizers, written, strict=True)):
-        if groups["stepped"]:
+def load_optimizers(
+    path: Path, module: nn.Module, optimizers: Mapping[str, Optimizer], written: Mapping[str, dict[str, Any]]
+) -> None:
+    """Fill optimizers' states from a checkpoint. Collective.
+
+    Args:
+        path: The checkpoint.
+        module: What holds the models whose parameters they hold.
+        optimizers: By the names that they were saved under.
+        written: The `optimizer_settings` in the checkpoint, by name.
+
+    Raises:
+        ValueError: One has not as many parameter groups as the one that was saved.
+    """
+    with agreed():
+        for name, optimizer in optimizers.items():
+            groups = written[name]["settings"]
+            if len(groups) != len(optimizer.param_groups):
+                raise ValueError(
+                    f"the optimizer in {path} has {len(groups)} parameter groups, this {type(optimizer).__name__} has "
+                    f"{len(optimizer.param_groups)}: make it with the same groups."
+                )
+    for name, optimizer in optimizers.items():
+        saved = written[name]
+        if saved["stepped"]:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None  # torch makes no state to load into where there are gradients
             target = _optimizer_state(module, optimizer)
-            dcp.load({f"optimizer_{index}": target["state"]}, checkpoint_id=path / "state")
+            dcp.load({_key(name): target["state"]}, checkpoint_id=path / "state")
             set_optimizer_state_dict(module, optimizer, target, options=_OPTIONS)
-        for group, settings in zip(optimizer.param_groups, groups["settings"], strict=True):
+        else:
+            optimizer.state.clear()
+        for group, settings in zip(optimizer.param_groups, saved["settings"], strict=True):
             group.update(settings)
 
 
@@ -189,6 +247,23 @@ def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
     """What of an optimizer is no tensor: learning rates and the like of each group, and whether it has stepped."""
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"stepped": bool(optimizer.state), "settings": settings}
+
+
+def forward_counts(roots: Mapping[str, nn.Module]) -> dict[str, int]:
+    """How often each model has run forward in training, by name: what its dropout masks depend on."""
+    return {name: _state(model).forward_count.done for name, model in roots.items()}
+
+
+def restore_forward_counts(roots: Mapping[str, nn.Module], counts: Mapping[str, int]) -> None:
+    """Go on counting where a checkpoint was written."""
+    for name, model in roots.items():
+        _state(model).forward_count.done = counts[name]
+
+
+def _state(model: nn.Module) -> ParallelState:
+    state = state_of(model)
+    assert state is not None
+    return state
 
 
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,6 @@ from torch import Tensor
 from lora_parallel.mesh import dp_size
 
 __all__ = ["Communication"]
-
-if TYPE_CHECKING:  # at run time the class is mixed into either namespace's ParallelStrategy
-    from lightning.pytorch.strategies import ParallelStrategy as Base
-else:
-    Base = object
 
 
 class _Gather(torch.autograd.Function):
@@ -36,10 +31,15 @@ class _Gather(torch.autograd.Function):
         return total[dist.get_rank(ctx.group)], None
 
 
-class Communication(Base):
-    """The communication that Lightning asks of a strategy."""
+class Communication:
+    """The communication that Lightning asks of a strategy.
+
+    A group of all processes stands for none given: Fabric and `LightningModule.all_gather` pass it where nobody asked
+    for a group.
+    """
 
     device_mesh: Any
+    root_device: Any
 
     def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
@@ -64,7 +64,7 @@ class Communication(Base):
         mean = name in ("mean", "avg")
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
         operation = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, name.upper())
-        if group is not None:
+        if group is not None and group is not dist.group.WORLD:
             dist.all_reduce(tensor, operation, group=group)
             return tensor / dist.get_world_size(group) if mean else tensor
         for axis in ("dp_replicate", "dp_shard"):
@@ -82,7 +82,7 @@ class Communication(Base):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over data-parallel ranks, in their order: [data-parallel size, ...]. With `group`, over that."""
         with nullcontext() if sync_grads else torch.no_grad():
-            if group is not None and group is not dist.group.WORLD:  # LightningModule.all_gather has WORLD for None
+            if group is not None and group is not dist.group.WORLD:
                 return _Gather.apply(tensor, group)
             for axis in ("dp_shard", "dp_replicate"):
                 tensor = _Gather.apply(tensor, self.device_mesh.get_group(axis))

@@ -22,13 +22,17 @@ __all__ = ["UnevenPrediction", "check_shares", "seed_workers", "sync_metrics"]
 def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
     """Seed loader workers by data-parallel rank, so that tp peers draw the same augmentations.
 
-    Lightning seeds by global rank if nobody has set a `worker_init_fn`.
+    Lightning seeds by global rank if nobody has set a `worker_init_fn`: Trainer after this, Fabric before.
+
+    Args:
+        dataloader: Left alone if it has a `worker_init_fn` of the user's, or is no DataLoader.
+        mesh: Where this rank is.
+        worker_init_function: Lightning's own.
     """
-    if (
-        int(os.environ.get("PL_SEED_WORKERS", "0"))
-        and isinstance(dataloader, DataLoader)
-        and dataloader.worker_init_fn is None
-    ):
+    if not int(os.environ.get("PL_SEED_WORKERS", "0")) or not isinstance(dataloader, DataLoader):
+        return
+    present = dataloader.worker_init_fn
+    if present is None or (isinstance(present, partial) and present.func is worker_init_function):
         dataloader.worker_init_fn = partial(worker_init_function, rank=dp_rank(mesh))
 
 

@@ -1,16 +1,24 @@
-"""`LoRAParallelStrategy` for `pytorch_lightning`, the same but for the namespace."""
+"""The strategies for `pytorch_lightning` and `lightning_fabric`, the same but for the namespace."""
 
 from __future__ import annotations
 
+from lightning_fabric.strategies import ParallelStrategy as FabricParallelStrategy
 from pytorch_lightning.strategies import ParallelStrategy
 
+from lightning_lora.fabric import FabricLogic
 from lightning_lora.logic import StrategyLogic
-from lightning_lora.namespace import namespace
+from lightning_lora.namespace import fabric_namespace, trainer_namespace
 
-__all__ = ["LoRAParallelStrategy"]
+__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
 
 
 class LoRAParallelStrategy(StrategyLogic, ParallelStrategy):  # noqa: D101  its docstring is the logic's
     __doc__ = StrategyLogic.__doc__
 
-    lightning = namespace("pytorch_lightning", "lightning_fabric")
+    lightning = trainer_namespace("pytorch_lightning", "lightning_fabric")
+
+
+class FabricLoRAParallelStrategy(FabricLogic, FabricParallelStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = FabricLogic.__doc__
+
+    lightning = fabric_namespace("lightning_fabric")

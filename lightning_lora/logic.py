@@ -1,32 +1,29 @@
-"""What the strategy does, whichever Lightning namespace its class belongs to.
+"""What the Trainer's strategy does, whichever Lightning namespace its class belongs to.
 
 It translates Lightning's hooks to engine calls and holds no maths and no placement.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from peft import LoraConfig
 from torch import nn
-from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_lora import checkpoint
-from lightning_lora.communication import Communication
-from lightning_lora.data import UnevenPrediction, check_shares, seed_workers, sync_metrics
-from lightning_lora.namespace import Namespace
-from lightning_lora.precision import convert_base, sharded_precision
+from lightning_lora.base import BaseLogic
+from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
+from lightning_lora.namespace import TrainerNamespace
+from lightning_lora.optimizers import refuse_stale
+from lightning_lora.precision import PrecisionLogic
 from lightning_lora.roots import find_roots
-from lora_parallel import ParallelConfig, build_mesh, no_sync, parallelize
+from lora_parallel import no_sync
 from lora_parallel.agreement import agreed
-from lora_parallel.mesh import dp_rank, dp_size, mesh_sizes
 from lora_parallel.state import state_of
 
 __all__ = ["StrategyLogic"]
@@ -45,175 +42,49 @@ _REFUSED_CALLBACKS = {
 }
 
 
-class StrategyLogic(Communication, Base):
+class StrategyLogic(BaseLogic, Base):
     """Trains LoRA adapters of a LightningModule's model under FSDP2 and tensor parallelism, as one device would.
 
     The LightningModule stays as it is. Its model may be built in `__init__` or in `configure_model`, with PEFT layers
     or, if `lora_config` is given, without.
-
-    Args:
-        tensor_parallel_size: Processes that share each layer and see the same batch.
-        data_parallel_size: Processes with different batches, replicas included; "auto": all the others.
-        replicate_size: How many copies of the sharded model the data-parallel processes form (HSDP); divides
-            data_parallel_size.
-        lora_config: Adapter to inject into a model that has none.
-        tp_plan: "auto" for the model's own plan, or a mapping {glob of module names: style} laid over it.
-        sequence_parallel: Not supported yet.
-        block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own.
-        reshard_after_forward: Free a block's gathered weights between forward and backward.
-        activation_checkpointing: Recompute each block's activations in backward.
-        require_adapters: Refuse a model without adapters, and one whose base trains.
-        autocast_adapter_dtype: Keep adapters in float32 with `precision="bf16-true"`, as PEFT does.
-        seed: Seed of injected adapters and of LoRA dropout; None: that of `seed_everything`, else 0.
-        process_group_backend: None: nccl on GPUs, gloo on CPUs.
-        timeout_seconds: After this long a collective that a peer has not joined is an error.
-
-    Raises:
-        ValueError: Sizes that do not fit together, or an option that is not supported.
     """
 
-    lightning: ClassVar[Namespace]
+    lightning: ClassVar[TrainerNamespace]
 
-    def __init__(
-        self,
-        tensor_parallel_size: int = 1,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        replicate_size: int = 1,
-        lora_config: LoraConfig | None = None,
-        tp_plan: Literal["auto"] | dict[str, str] = "auto",
-        sequence_parallel: bool = False,
-        block_classes: Literal["auto"] | list[str] = "auto",
-        reshard_after_forward: bool = True,
-        activation_checkpointing: bool = False,
-        require_adapters: bool = True,
-        autocast_adapter_dtype: bool = True,
-        seed: int | None = None,
-        process_group_backend: str | None = None,
-        timeout_seconds: int = 1800,
-    ) -> None:
-        super().__init__()
-        dp_shard: Literal["auto"] | int = "auto"
-        for name, size in (("data_parallel_size", data_parallel_size), ("replicate_size", replicate_size)):
-            if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
-                raise TypeError(f"{name}={size!r}: give a positive int.")
-        if data_parallel_size != "auto":
-            if replicate_size < 1 or data_parallel_size % replicate_size:
-                raise ValueError(
-                    f"replicate_size={replicate_size} does not divide data_parallel_size={data_parallel_size}: it says "
-                    "how many copies the data-parallel processes form."
-                )
-            dp_shard = data_parallel_size // replicate_size
-        self._lora_config = lora_config
-        self._autocast_adapter_dtype = autocast_adapter_dtype
-        self._seed = seed
-        self._process_group_backend = process_group_backend
-        self._options: dict[str, Any] = {
-            "tp": tensor_parallel_size,
-            "dp_shard": dp_shard,
-            "dp_replicate": replicate_size,
-            "tp_plan": tp_plan,
-            "sequence_parallel": sequence_parallel,
-            "block_classes": block_classes,
-            "reshard_after_forward": reshard_after_forward,
-            "activation_checkpointing": activation_checkpointing,
-            "require_adapters": require_adapters,
-            "timeout_seconds": timeout_seconds,
-        }
-        ParallelConfig(**self._options)  # bad options are an error here, not after the launch
-        self.num_nodes = 1
-        self._mesh: DeviceMesh | None = None
-        self._roots: dict[str, nn.Module] = {}
-        self._resume_from: Path | None = None
-        self._optimizers_from: Path | None = None
-        self._prediction: UnevenPrediction | None = None
-
-    # ------------------------------------------------------------------ the mesh
+    _roots: Mapping[str, nn.Module] = MappingProxyType({})
+    _resume_from: Path | None = None
+    _optimizers_from: Path | None = None
+    _prediction: UnevenPrediction | None = None
 
     @property
     def is_distributed(self) -> bool:
         """Lightning injects a DistributedSampler."""
         return True
 
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh with axes dp_replicate, dp_shard and tp.
-
-        Raises:
-            RuntimeError: Before the processes have started.
-        """
-        if self._mesh is None:
-            raise RuntimeError("the device mesh exists once the Trainer has started its processes (setup_environment).")
-        return self._mesh
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def config(self) -> ParallelConfig:
-        """What the engine is told."""
-        seed = self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        return ParallelConfig(**self._options, seed=seed, param_dtype=self.precision_plugin.compute_dtype)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": dp_size(self.device_mesh), "rank": dp_rank(self.device_mesh)}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        seed_workers(dataloader, self.device_mesh, self.lightning.worker_init_function)
-        return dataloader
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        mesh_sizes(self.config, self.num_nodes * self.num_processes)  # before anything is launched
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = self.lightning.SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer once devices and nodes are known."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for rank_zero_only in self.lightning.rank_zero_only:
-            rank_zero_only.rank = self.global_rank
-
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.lightning.reset_seed()
-        self.set_world_ranks()
-        if self._mesh is not None:
-            return
-        self.lightning.init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend or self.lightning.default_backend(self.root_device),
-            timeout=timedelta(seconds=self._options["timeout_seconds"]),
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
-        )
-        self._mesh = build_mesh(self.config, self.root_device.type)
-
-    # ------------------------------------------------------------------ precision
+        self._connect()
 
     @property
     def precision_plugin(self) -> Any:
-        if not hasattr(self._precision_plugin, "compute_dtype"):
-            self._precision_plugin = sharded_precision(
-                self._precision_plugin or self.lightning.Precision(), self.lightning
-            )
-        return self._precision_plugin
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, PrecisionLogic) else self._sharded(plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = None if plugin is None else sharded_precision(plugin, self.lightning)
+        self._precision_plugin = None if plugin is None else self._sharded(plugin)
+
+    @property
+    def _plugin(self) -> Any:
+        return self.precision_plugin
 
     # ------------------------------------------------------------------ the model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Lightning runs `configure_model` inside, and what is under `trainer.init_module`: see `_construction`."""
+        with self._construction(empty_init):
+            yield
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
@@ -223,13 +94,9 @@ class StrategyLogic(Communication, Base):
             if trainer.predicting:
                 check_shares(trainer.predict_loop, self.device_mesh)
             self._roots = self._find_roots()
-            self._adopt_parallelized()
+            self._check_meshes(self._roots)
         assert self.lightning_module is not None
-        convert_base(self.lightning_module, self.precision_plugin.stored_dtype, self._autocast_adapter_dtype)
-        for model in self._roots.values():
-            if state_of(model) is None:
-                self._parallelize(model)
-        self.model_to_device()
+        self._shard(self.lightning_module, self._roots)
         self._fill_model()
         # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -266,37 +133,16 @@ class StrategyLogic(Communication, Base):
                 f"{type(self.checkpoint_io).__name__}. Remove it."
             )
 
-    def _adopt_parallelized(self) -> None:
-        """A model that an earlier Trainer parallelized is used as it is, if the mesh has the same sizes."""
-        for name, model in self._roots.items():
-            state = state_of(model)
-            if state is not None and state.mesh.shape != self.device_mesh.shape:
-                raise ValueError(
-                    f"{name} was parallelized over a mesh of {tuple(state.mesh.shape)} by an earlier Trainer; this one "
-                    f"has {tuple(self.device_mesh.shape)}. Use the same sizes, or build the model anew."
-                )
-
-    def _parallelize(self, model: nn.Module) -> None:
-        parallelize(
-            model,
-            self.device_mesh,
-            self.config,
-            lora_config=self._lora_config,
-            autocast_adapter_dtype=self._autocast_adapter_dtype,
-        )
-
     def setup_optimizers(self, trainer: Any) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        known = set(self.lightning_module.parameters())
-        for optimizer in self.optimizers:
-            stale = sum(p not in known for group in optimizer.param_groups for p in group["params"])
-            if stale:
-                raise ValueError(
-                    f"{type(optimizer).__name__} holds {stale} parameters that are not the sharded model's: it was "
-                    "made before the model was sharded. Make it in configure_optimizers, from self.parameters()."
-                )
+        with agreed():
+            refuse_stale(
+                self.optimizers,
+                set(self.lightning_module.parameters()),
+                "Make it in configure_optimizers, from self.parameters().",
+            )
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -358,18 +204,27 @@ class StrategyLogic(Communication, Base):
         path = Path(self.broadcast(str(filepath)))
         checkpoint_state.pop("state_dict")
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
-        optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
+        optimizers = self._optimizers_by_name()
+        settings = [checkpoint.optimizer_settings(each) for each in optimizers.values()]
         checkpoint_state["lora_parallel"] = {
-            "forward_counts": {name: self._state(model).forward_count.done for name, model in self._roots.items()},
-            "optimizers": None if weights_only else [checkpoint.optimizer_settings(each) for each in optimizers],
+            "forward_counts": checkpoint.forward_counts(self._roots),
+            "optimizers": None if weights_only else settings,
         }
         checkpoint.save(
-            path, self._roots, self.lightning_module, None if weights_only else optimizers, checkpoint_state
+            path,
+            self._roots,
+            self.lightning_module,
+            {} if weights_only else optimizers,
+            checkpoint_state,
+            checkpoint.TRAINER,
         )
+
+    def _optimizers_by_name(self) -> dict[str, Optimizer]:
+        return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
-        found = checkpoint.read_trainer_state(path, weights_only)
+        found = checkpoint.read_rest(path, checkpoint.TRAINER, weights_only)
         found["state_dict"] = {}
         if found["lora_parallel"]["optimizers"] is not None:
             found["optimizer_states"] = []
@@ -386,7 +241,8 @@ class StrategyLogic(Communication, Base):
         path, self._resume_from = self._resume_from, None
         if path is not None:
             assert self.lightning_module is not None
-            checkpoint.load_model(path, self._find_roots(), self.lightning_module)
+            roots = self._find_roots()
+            checkpoint.load_models(path, roots, self.lightning_module, roots)
 
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
         assert self._optimizers_from is not None
@@ -397,11 +253,10 @@ class StrategyLogic(Communication, Base):
                 f"{self._optimizers_from} holds {len(written)} optimizer states; configure_optimizers made "
                 f"{len(self.optimizers)}."
             )
-        checkpoint.load_optimizers(self._optimizers_from, self.lightning_module, self.optimizers, written)
-        for name, count in checkpoint_state["lora_parallel"]["forward_counts"].items():
-            self._state(self._roots[name]).forward_count.done = count
-
-    def _state(self, model: nn.Module) -> Any:
-        state = state_of(model)
-        assert state is not None
-        return state
+        checkpoint.load_optimizers(
+            self._optimizers_from,
+            self.lightning_module,
+            self._optimizers_by_name(),
+            {str(index): settings for index, settings in enumerate(written)},
+        )
+        checkpoint.restore_forward_counts(self._roots, checkpoint_state["lora_parallel"]["forward_counts"])

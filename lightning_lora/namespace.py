@@ -1,7 +1,8 @@
-"""What the strategy needs of Lightning, from either of its namespaces.
+"""What the strategies need of Lightning, from either of its namespaces.
 
-`lightning` and `pytorch_lightning` are copies of one code base whose classes do not know each other. Names that are
-private there stand here and nowhere else; `tests/lightning_lora/test_namespace.py` holds each to its meaning.
+`lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base whose classes do not know each
+other. Names that are private there stand here and nowhere else; `tests/lightning_lora/test_namespace.py` holds each to
+its meaning.
 """
 
 from __future__ import annotations
@@ -10,57 +11,80 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Namespace", "namespace"]
+from torch import nn
+
+__all__ = ["Namespace", "TrainerNamespace", "fabric_namespace", "is_lightning_module", "trainer_namespace"]
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """One of Lightning's namespaces."""
+    """What Trainer's and Fabric's strategies both need."""
 
     Precision: Any
     HalfPrecision: Any
     MixedPrecision: Any
     DoublePrecision: Any
     SubprocessScriptLauncher: Any
+    rank_zero_only: tuple[Any, ...]
+    init_dist_connection: Any
+    default_backend: Any
+    reset_seed: Any
+    worker_init_function: Any
+
+
+@dataclass(frozen=True)
+class TrainerNamespace(Namespace):
+    """What Trainer's strategy needs besides."""
+
     TorchCheckpointIO: Any
     LightningOptimizer: Any
     fitting: Any
     """`TrainerFn.FITTING`."""
     interrupted: Any
     """`TrainerStatus.INTERRUPTED`."""
-    rank_zero_only: tuple[Any, ...]
-    init_dist_connection: Any
-    default_backend: Any
-    reset_seed: Any
     optimizers_to_device: Any
-    worker_init_function: Any
 
 
-def namespace(pytorch: str, fabric: str) -> Namespace:
+def fabric_namespace(fabric: str) -> Namespace:
+    """The namespace of this package: "lightning.fabric" or "lightning_fabric"."""
+    return Namespace(**_shared(fabric, fabric))
+
+
+def trainer_namespace(pytorch: str, fabric: str) -> TrainerNamespace:
     """The namespace of these two packages, for example "lightning.pytorch" and "lightning.fabric"."""
-    plugins = import_module(f"{pytorch}.plugins.precision")
     states = import_module(f"{pytorch}.trainer.states")
-    distributed = import_module(f"{fabric}.utilities.distributed")
-    seed = import_module(f"{fabric}.utilities.seed")
-    return Namespace(
-        Precision=plugins.Precision,
-        HalfPrecision=plugins.HalfPrecision,
-        MixedPrecision=plugins.MixedPrecision,
-        DoublePrecision=plugins.DoublePrecision,
-        SubprocessScriptLauncher=import_module(
-            f"{pytorch}.strategies.launchers.subprocess_script"
-        )._SubprocessScriptLauncher,
+    return TrainerNamespace(
+        **_shared(pytorch, fabric),
         TorchCheckpointIO=import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO,
         LightningOptimizer=import_module(f"{pytorch}.core.optimizer").LightningOptimizer,
         fitting=states.TrainerFn.FITTING,
         interrupted=states.TrainerStatus.INTERRUPTED,
-        rank_zero_only=(
-            import_module(f"{pytorch}.utilities.rank_zero").rank_zero_only,
-            import_module(f"{fabric}.utilities.rank_zero").rank_zero_only,
-        ),
-        init_dist_connection=distributed._init_dist_connection,
-        default_backend=distributed._get_default_process_group_backend_for_device,
-        reset_seed=seed.reset_seed,
         optimizers_to_device=import_module(f"{fabric}.utilities.optimizer")._optimizers_to_device,
-        worker_init_function=seed.pl_worker_init_function,
     )
+
+
+def _shared(owner: str, fabric: str) -> dict[str, Any]:
+    """`owner` is the package whose precision plugins and launcher the strategy gets: Trainer's or Fabric's."""
+    plugins = import_module(f"{owner}.plugins.precision")
+    launcher = import_module(f"{owner}.strategies.launchers.subprocess_script")
+    distributed = import_module(f"{fabric}.utilities.distributed")
+    seed = import_module(f"{fabric}.utilities.seed")
+    return {
+        "Precision": plugins.Precision,
+        "HalfPrecision": plugins.HalfPrecision,
+        "MixedPrecision": plugins.MixedPrecision,
+        "DoublePrecision": plugins.DoublePrecision,
+        "SubprocessScriptLauncher": launcher._SubprocessScriptLauncher,
+        "rank_zero_only": tuple(
+            import_module(f"{package}.utilities.rank_zero").rank_zero_only for package in dict.fromkeys((owner, fabric))
+        ),
+        "init_dist_connection": distributed._init_dist_connection,
+        "default_backend": distributed._get_default_process_group_backend_for_device,
+        "reset_seed": seed.reset_seed,
+        "worker_init_function": seed.pl_worker_init_function,
+    }
+
+
+def is_lightning_module(module: nn.Module) -> bool:
+    """Whether `module` is a LightningModule, whose step methods are called and not its forward: Fabric's own test."""
+    return hasattr(module, "_fabric")

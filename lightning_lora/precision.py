@@ -25,7 +25,7 @@ from lora_parallel import clip_grad_norm_
 from lora_parallel.adapters import adapter_parameters
 from lora_parallel.grads import clip_grad_value_
 
-__all__ = ["SUPPORTED", "convert_base", "sharded_precision"]
+__all__ = ["SUPPORTED", "PrecisionLogic", "convert_base", "sharded_precision"]
 
 SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _STORED = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
@@ -64,6 +64,19 @@ class PrecisionLogic:
             data, torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each
         )
 
+    def convert_output(self, data: Any) -> Any:
+        """What a model returns to a Fabric loop: 16-bit tensors in the default dtype, as Fabric's own plugins do.
+
+        Wider tensors stay: Fabric's own plugins would round float64.
+        """
+        dtype = torch.get_default_dtype()
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            narrow = tensor.is_floating_point() and torch.finfo(tensor.dtype).bits < torch.finfo(dtype).bits
+            return tensor.to(dtype) if narrow else tensor
+
+        return apply_to_collection(data, torch.Tensor, widen)
+
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
         """New tensors have the stored dtype."""
@@ -87,7 +100,7 @@ class PrecisionLogic:
 
 
 def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
-    """A precision plugin for sharded training in place of the one that the Trainer chose.
+    """A precision plugin for sharded training in place of the one that Trainer or Fabric chose.
 
     Raises:
         ValueError: There is no such precision for sharded training here.
@@ -113,7 +126,7 @@ def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: boo
     them moves every position.
 
     Args:
-        model: The full model.
+        model: The full model, in memory or on meta.
         dtype: None to leave everything.
         keep_adapters: Leave adapter parameters in their dtype if that is wider.
     """

@@ -1,4 +1,4 @@
-"""The strategy's names in the registries of the installed Lightning namespaces.
+"""The strategies' names in the registries of the installed Lightning namespaces.
 
 The namespaces are disjoint: each takes only strategies that derive from its own classes.
 """
@@ -16,25 +16,33 @@ NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp4": 4, "lora_fsdp2_t
 
 def register_strategies() -> None:
     """Register all names, again or for the first time."""
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
     from lightning_utilities.core import rank_zero
 
-    from lightning_lora.strategy import LoRAParallelStrategy
+    from lightning_lora import strategy
 
-    registries: list[tuple[Any, Any]] = [(StrategyRegistry, LoRAParallelStrategy)]
+    registries: list[tuple[Any, Any]] = [
+        (StrategyRegistry, strategy.LoRAParallelStrategy),
+        (STRATEGY_REGISTRY, strategy.FabricLoRAParallelStrategy),
+    ]
     if importlib.util.find_spec("pytorch_lightning") is not None:
         log = rank_zero.log  # one variable for both namespaces, which each sets to its own logger as it is imported
+        from lightning_fabric.strategies import STRATEGY_REGISTRY as LEGACY_FABRIC_REGISTRY
         from pytorch_lightning.strategies import StrategyRegistry as LegacyRegistry
 
-        from lightning_lora.legacy import LoRAParallelStrategy as LegacyStrategy
+        from lightning_lora import legacy
 
         rank_zero.log = log
-        registries.append((LegacyRegistry, LegacyStrategy))
-    for registry, strategy in registries:
+        registries += [
+            (LegacyRegistry, legacy.LoRAParallelStrategy),
+            (LEGACY_FABRIC_REGISTRY, legacy.FabricLoRAParallelStrategy),
+        ]
+    for registry, kind in registries:
         for name, size in NAMES.items():
             registry.register(
                 name,
-                strategy,
+                kind,
                 description=f"LoRA under FSDP2 x tensor parallelism of size {size}",
                 override=True,
                 tensor_parallel_size=size,

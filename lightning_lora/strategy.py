@@ -1,16 +1,24 @@
-"""`LoRAParallelStrategy` for `lightning`."""
+"""The strategies for `lightning`: Trainer's and Fabric's."""
 
 from __future__ import annotations
 
+from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_lora.fabric import FabricLogic
 from lightning_lora.logic import StrategyLogic
-from lightning_lora.namespace import namespace
+from lightning_lora.namespace import fabric_namespace, trainer_namespace
 
-__all__ = ["LoRAParallelStrategy"]
+__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
 
 
 class LoRAParallelStrategy(StrategyLogic, ParallelStrategy):  # noqa: D101  its docstring is the logic's
     __doc__ = StrategyLogic.__doc__
 
-    lightning = namespace("lightning.pytorch", "lightning.fabric")
+    lightning = trainer_namespace("lightning.pytorch", "lightning.fabric")
+
+
+class FabricLoRAParallelStrategy(FabricLogic, FabricParallelStrategy):  # noqa: D101
+    __doc__ = FabricLogic.__doc__
+
+    lightning = fabric_namespace("lightning.fabric")

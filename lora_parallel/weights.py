@@ -145,7 +145,9 @@ def read_weights(model: nn.Module, device: str) -> None:
     total = sum(_bytes(piece) for work in by_source.values() for piece, _ in work)
     # What has to be computed from whole tensors comes last: it opens files by itself.
     ordered = sorted(by_source, key=lambda source: (source is None, str(source.path) if source else ""))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", disable=_rank() != 0) as progress:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="Reading weights", disable=_rank() != 0 or not total
+    ) as progress:
         for source in ordered:
             if source is None:
                 for piece, filled in by_source[source]:

@@ -1,4 +1,4 @@
-"""Trainers for tests: the same LightningModule under plain Lightning in one process and under the strategy on a mesh.
+"""Trainers and Fabrics for tests: the same training under plain Lightning in one process and under ours on a mesh.
 
 The oracle is `Trainer(accelerator="cpu", devices=1)` with plain PEFT, which knows nothing of this project. On a mesh
 the Trainer runs inside the worker pool, whose processes have a process group already: `environment` tells Lightning so.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_lora import logic
+from lightning_lora import base
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.mesh import mesh_sizes
 from tests.oracle import SIZES, full, parse_mesh, ranks_of, relative_error, trained
@@ -80,18 +80,18 @@ def environment(fabric: str = "lightning.fabric") -> Any:
 @contextmanager
 def tidy() -> Iterator[None]:
     """A test's Trainers leave no seeds and no default dtype behind in the process, and one mesh of each shape."""
-    before, dtype, build = dict(os.environ), torch.get_default_dtype(), logic.build_mesh
+    before, dtype, build = dict(os.environ), torch.get_default_dtype(), base.build_mesh
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logic.build_mesh = shared_mesh
+    base.build_mesh = shared_mesh
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logic.build_mesh = build
+        base.build_mesh = build
         torch.set_default_dtype(dtype)
         os.environ.clear()
         os.environ.update(before)
@@ -108,10 +108,10 @@ def shared_mesh(config: ParallelConfig, device_type: str | None = None) -> Devic
 _meshes: dict[tuple[int, int, int], DeviceMesh] = {}
 
 
-def strategy(mesh: str, package: str = "lightning_lora", **options: Any) -> Any:
-    """`LoRAParallelStrategy` for a mesh like "2x2" (dp_shard x tp) or "2x2x2" (with dp_replicate in front)."""
+def strategy(mesh: str, package: str = "lightning_lora", kind: str = "LoRAParallelStrategy", **options: Any) -> Any:
+    """The strategy for a mesh like "2x2" (dp_shard x tp) or "2x2x2" (with dp_replicate in front)."""
     sizes = parse_mesh(mesh)
-    return import_module(package).LoRAParallelStrategy(
+    return getattr(import_module(package), kind)(
         tensor_parallel_size=sizes["tp"],
         data_parallel_size=sizes["dp_replicate"] * sizes["dp_shard"],
         replicate_size=sizes["dp_replicate"],
@@ -130,6 +130,21 @@ def trainer(mesh: str | None, lora: dict[str, Any] | None = None, **options: Any
     settings = {**QUIET, "strategy": strategy(mesh, **(lora or {})), **options}
     settings["plugins"] = [environment(), *settings.get("plugins", [])]
     return pl.Trainer(**settings, devices=ranks_of(mesh))
+
+
+def fabric(mesh: str, lightning: str = "lightning.fabric", lora: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A launched Fabric of the given namespace on a mesh inside the pool, with the strategy's options in `lora`."""
+    package = "lightning_lora" if lightning == "lightning.fabric" else "lightning_lora.legacy"
+    settings = {
+        "accelerator": "cpu",
+        "strategy": strategy(mesh, package, "FabricLoRAParallelStrategy", **(lora or {})),
+        "devices": ranks_of(mesh),
+        "plugins": [environment(lightning)],
+        **options,
+    }
+    made = import_module(lightning).Fabric(**settings)
+    made.launch()
+    return made
 
 
 def share(mesh: str | None) -> tuple[int, int]:

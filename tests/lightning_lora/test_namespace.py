@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from lightning_lora.logic import _REFUSED_CALLBACKS
-from lightning_lora.namespace import Namespace, namespace
+from lightning_lora.namespace import (
+    Namespace,
+    TrainerNamespace,
+    fabric_namespace,
+    is_lightning_module,
+    trainer_namespace,
+)
 from tests.lightning_lora.harness import Tokens, tidy
 
 PAIRS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -30,21 +36,28 @@ def fabric(pytorch) -> str:
 
 
 @pytest.fixture
-def names(pytorch, fabric) -> Namespace:
-    return namespace(pytorch, fabric)
+def names(pytorch, fabric) -> TrainerNamespace:
+    return trainer_namespace(pytorch, fabric)
 
 
-def test_every_name_is_its_own_namespaces(names, pytorch, fabric):
-    for field, value in vars(names).items():
-        for each in value if isinstance(value, tuple) else (value,):
-            home = inspect.getmodule(each if hasattr(each, "__module__") else type(each)).__name__  # type: ignore[union-attr]
-            shared = "lightning_utilities"
-            assert home.startswith((pytorch, fabric, shared)), (field, home)
+@pytest.fixture
+def fabric_names(fabric) -> Namespace:
+    return fabric_namespace(fabric)
 
 
-def test_each_strategy_uses_its_namespace(names, pytorch):
+def test_every_name_is_its_own_namespaces(names, fabric_names, pytorch, fabric):
+    for found, homes in ((names, (pytorch, fabric)), (fabric_names, (fabric,))):
+        for field, value in vars(found).items():
+            for each in value if isinstance(value, tuple) else (value,):
+                home = inspect.getmodule(each if hasattr(each, "__module__") else type(each)).__name__  # type: ignore[union-attr]
+                shared = "lightning_utilities"
+                assert home.startswith((*homes, shared)), (field, home)
+
+
+def test_each_strategy_uses_its_namespace(names, fabric_names, pytorch):
     ours = import_module("lightning_lora" if pytorch == "lightning.pytorch" else "lightning_lora.legacy")
     assert ours.LoRAParallelStrategy.lightning == names
+    assert ours.FabricLoRAParallelStrategy.lightning == fabric_names
 
 
 def test_precision_plugins(names):
@@ -120,7 +133,7 @@ def test_rank_zero_only(names, pytorch, fabric):
 
 def connect(pytorch: str, fabric: str) -> bool:
     """In a process that has a group, nothing happens: not even the address is asked for."""
-    names = namespace(pytorch, fabric)
+    names = trainer_namespace(pytorch, fabric)
     group, before = torch.distributed.group.WORLD, dict(os.environ)
     names.init_dist_connection(None, "gloo", timeout=None, device_id=None)
     return torch.distributed.group.WORLD is group and dict(os.environ) == before
@@ -250,3 +263,84 @@ def test_hooks_of_the_strategy(pytorch):
     made = ours.LoRAParallelStrategy()
     for name in ("_launcher", "_layer_sync", "_lightning_module", "cluster_environment", "accelerator", "optimizers"):
         assert hasattr(made, name), name
+
+
+# ---------------------------------------------------------------------- Fabric's own
+
+
+def made(fabric: str) -> Any:
+    """A Fabric that has launched nothing, and its strategy."""
+    package = "lightning_lora" if fabric == "lightning.fabric" else "lightning_lora.legacy"
+    strategy = import_module(package).FabricLoRAParallelStrategy()
+    return import_module(fabric).Fabric(strategy=strategy, accelerator="cpu", devices=2), strategy
+
+
+def test_fabric_precision_plugins(fabric_names):
+    """As Fabric chooses them; ours are of the same base class, and replace these methods of it."""
+    for plugin in (
+        fabric_names.HalfPrecision("bf16-true"),
+        fabric_names.MixedPrecision("bf16-mixed", "cpu"),
+        fabric_names.DoublePrecision(),
+    ):
+        assert isinstance(plugin, fabric_names.Precision)
+        assert plugin.precision in ("bf16-true", "bf16-mixed", "64-true")
+    for method in ("convert_module", "convert_input", "convert_output", "main_params", "module_init_context"):
+        assert callable(getattr(fabric_names.Precision, method))
+
+
+def test_fabric_takes_our_plugin(fabric):
+    run, strategy = made(fabric)
+    assert run._precision is strategy.precision
+    assert type(strategy.precision).__name__ == "ShardedPrecision"
+
+
+def test_fabric_looks_at_no_precision_before_it_chooses_one(fabric):
+    """What the connector takes for a plugin that came with the strategy would win over `precision=`."""
+    package = "lightning_lora" if fabric == "lightning.fabric" else "lightning_lora.legacy"
+    strategy = import_module(package).FabricLoRAParallelStrategy()
+    assert strategy.config.param_dtype is None
+    run = import_module(fabric).Fabric(strategy=strategy, accelerator="cpu", devices=2, precision="bf16-mixed")
+    assert run.strategy.config.param_dtype is torch.bfloat16
+
+
+def test_number_of_nodes_reaches_the_strategy(fabric):
+    package = "lightning_lora" if fabric == "lightning.fabric" else "lightning_lora.legacy"
+    strategy = import_module(package).FabricLoRAParallelStrategy()
+    import_module(fabric).Fabric(strategy=strategy, accelerator="cpu", devices=2, num_nodes=3)
+    assert strategy.num_nodes == 3
+    assert strategy.world_size == 6
+
+
+def test_no_backward_sync_asks_the_control(fabric):
+    """With the module that was set up; the control need not be of Fabric's own class."""
+    run, strategy = made(fabric)
+    seen: list[Any] = []
+    wrapped = import_module(f"{fabric}.wrappers")._FabricModule(torch.nn.Linear(1, 1), strategy)
+    strategy._backward_sync_control = SimpleNamespace(no_backward_sync=lambda *args: seen.append(args))
+    run.no_backward_sync(wrapped, enabled=False)
+    assert seen == [(wrapped.module, False)]
+
+
+def test_lightning_modules_are_known_by_fabrics_mark(pytorch):
+    assert is_lightning_module(import_module(pytorch).LightningModule())
+    assert not is_lightning_module(torch.nn.Linear(1, 1))
+
+
+def test_fabric_seeds_workers_before_the_strategy_does(fabric):
+    """Why the strategy replaces Lightning's own function, and no other."""
+    source = inspect.getsource(import_module(fabric).Fabric._setup_dataloader)
+    assert source.index("_auto_add_worker_init_fn(") < source.index("_strategy.process_dataloader(")
+
+
+def test_hooks_of_the_fabric_strategy(fabric):
+    base = import_module(f"{fabric}.strategies").ParallelStrategy
+    for name in (
+        "_configure_launcher", "distributed_sampler_kwargs", "setup_environment", "process_dataloader", "precision",
+        "checkpoint_io", "module_init_context", "module_to_device", "setup_module", "setup_optimizer",
+        "setup_module_and_optimizers", "clip_gradients_norm", "clip_gradients_value", "save_checkpoint",
+        "load_checkpoint", "all_reduce", "all_gather", "barrier", "broadcast", "reduce_boolean_decision",
+    ):  # fmt: skip
+        assert hasattr(base, name), f"{name}: Fabric calls it no more"
+    _, strategy = made(fabric)
+    for name in ("_launcher", "_precision", "_backward_sync_control", "_num_nodes", "cluster_environment"):
+        assert hasattr(strategy, name), name

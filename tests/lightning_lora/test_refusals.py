@@ -65,7 +65,7 @@ def test_mesh_before_the_launch():
     strategy = construct(tensor_parallel_size=2).strategy
     assert isinstance(strategy, LoRAParallelStrategy)
     assert strategy.num_processes == 4
-    with pytest.raises(RuntimeError, match="once the Trainer has started"):
+    with pytest.raises(RuntimeError, match="once the processes have started"):
         _ = strategy.device_mesh
 
 
@@ -239,7 +239,7 @@ def test_a_second_trainer_with_another_mesh(pool):
     for (failure,) in pool.run(4, another_mesh):
         assert isinstance(failure, Failure)
         assert failure.kind == "ValueError"
-        assert "was parallelized over a mesh of (1, 2, 2) by an earlier Trainer" in failure.message
+        assert "was parallelized over a mesh of (1, 2, 2) before; this one has (1, 1, 4)" in failure.message
 
 
 def compiled() -> list[Any]:

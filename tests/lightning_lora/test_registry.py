@@ -15,6 +15,9 @@ from tests.lightning_lora.harness import tidy
 NAMESPACES = {"lightning.pytorch": "lightning_lora", "pytorch_lightning": "lightning_lora.legacy"}
 
 
+FABRICS = {"lightning.fabric": "lightning_lora", "lightning_fabric": "lightning_lora.legacy"}
+
+
 @pytest.fixture(params=NAMESPACES)
 def namespace(request):
     """(the namespace, our module for it)."""
@@ -35,6 +38,25 @@ def test_a_trainer_takes_the_name(namespace, name):
     assert run.strategy.config.dp_replicate == 1
     assert run.world_size == 2 * size
     assert run.strategy.launcher is not None
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("name", [*NAMES, "LoRA_FSDP2_TP"])
+def test_a_fabric_takes_the_name(fabric, name):
+    size = NAMES[name.lower()]
+    run = import_module(fabric).Fabric(strategy=name, accelerator="cpu", devices=2 * size)
+    assert type(run.strategy) is import_module(FABRICS[fabric]).FabricLoRAParallelStrategy
+    assert run.strategy.config.tp == size
+    assert run.world_size == 2 * size
+    assert run.strategy.launcher is not None
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_registering_again_with_fabric(fabric):
+    registry = import_module(f"{fabric}.strategies").STRATEGY_REGISTRY
+    before = {name: dict(registry[name]) for name in NAMES}
+    register_strategies()
+    assert {name: dict(registry[name]) for name in NAMES} == before
 
 
 def test_registering_again_changes_nothing(namespace):

@@ -1,4 +1,4 @@
-"""The largest published shape on many simulated ranks, in one process: nothing may grow with the model but its names."""
+"""A model of 405 billion parameters on 512 simulated ranks, in one process: nothing grows with it but its names."""
 
 from __future__ import annotations
 

@@ -1,0 +1,306 @@
+"""What Fabric's strategy does, whichever Lightning namespace its class belongs to.
+
+It translates Fabric's calls to engine calls and holds no maths and no placement.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from lightning_lora import checkpoint
+from lightning_lora.base import BaseLogic
+from lightning_lora.fabric_state import FabricState, divide
+from lightning_lora.namespace import is_lightning_module
+from lightning_lora.optimizers import HeldByName, refuse_stale
+from lightning_lora.precision import PrecisionLogic
+from lightning_lora.roots import find_roots, parallelized
+from lora_parallel import clip_grad_norm_, no_sync
+from lora_parallel.agreement import agreed
+from lora_parallel.grads import clip_grad_value_
+from lora_parallel.inject import has_adapters
+
+__all__ = ["FabricLogic"]
+
+if TYPE_CHECKING:  # at run time the class is mixed into either namespace's ParallelStrategy
+    from lightning.fabric.strategies import ParallelStrategy as Base
+else:
+    Base = object
+
+
+class BackwardSync:
+    """What `fabric.no_backward_sync` asks."""
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Accumulation: no reduction inside."""
+        with ExitStack() as stack:
+            for model in parallelized(module).values() if enabled else ():
+                stack.enter_context(no_sync(model))
+            yield
+
+
+class FabricLogic(BaseLogic, Base):
+    """Trains LoRA adapters of a model in a Fabric loop under FSDP2 and tensor parallelism, as one device would.
+
+    The model has PEFT layers, or gets them if `lora_config` is given, and its forward is called as a whole; of a
+    LightningModule, the models that it holds.
+    """
+
+    @cached_property
+    def _modules(self) -> WeakSet[nn.Module]:
+        """What has been set up."""
+        return WeakSet()
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def num_nodes(self) -> int:
+        """Fabric sets the number behind it."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._num_nodes = number
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._connect()
+        # Fabric says so as it hands over a model on meta with adapters in memory; here it moves nothing.
+        warnings.filterwarnings("ignore", message=r".*parameters on different devices \(for example")
+        self._backward_sync_control = BackwardSync()  # type: ignore[assignment]  # Fabric calls its method, no more
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce over data-parallel ranks; as everywhere in Fabric, the tensor itself is filled with the result."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        tensor.detach().copy_(self.reduce(tensor, group, reduce_op))
+        return tensor
+
+    # ------------------------------------------------------------------ precision, plugins
+
+    @property
+    def precision(self) -> Any:
+        plugin = self._precision
+        return plugin if isinstance(plugin, PrecisionLogic) else self._sharded(plugin)
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        self._precision = None if plugin is None else self._sharded(plugin)
+
+    @property
+    def _plugin(self) -> Any:
+        return self.precision
+
+    @property
+    def checkpoint_io(self) -> Any:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        raise ValueError(
+            f"{type(self).__name__} writes checkpoints itself and does not support the plugin {type(plugin).__name__}. "
+            "Remove it."
+        )
+
+    # ------------------------------------------------------------------ models and optimizers
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """What `fabric.init_module` enters: see `_construction`."""
+        return self._construction(empty_init)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: Fabric calls it before `setup_module`, and a whole model may not fit on a device."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Parallelize a model in place. Collective."""
+        with agreed():
+            models = self._find_models(module)
+            self._check_meshes(models)
+        self._shard(module, models)
+        self._modules.add(module)
+        return module
+
+    def _find_models(self, module: nn.Module) -> dict[str, nn.Module]:
+        if is_lightning_module(module):
+            return find_roots(module, self._lora_config is not None, self._options["require_adapters"])
+        return {"model": module}
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse an optimizer that was made before its model was set up. Collective."""
+        with agreed():
+            refuse_stale(
+                [optimizer],
+                self._parameters(),
+                "Make it after model = fabric.setup_module(model), from model.parameters(), or set both up at once: "
+                "model, optimizer = fabric.setup(model, optimizer).",
+            )
+        return optimizer
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any | None = None
+    ) -> tuple[nn.Module, list[Optimizer], Any | None]:
+        """Parallelize a model and give the optimizers its sharded parameters, by name. Collective."""
+        with agreed():
+            models = self._find_models(module)
+            if self._lora_config is not None and not all(has_adapters(model) for model in models.values()):
+                raise ValueError(
+                    "lora_config is given, and the optimizer was made before the adapters are: set the model up first "
+                    "(model = fabric.setup_module(model)) and make the optimizer from its parameters, or give the "
+                    "model its adapters with peft.get_peft_model."
+                )
+            sharded = self._parameters()
+            held = [HeldByName(optimizer, module, sharded) for optimizer in optimizers]
+        self.setup_module(module)
+        for each in held:
+            each.restore(module)
+        return module, optimizers, scheduler
+
+    def _parameters(self) -> set[nn.Parameter]:
+        return {parameter for module in self._modules for parameter in module.parameters()}
+
+    # ------------------------------------------------------------------ gradients
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm over the whole mesh, which is returned.
+
+        Raises:
+            RuntimeError: It is not finite, on every rank; the gradients are of no use then.
+        """
+        norm = clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm.item()}: drop this step "
+                "(optimizer.zero_grad()), or go on regardless with error_if_nonfinite=False."
+            )
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each element."""
+        clip_grad_value_(self.precision.main_params(optimizer), clip_val)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a checkpoint directory. Collective.
+
+        Raises:
+            TypeError: `storage_options` or `filter` is given.
+            ValueError: The state holds no model that was set up, or models and optimizers out of reach.
+            OSError: It cannot be written. All on every rank.
+        """
+        with agreed():
+            if storage_options is not None:
+                raise TypeError(f"fabric.save does not support storage_options={storage_options!r} here.")
+            if filter:
+                raise TypeError(
+                    f"fabric.save does not support filter (for {', '.join(filter)}) here: of a model, what trains is "
+                    "saved, and nothing else."
+                )
+            found = divide(state)
+            rest = found.rest_values()
+        written = {
+            "models": [name for name, _ in found.models.named_children()],
+            "forward_counts": checkpoint.forward_counts(found.roots),
+            "optimizers": {key: checkpoint.optimizer_settings(each) for key, each in found.optimizers.items()},
+        }
+        checkpoint.save(
+            Path(self.broadcast(str(path))),
+            found.roots,
+            found.models,
+            found.optimizers,
+            {"state": rest, "lora_parallel": written},
+            checkpoint.FABRIC,
+        )
+
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill models, optimizers and everything else in `state` from a checkpoint directory. Collective.
+
+        Returns:
+            What the checkpoint holds besides, models and optimizers aside.
+
+        Raises:
+            TypeError: `state` is not a dictionary.
+            KeyError: A key is not in the checkpoint (with `strict=False` it is left alone).
+            FileNotFoundError, ValueError: The checkpoint, or what it holds, does not fit. All on every rank.
+        """
+        path = Path(self.broadcast(str(path)))
+        with agreed():
+            if isinstance(state, (nn.Module, Optimizer)):
+                raise TypeError(
+                    f"fabric.load_raw cannot fill a sharded {type(state).__name__}: load weights before fabric.setup, "
+                    "a PEFT folder with lora_parallel.load_adapter(model, folder), a checkpoint with fabric.load."
+                )
+            if not state:
+                raise TypeError(
+                    "fabric.load needs the objects to fill: fabric.load(path, {'model': model, 'optimizer': optimizer})"
+                )
+        found = checkpoint.read_rest(path, checkpoint.FABRIC, weights_only)
+        rest, written = found["state"], found["lora_parallel"]
+        with agreed():
+            present = {*rest, *written["models"], *written["optimizers"]}
+            missing = [key for key in state if key not in present]
+            if missing and strict:
+                raise KeyError(
+                    f"state[{missing[0]!r}] is not in {path}, which holds {', '.join(sorted(present))}: drop it, or "
+                    "pass strict=False."
+                )
+            wanted = divide({key: value for key, value in state.items() if key in present})
+            _check_kinds(wanted, written, path)
+        roots = wanted.roots
+        checkpoint.load_models(path, roots, wanted.models, written["forward_counts"])
+        checkpoint.restore_forward_counts(roots, written["forward_counts"])
+        checkpoint.load_optimizers(path, wanted.models, wanted.optimizers, written["optimizers"])
+        with agreed():
+            for key, value in wanted.rest.items():
+                if isinstance(value, Stateful):
+                    value.load_state_dict(rest.pop(key))
+                else:
+                    state[key] = rest.pop(key)
+        return rest
+
+
+def _check_kinds(wanted: FabricState, written: Mapping[str, Any], path: Path) -> None:
+    """Each key holds the kind of thing that was saved under it."""
+    roots = wanted.roots
+    for kind, keys, saved in (
+        ("model that was set up", roots, written["forward_counts"]),
+        ("optimizer", wanted.optimizers, written["optimizers"]),
+    ):
+        for key in keys:
+            if key not in saved:
+                raise ValueError(f"state[{key!r}] is a {kind}; {path} holds no such under this name.")
+    for key in wanted.rest:
+        if key in written["models"] or key in written["optimizers"]:
+            raise ValueError(
+                f"state[{key!r}] is a {type(wanted.rest[key]).__name__}, and {path} holds a sharded model or an "
+                "optimizer under this name: pass what fabric.setup returned."
+            )

@@ -1,0 +1,85 @@
+"""A dictionary that a user of Fabric saves or loads, divided into what is sharded and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_lora.optimizers import refuse_stale
+from lightning_lora.roots import parallelized
+
+__all__ = ["FabricState", "divide"]
+
+
+@dataclass
+class FabricState:
+    """What was found, by key of the dictionary."""
+
+    models: nn.Module = field(default_factory=nn.Module)
+    """Holds the sharded models as its children, so that each parameter has one name: key, dot, name in the model."""
+
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    """Of the sharded models."""
+
+    rest: dict[str, Any] = field(default_factory=dict)
+    """Everything else, schedulers and unsharded modules too."""
+
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        """The parallelized models by their names in `models`."""
+        return parallelized(self.models)
+
+    def rest_values(self) -> dict[str, Any]:
+        """`rest` as it is stored: the state of what has one."""
+        return {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in self.rest.items()}
+
+
+def divide(state: Mapping[str, Any]) -> FabricState:
+    """Divide a dictionary, of which Fabric's wrappers have been taken off.
+
+    Raises:
+        ValueError: It holds no sharded model, an optimizer of something else, or sharded things inside of containers.
+    """
+    found = FabricState()
+    for key, value in state.items():
+        if isinstance(value, nn.Module) and parallelized(value):
+            found.models.add_module(key, value)
+        elif isinstance(value, Optimizer):
+            found.optimizers[key] = value
+        else:
+            found.rest[key] = value
+    if not found.roots:
+        raise ValueError(
+            f"the state ({', '.join(state) or 'empty'}) holds no model that Fabric has set up: put the model that "
+            'fabric.setup returned in it, for example {"model": model, "optimizer": optimizer, "step": step}.'
+        )
+    refuse_stale(
+        found.optimizers.values(),
+        set(found.models.parameters()),
+        "Put all models whose parameters it holds in the state too.",
+    )
+    for key, value in found.rest.items():
+        for each in _leaves(value):
+            if isinstance(each, (nn.Module, Optimizer, DTensor)) and each is not value:
+                raise ValueError(
+                    f"state[{key!r}] has a {type(each).__name__} inside: put models and optimizers in the state "
+                    "directly, under keys of their own."
+                )
+    return found
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value

@@ -1,0 +1,247 @@
+"""`fabric.save` and `fabric.load`: what is in a checkpoint, that a resumed loop goes on, and what does not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import ROWS, Tokens, fabric, global_means, loader, tidy, trainer, tuner
+from tests.oracle import fill_adapters, full, ranks_of, relative_error, trained
+from tests.workers import Failure, attempt
+
+
+class Loop:
+    """A model with dropout, an optimizer and a schedule, set up for a mesh."""
+
+    def __init__(self, mesh: str, seed: int = 1, build: Any = None, lightning: str = "lightning.fabric", **lora: Any):
+        self.mesh, self.losses = mesh, []
+        self.fabric = fabric(mesh, lightning, lora=lora, precision="64-true")
+        model = build() if build is not None else m.adapted(lora_dropout=0.1)
+        fill_adapters(model, seed)
+        self.model, self.optimizer = self.fabric.setup(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "step": step}
+
+    def train(self, first: int, last: int) -> Loop:
+        for batch in list(loader(Tokens(last * ROWS), self.mesh))[first:last]:
+            loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            self.fabric.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.losses.append(loss.detach())
+        return self
+
+    def outcome(self) -> tuple[dict[str, Tensor], list[float], float]:
+        weights = {name: full(p) for name, p in trained(self.model.module).items()}
+        return weights, global_means(self.losses), self.optimizer.param_groups[0]["lr"]
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=Tokens(2, seed=77).ids).logits
+
+
+def write(folder: str, lightning: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, two steps more; then a resumed loop that began with other adapters."""
+    path = f"{folder}/two"
+    with tidy():
+        loop = Loop("2x2", lightning=lightning).train(0, 2)
+        loop.fabric.save(path, {**loop.state(2), "note": {"text": "kept"}})
+        loop.fabric.save(path, {**loop.state(2), "note": {"text": "again"}})
+        saved = logits(loop.model)
+        loop.model.train()
+        whole = loop.train(2, 4).outcome()
+        resumed = Loop("2x2", seed=9, lightning=lightning)
+        state = resumed.state(0)
+        remainder = resumed.fabric.load(path, state)
+        return {
+            "whole": whole,
+            "resumed": resumed.train(2, 4).outcome(),
+            "step": state["step"],
+            "remainder": remainder,
+            "logits": saved,
+        }
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def resume(mesh: str, path: str, weights_only: bool | None = None) -> tuple[Any, ...]:
+    with tidy():
+        loop = Loop(mesh, seed=9)
+        loop.fabric.load(path, loop.state(0), weights_only=weights_only)
+        return loop.train(2, 4).outcome()
+
+
+@pytest.mark.parametrize("lightning", ["lightning.fabric", "lightning_fabric"])
+def test_a_resumed_loop_equals_an_uninterrupted_one(pool, lightning, tmp_path):
+    """Bit for bit, dropout and schedule included; and what lies on the disk."""
+    answers = pool.run(4, write, str(tmp_path), lightning)
+    for found in answers:
+        weights, losses, rate = found["whole"]
+        again, later, resumed_rate = found["resumed"]
+        assert same(again, weights)
+        assert later == losses[2:]
+        assert rate == resumed_rate == 1e-2 / 5
+        assert found["step"] == 2
+        assert found["remainder"] == {"note": {"text": "again"}}
+
+    path = tmp_path / "two"
+    assert os.listdir(tmp_path) == ["two"], "something was left beside it"
+    assert {entry.name for entry in path.iterdir()} == {"adapter", "state", "fabric.pt", "meta.json"}
+    plain = PeftModel.from_pretrained(m.plain().double(), path / "adapter")
+    torch.testing.assert_close(answers[0]["logits"], logits(plain), rtol=0, atol=1e-9)
+
+    if lightning == "lightning.fabric":
+        weights, losses, _ = answers[0]["whole"]
+        for mesh in ("1x4", "1x1"):
+            for again, later, _ in pool.run(ranks_of(mesh), resume, mesh, str(path)):
+                assert later == pytest.approx(losses[2:], abs=1e-6)
+                assert relative_error(again, weights) <= 1e-9
+
+
+def several(folder: str) -> dict[str, Any]:
+    """Two models and an optimizer of both; full fine-tuning; a LightningModule; an optimizer that has not stepped."""
+    found: dict[str, Any] = {}
+    batch = next(iter(loader(Tokens(ROWS), "2x2")))
+    with tidy():
+        run = fabric("2x2", precision="64-true")
+
+        def pair(seed: int) -> tuple[Any, Any, Any]:
+            built = [m.adapted(), m.injected()]
+            for model in built:
+                fill_adapters(model, seed)
+            one = run.setup_module(built[0])
+            every = torch.optim.AdamW([*one.module.parameters(), *built[1].parameters()], lr=1e-2)
+            other, every = run.setup(built[1], every)
+            return one, other, every
+
+        one, other, every = pair(1)
+        loss = sum(each(input_ids=batch["input_ids"], labels=batch["labels"]).loss for each in (one, other))
+        run.backward(loss)
+        every.step()
+        run.save(f"{folder}/pair", {"one": one, "other": other, "every": every})
+        third, fourth, again = pair(2)
+        run.load(f"{folder}/pair", {"other": fourth})
+        found["only the second"] = equal(fourth, other) and not equal(third, one)
+        run.load(f"{folder}/pair", {"one": third, "every": again, "other": fourth, "more": 0}, strict=False)
+        found["both"] = equal(third, one)
+        moments = [[full(s["exp_avg"]) for s in each.optimizer.state.values()] for each in (every, again)]
+        found["moments"] = len(moments[0]) > 0 and all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
+
+        loops = [Loop("2x2", seed, m.plain, require_adapters=False) for seed in (1, 2)]
+        loops[0].train(0, 1)
+        loops[0].fabric.save(f"{folder}/full", loops[0].state(1))
+        for p in loops[1].model.parameters():
+            nn.init.zeros_(p)
+        loops[1].fabric.load(f"{folder}/full", loops[1].state(0))
+        found["full"] = equal(loops[0].model, loops[1].model) and not os.path.exists(f"{folder}/full/adapter")
+
+        fresh = Loop("2x2")
+        fresh.fabric.save(f"{folder}/fresh", fresh.state(0))
+        before = fresh.outcome()[0]
+        fresh.train(0, 2)
+        fresh.fabric.load(f"{folder}/fresh", fresh.state(0))
+        found["not stepped"] = same(before, fresh.outcome()[0]) and not fresh.optimizer.optimizer.state
+
+        module = run.setup_module(tuner()(m.adapted))
+        run.save(f"{folder}/module", {"module": module})
+        fill_adapters(twin := tuner()(m.adapted), seed=5)
+        twin = run.setup_module(twin)
+        run.load(f"{folder}/module", {"module": twin})
+        found["LightningModule"] = equal(twin, module)
+    return found
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return same(*({name: full(p) for name, p in trained(each).items()} for each in (one, other)))
+
+
+def test_what_can_be_in_a_state(pool, tmp_path):
+    for found in pool.run(4, several, str(tmp_path)):
+        assert all(found.values()), found
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "filter": ("TypeError", "filter (for model)"),
+    "no model": ("ValueError", "holds no model that Fabric has set up"),
+    "not set up": ("ValueError", "holds no model that Fabric has set up"),
+    "foreign optimizer": ("ValueError", "Put all models whose parameters it holds"),
+    "nested": ("ValueError", "state['both'] has a"),
+    "load nothing": ("TypeError", "needs the objects to fill"),
+    "load raw": ("TypeError", "load weights before fabric.setup"),
+    "load a missing one": ("FileNotFoundError", "there is no checkpoint"),
+    "load a key too many": ("KeyError", "state['epoch'] is not in"),
+    "load into the wrong kind": ("ValueError", "holds a sharded model or an optimizer under this name"),
+    "load another name": ("ValueError", "is a model that was set up"),
+    "load other groups": ("ValueError", "has 1 parameter groups, this AdamW has 2"),
+    "load a Trainer's": ("ValueError", "was written by Trainer"),
+    "load objects": ("ValueError", "weights_only=False"),
+    "resume Fabric's in Trainer": ("ValueError", "was written by Fabric"),
+    "one rank": ("ValueError", "holds no model that Fabric has set up"),
+}
+
+
+def refused(folder: str) -> dict[str, Any]:
+    """What each attempt raises; then a save and a load work."""
+    found: dict[str, Any] = {}
+    path, last = f"{folder}/good", torch.distributed.get_rank() == 3
+    with tidy():
+        loop = Loop("2x2")
+        run, state = loop.fabric, loop.state(1)
+        run.save(path, {**state, "plain": nn.Linear(2, 2)})
+        other = run.setup_module(m.adapted())
+        grouped = torch.optim.AdamW([{"params": [p]} for p in list(trained(loop.model).values())[:2]])
+        run.save(f"{folder}/objects", {"model": loop.model, "path": Path("x")})
+        module = tuner()(m.adapted)
+        made = trainer("2x2", max_epochs=1)
+        made.fit(module, loader(Tokens(ROWS), "2x2"))
+        made.save_checkpoint(f"{folder}/trainer.ckpt")
+        attempts: dict[str, Any] = {
+            "filter": lambda: run.save(path, state, filter={"model": lambda name, value: True}),
+            "no model": lambda: run.save(path, {"step": 1}),
+            "not set up": lambda: run.save(path, {"model": m.adapted()}),
+            "foreign optimizer": lambda: run.save(path, {"model": other, "optimizer": loop.optimizer}),
+            "nested": lambda: run.save(path, {**state, "both": [loop.model.module]}),
+            "load nothing": lambda: run.load(path),
+            "load raw": lambda: run.load_raw(path, loop.model),
+            "load a missing one": lambda: run.load(f"{folder}/nowhere", state),
+            "load a key too many": lambda: run.load(path, {**state, "epoch": 1}),
+            "load into the wrong kind": lambda: run.load(path, {"model": loop.model, "optimizer": 5}),
+            "load another name": lambda: run.load(path, {"plain": loop.model}),
+            "load other groups": lambda: run.load(path, {"model": loop.model, "optimizer": grouped}),
+            "load a Trainer's": lambda: run.load(f"{folder}/trainer.ckpt", state),
+            "load objects": lambda: run.load(f"{folder}/objects", {"model": loop.model}),
+            "resume Fabric's in Trainer": lambda: trainer("2x2", max_epochs=2).fit(
+                module, loader(Tokens(ROWS), "2x2"), ckpt_path=path
+            ),
+            "one rank": lambda: run.save(path, {"step": 1} if last else state),
+        }
+        for name, each in attempts.items():
+            found[name] = attempt(each)
+        found["good"] = list(run.load(path, loop.state(0)))
+        found["trusted"] = run.load(f"{folder}/objects", {"model": loop.model}, weights_only=False)
+    return found
+
+
+def test_refused(pool, tmp_path):
+    for rank, found in enumerate(pool.run(4, refused, str(tmp_path))):
+        assert found.pop("good") == ["plain"]
+        assert found.pop("trusted") == {"path": Path("x")}
+        assert found.keys() == REFUSED.keys()
+        for name, (kind, text) in REFUSED.items():
+            failure = found[name]
+            assert isinstance(failure, Failure), f"{name} was accepted on rank {rank}"
+            assert failure.kind == kind, (name, rank, failure.kind, failure.message)
+            assert text in failure.message, (name, rank, failure.message)
