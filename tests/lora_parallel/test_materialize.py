@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -618,3 +619,76 @@ def test_memory_without_values_is_refused(pool, checkpoints):
 def to_empty(path: Path) -> None:
     mesh, config = on_mesh("1x1")
     parallelize(on_meta(LlamaForCausalLM, path).to_empty(device="cpu"), mesh, config, lora_config=lora())
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def anonymous() -> int:
+    """Bytes of this process that no file is behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+class Peak(threading.Thread):
+    """The largest value of `anonymous()` while it runs, above that at its start."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.start_value = self.highest = anonymous()
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(0.001):
+            self.highest = max(self.highest, anonymous())
+
+    def __enter__(self) -> Peak:
+        self.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._done.set()
+        self.join()
+
+    @property
+    def above(self) -> int:
+        return max(self.highest, anonymous()) - self.start_value
+
+
+class Wide(nn.Module):
+    """Six layers of 48 MiB each: large enough for the allocator to give freed ones back at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 3072, bias=False) for _ in range(6))
+
+
+LAYER = 4096 * 3072 * 4
+
+
+def memory(path: Path, mesh_text: str, meta: bool) -> tuple[float, float]:
+    """Peak and final memory of `parallelize`, above what there was before the model, in layers."""
+    plan = {"tp_plan": {"layers.*": "colwise"}} if mesh_text == "1x2" else {}
+    mesh, config = on_mesh(mesh_text, require_adapters=False, block_classes=["Linear"], **plan)
+    before = anonymous()
+    if meta:
+        with meta_init():
+            model: nn.Module = attach_checkpoint(Wide(), path)
+    else:
+        model = Wide()
+    with Peak() as peak:
+        parallelize(model, mesh, config)
+    start = peak.start_value - before
+    return (start + peak.above) / LAYER, (anonymous() - before) / LAYER
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
+def test_no_rank_holds_more_than_it_must(pool, tmp_path, mesh):
+    """From meta: the shard and a slice. In memory: the whole model, which is freed layer by layer."""
+    save_file({f"layers.{index}.weight": torch.ones(3072, 4096) for index in range(6)}, tmp_path / "wide.safetensors")
+    for peak, final in pool.run(2, memory, tmp_path / "wide.safetensors", mesh, True):
+        assert final <= 3 + 0.3
+        assert peak <= 3 + 0.5 + 64 / 48
+    for peak, final in pool.run(2, memory, tmp_path / "wide.safetensors", mesh, False):
+        assert final <= 3 + 0.3
+        assert peak <= 6 + 1
