@@ -35,12 +35,8 @@ __all__ = [
     "stored_of",
 ]
 
-_STORED, _FRESH, _CHECKPOINT, _DEFERRED = (
-    "_lora_parallel_stored",
-    "_lora_parallel_fresh",
-    "_lora_parallel_checkpoint",
-    "_lora_parallel_deferred",
-)
+_STORED, _FRESH, _CHECKPOINT = "_lora_parallel_stored", "_lora_parallel_fresh", "_lora_parallel_checkpoint"
+_DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"
 
 
 @dataclass
@@ -62,12 +58,15 @@ class Checkpoint:
 
 
 def defer(parameter: Tensor) -> Tensor:
-    """`parameter` (or buffer) on meta, with the same shape, dtype and requires_grad."""
+    """`parameter` (or buffer) on meta, with the same shape, dtype and requires_grad; the same object each time."""
+    if _TWIN in parameter.__dict__:
+        return parameter.__dict__[_TWIN]
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     if not isinstance(parameter, nn.Parameter):
         return empty
     deferred = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     setattr(deferred, _DEFERRED, True)
+    setattr(parameter, _TWIN, deferred)
     return deferred
 
 
@@ -134,9 +133,11 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             container = module._parameters if key in module._parameters else module._buffers
             waiting = container[key]
             assert waiting is not None
-            memory = torch.empty(waiting.shape, dtype=waiting.dtype)
-            kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
-            container[key] = kept  # type: ignore[assignment]
+            if waiting.is_meta:
+                memory = torch.empty(waiting.shape, dtype=waiting.dtype)
+                kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
+                setattr(kept, _GIVEN, True)
+                torch.utils.swap_tensors(waiting, kept)  # a tied weight is given in all places that hold it
             del stored_of(module)[key]
 
 
@@ -258,7 +259,7 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
     for name, module in model.named_modules():
         for key in stored_of(module):
             tensor = module._parameters.get(key, module._buffers.get(key))
-            if tensor is not None and not tensor.is_meta:
+            if tensor is not None and not tensor.is_meta and not hasattr(tensor, _GIVEN):
                 where = describe(stored_of(module)[key].node)
                 raise ValueError(
                     f"{f'{name}.{key}' if name else key} was built on meta, to be filled from {where}, and has been "

@@ -10,6 +10,7 @@ from torch import nn
 
 from lora_parallel.deferred import defer
 from lora_parallel.peft_hooks import adapters_off_meta, suspend_during_injection
+from lora_parallel.stored import StoredTensor
 
 __all__ = ["defer_from_pretrained", "meta_init"]
 
@@ -54,7 +55,7 @@ def _constructors_on_meta() -> Iterator[None]:
     @wraps(_own_register)
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         _own_register(module, name, param)
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and not isinstance(param, StoredTensor):
             module._parameters[name] = defer(param)  # type: ignore[assignment]
 
     with _register_with(register_parameter), suspend_during_injection(_constructors_in_memory):

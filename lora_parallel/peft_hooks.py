@@ -20,6 +20,7 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
+from transformers.integrations import PeftAdapterMixin
 
 from lora_parallel.deferred import is_deferred
 
@@ -42,6 +43,8 @@ def adapters_off_meta() -> None:
     own_move_parameter = ParamWrapper._move_adapter_to_device_of_base_layer
     own_replace = LoraModel._replace_module
     own_inject = BaseTuner.inject_adapter
+    own_cast = BaseTuner._cast_adapter_dtype
+    own_load = PeftAdapterMixin.load_adapter
 
     @wraps(own_move)
     def move(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
@@ -70,15 +73,33 @@ def adapters_off_meta() -> None:
             return
         own_replace(self, parent, child_name, new_module, child)
 
+    @wraps(own_load)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _waits(self):
+            return own_load(self, *args, **kwargs)
+        self.hf_device_map = {"": "cpu"}  # where it puts what it reads; without one, where the base is
+        try:
+            with _all(_suspensions):
+                return own_load(self, *args, **kwargs)
+        finally:
+            del self.hf_device_map
+
     @wraps(own_inject)
     def inject(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _all(_suspensions):
             return own_inject(self, *args, **kwargs)
 
+    @wraps(own_cast)
+    def cast(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _all(_suspensions):
+            return own_cast(self, *args, **kwargs)
+
     BaseTunerLayer._move_adapter_to_device_of_base_layer = move  # type: ignore[method-assign]
     ParamWrapper._move_adapter_to_device_of_base_layer = move_parameter  # type: ignore[method-assign]
     LoraModel._replace_module = replace  # type: ignore[method-assign]
     BaseTuner.inject_adapter = inject  # type: ignore[method-assign]
+    BaseTuner._cast_adapter_dtype = cast  # type: ignore[method-assign]
+    PeftAdapterMixin.load_adapter = load  # type: ignore[method-assign]
 
 
 def _waits(base: nn.Module) -> bool:

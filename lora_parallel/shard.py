@@ -233,6 +233,8 @@ def _shard_for_dp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, c
         "mesh": dp_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
         "shard_placement_fn": partial(_even_dim, mesh["dp_shard"].size()),
+        # FSDP2 shards no scalar. A frozen one (a temperature) is as good whole on every rank.
+        "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},
     }
     tied = _tied_across(model, blocks)
     for layers in tied:
@@ -246,21 +248,24 @@ def _shard_for_dp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, c
 
 
 def _tied_across(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Layers that share a weight and lie in different blocks: each such set is a unit of its own.
+    """Layers that share a weight and lie in different units: each such set becomes a unit of its own.
 
     FSDP2 shards what a unit's modules hold, and a tie between two units would be cut.
     """
-    block_of = {module: block for block in blocks for module in block.modules()}
+    unit_of: dict[nn.Module, object] = {module: block for block in blocks for module in block.modules()}
     layer_of = {
         inner: layer for layer in model.modules() if isinstance(layer, BaseTunerLayer) for inner in layer.modules()
     }
-    found: list[list[nn.Module]] = []
-    for holders in shared_parameters(model).values():
-        if len({block_of.get(holder) for holder in holders}) > 1:
-            layers = list(dict.fromkeys(layer_of.get(holder, holder) for holder in holders))
-            if layers not in found:
-                found.append(layers)
-    return found
+    groups: list[list[nn.Module]] = []
+    ties = [[layer_of.get(holder, holder) for holder in holders] for holders in shared_parameters(model).values()]
+    while apart := next((tie for tie in ties if len({id(unit_of.get(layer)) for layer in tie}) > 1), None):
+        joined = [group for group in groups if any(unit_of.get(layer) is group for layer in apart)]
+        groups = [group for group in groups if group not in joined]
+        layers = dict.fromkeys(layer for part in (*joined, apart) for layer in part)
+        inner = {module for layer in layers for module in layer.modules() if module is not layer}
+        groups.append([layer for layer in layers if layer not in inner])
+        unit_of.update({module: groups[-1] for layer in layers for module in layer.modules()})
+    return groups
 
 
 def _reduce_dtype(model: nn.Module, config: ParallelConfig) -> torch.dtype | None:

@@ -135,10 +135,10 @@ class PickleFile(Source):
         self._check_there()
         try:
             state = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        except Exception as error:
             raise ValueError(
-                f"{self.path} cannot be read as a state dict with weights_only=True ({error}). Convert it to "
-                "safetensors."
+                f"{self.path} cannot be read as a state dict with weights_only=True ({_first_line(error)}). Convert it "
+                "to safetensors."
             ) from error
         if not isinstance(state, dict):
             raise ValueError(f"{self.path} holds a {type(state).__name__}: a state dict is needed.")
@@ -151,11 +151,15 @@ class DcpDirectory(Source):
 
     def list(self) -> dict[str, Leaf]:
         self._check_there()
-        return {
-            key: Leaf(self, key, tuple(entry.size), entry.properties.dtype)
-            for key, entry in _read_metadata(self.path).state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        metadata = _read_metadata(self.path)
+        try:
+            return {
+                key: Leaf(self, key, tuple(entry.size), entry.properties.dtype)
+                for key, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+        except (AttributeError, TypeError) as error:
+            raise _no_metadata(self.path, error) from error
 
     @contextmanager
     def open(self) -> Iterator[Reader]:
@@ -172,8 +176,11 @@ class DcpDirectory(Source):
             items = create_read_items_for_chunk_list(key, entry, [ChunkStorageMetadata(offsets, sizes)])
             try:
                 storage.read_data(LoadPlan(items), _IntoBlock(block)).wait()
-            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise ValueError(f"{self.path}: {key} cannot be read ({error}): a file of it is damaged.") from error
+            except Exception as error:
+                raise ValueError(
+                    f"{self.path}: {key} cannot be read ({_first_line(error)}): a file of it is missing or damaged. "
+                    "Download or copy it again."
+                ) from error
             return block
 
         yield read
@@ -236,9 +243,24 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _read_metadata(path: Path) -> Metadata:
     try:
         with open(path / ".metadata", "rb") as file:
-            return _MetadataUnpickler(file).load()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"{path / '.metadata'} is no metadata of a torch DCP checkpoint ({error}).") from error
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        return metadata
+    except Exception as error:
+        raise _no_metadata(path, error) from error
+
+
+def _no_metadata(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path / '.metadata'} is no metadata of a torch DCP checkpoint ({_first_line(error)}). Download or copy it "
+        "again."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Torch's errors go on for a page, with advice that is not ours."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def open_checkpoint(path: str | os.PathLike[str], allow_pickle: bool) -> dict[str, Leaf]:
@@ -296,7 +318,10 @@ def refusal(path: Path, how: str) -> str:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        weight_map = dict(json.loads(index.read_text())["weight_map"])
+        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("weight_map is not {tensor: file name}")
+        return weight_map
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{index} is no index of a safetensors checkpoint ({type(error).__name__}: {error})."

@@ -171,6 +171,8 @@ class _Unsqueeze:
     dtype: torch.dtype
 
     def pieces(self, region: Region) -> Iterator[Piece]:
+        if region[self.dim].start == region[self.dim].stop:
+            return
         for piece in self.parent.pieces(region[: self.dim] + region[self.dim + 1 :]):
             yield replace(
                 piece,
@@ -249,18 +251,26 @@ class StoredTensor(Tensor):
         kwargs = kwargs or {}
         if function is aten.equal.default:
             return _equal(*args)
+        if function._schema.is_mutable:
+            raise TypeError(f"a tensor on disk cannot be written to ({function}).")
         rearrange = _REARRANGEMENTS.get(function)
+        if rearrange is not None and function is not aten._to_copy.default:
+            _on_meta(function, args, kwargs)  # torch's own errors, of dims and sizes that do not fit
         node = rearrange(*args, **kwargs) if rearrange is not None else None
         if node is not None:
             return [StoredTensor(each) for each in node] if isinstance(node, list) else StoredTensor(node)
         return _computed(function, args, kwargs)
 
 
-def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def stand_in(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    result = function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, kwargs))
+    return function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, kwargs))
+
+
+def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _on_meta(function, args, kwargs)
     if isinstance(result, Tensor):
         return StoredTensor(Computed(function, args, kwargs, None, tuple(result.shape), result.dtype))
     return [
@@ -308,7 +318,7 @@ def _slice(x: StoredTensor, dim: int = 0, start: int | None = None, end: int | N
 
 def _split(x: StoredTensor, size: int | list[int], dim: int = 0) -> list[Node]:
     total = x.shape[_dim(x, dim)]
-    sizes = size if isinstance(size, (list, tuple)) else [min(size, total - at) for at in range(0, total, size)]
+    sizes = size if isinstance(size, (list, tuple)) else [min(size, total - at) for at in range(0, total, size)] or [0]
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [_slice(x, dim, end - each, end) for end, each in zip(ends, sizes, strict=True)]
 

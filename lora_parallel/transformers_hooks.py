@@ -167,7 +167,10 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
         )
     if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
         name, there, here = min(info.mismatched_keys, key=lambda each: each[0])
-        where = next((f"{leaf.source.path}: {key}" for key, leaf in found.items() if key.endswith(name)), name)
+        where = next(
+            (f"{leaf.source.path}: {key}" for key, leaf in found.items() if key.endswith(name)),
+            f"{load_config.pretrained_model_name_or_path}: {name}",
+        )
         info.mismatched_keys = set()
         raise ValueError(
             f"{where} has shape {tuple(there)}, and {name} of {type(model).__name__} has {tuple(here)}: the config is "

@@ -212,6 +212,44 @@ def test_a_bad_one_is_forgotten_for_a_good_one(tmp_path):
     check_equal(model, trained())
 
 
+@pytest.mark.parametrize("given", ["all", "the embedding", "the head", "a layer"])
+def test_load_state_dict_wins_and_ties_stay(tmp_path, given):
+    save(trained(), tmp_path / "model.safetensors")
+    model = attached(tmp_path)
+    names = {
+        "all": list(trained().state_dict()),
+        "the embedding": ["embedding.weight"],
+        "the head": ["head.weight"],
+        "a layer": ["layers.0.weight", "layers.0.bias"],
+    }[given]
+    state = trained().state_dict()
+    for name in list(state):
+        if name in names:
+            state[name] = state[name] * 2
+        else:
+            del state[name]
+    model.load_state_dict(state, strict=given == "all")
+    filled(model)
+    assert model.head.weight is model.embedding.weight
+    for name, tensor in trained().state_dict().items():
+        tied = name in ("embedding.weight", "head.weight") and given in ("the embedding", "the head")
+        want = tensor * 2 if name in names or tied else tensor
+        assert torch.equal(model.state_dict()[name], want), name
+
+
+@pytest.mark.parametrize("way", ["to_empty", "an assignment"])
+def test_memory_that_was_given_since_is_refused(tmp_path, way):
+    save(trained(), tmp_path / "model.safetensors")
+    model = attached(tmp_path)
+    if way == "to_empty":
+        model.layers[0].to_empty(device="cpu")
+    else:
+        model.layers[0].weight = nn.Parameter(torch.ones(4, 4))
+    said = problem_of(model)
+    assert said.startswith("layers.0.weight was built on meta, to be filled from ")
+    assert "model.safetensors: layers.0.weight, and has been given memory since" in said
+
+
 # ---------------------------------------------------------------------- a checkpoint that does not fit
 
 

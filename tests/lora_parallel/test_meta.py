@@ -25,9 +25,7 @@ from tests.oracle import SIZES, causal_lm
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "gpt2": GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=24, bos_token_id=0, eos_token_id=1
-    ),
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=24, bos_token_id=0, eos_token_id=1),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=3),
 }
 

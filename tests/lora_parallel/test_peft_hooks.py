@@ -257,7 +257,11 @@ def test_an_adapter_that_was_saved(checkpoints, tmp_path, model_name, settings, 
     values = [parameter for name, parameter in want.named_parameters() if "lora_B" in name]
     assert all(parameter.abs().sum() > 0 for parameter in values)
     # PEFT saves the weights of an embedding with its adapter, and loads them over the base's.
-    saved = ["embed_tokens.base_layer", "lm_head.base_layer"] if "embed_tokens" in settings.get("target_modules", ()) else []
+    saved = (
+        ["embed_tokens.base_layer", "lm_head.base_layer"]
+        if "embed_tokens" in settings.get("target_modules", ())
+        else []
+    )
     check_same(inside, want, saved)
     check_same(after, want, saved)
 
@@ -276,7 +280,7 @@ def test_a_saved_head_is_loaded(checkpoints, tmp_path):
 
 
 def test_from_pretrained_of_a_directory_with_an_adapter(checkpoints, tmp_path):
-    """transformers loads the base that the adapter names, and the adapter."""
+    """Transformers loads the base that the adapter names, and the adapter."""
     base = AutoModelForCausalLM.from_pretrained(checkpoints / "llama")
     get_peft_model(base, lora_config(init_lora_weights=False)).save_pretrained(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -407,6 +411,7 @@ def test_the_private_methods_are_what_they_were():
 
 def test_no_tuner_layer_of_lora_has_another_way_to_move():
     """A subclass that overrides it would move its adapters to meta."""
+
     def below(kind):
         for each in kind.__subclasses__():
             yield each
