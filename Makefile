@@ -11,10 +11,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench load lint docs clean
+.PHONY: help demo test bench bench-load lint docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## fine-tune a small model with LoRA on four processes (2-way FSDP2 x 2-way TP)
 	$(BIN)/python examples/lightning_sft.py --strategy lora_fsdp2_tp --tp 2 --devices 4 \
@@ -26,7 +26,7 @@ test: $(VENV)/.installed ## run the tests; ARGS="-k styles" is passed to pytest
 bench: $(VENV)/.installed ## time a training step against plain PEFT and hand-written parallelism
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
-load: $(VENV)/.installed ## measure loading from meta against other ways of loading
+bench-load: $(VENV)/.installed ## measure loading from meta against other ways of loading
 	$(BIN)/python benchmarks/load.py $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, ruff format, mypy

@@ -87,7 +87,6 @@ def goal(case: str, hidden: int) -> float:
 
 def write_report(results: Sequence[CaseResult], options: Mapping[str, Any], output: Path) -> str:
     """Write `step.json`, `step.md` and `step.png` to `output`; returns the table."""
-    output.mkdir(parents=True, exist_ok=True)
     comparisons = [{phase: compare(r.ours[phase], r.peer[phase]) for phase in PHASES} for r in results]
     record: dict[str, Any] = {
         "environment": environment(),
@@ -97,12 +96,18 @@ def write_report(results: Sequence[CaseResult], options: Mapping[str, Any], outp
             for r, phases in zip(results, comparisons, strict=True)
         ],
     }
-    (output / "step.json").write_text(json.dumps(record, indent=1))
     table = markdown_table(results, comparisons)
-    settings = ", ".join(f"{name} {value}" for name, value in (record["environment"] | record["options"]).items())
-    (output / "step.md").write_text(f"{table}\n\n{settings}\n")
+    write_files(output, "step", table, record)
     draw(results, comparisons, output / "step.png")
     return f"{table}\n\nwritten to {output}"
+
+
+def write_files(output: Path, name: str, table: str, record: Mapping[str, Any]) -> None:
+    """Write `<name>.json`, the record, and `<name>.md`, the table with the record's environment and options."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{name}.json").write_text(json.dumps(record, indent=1))
+    settings = ", ".join(f"{key} {value}" for key, value in (record["environment"] | record["options"]).items())
+    (output / f"{name}.md").write_text(f"{table}\n\n{settings}\n")
 
 
 def environment() -> dict[str, str]:
@@ -126,9 +131,10 @@ def markdown_table(results: Sequence[CaseResult], comparisons: Sequence[Mapping[
             aim = f"<= {goal(result.case, result.hidden):.2f}" if phase == "step" else ""
             lines.append(
                 f"| {result.case} | {result.hidden} | {result.peer_name} | {title} "
-                f"| {c.ours_ms:.1f} ({_range(c.ours_iqr_ms, 1)}) | {c.peer_ms:.1f} ({_range(c.peer_iqr_ms, 1)}) "
-                f"| {c.ratio:.2f} ({_range(c.ratio_interval, 2)}) "
-                f"| {c.paired_ratio:.2f} ({_range(c.paired_ratio_interval, 2)}) | {aim} |"
+                f"| {c.ours_ms:.1f} ({range_text(c.ours_iqr_ms, 1)}) "
+                f"| {c.peer_ms:.1f} ({range_text(c.peer_iqr_ms, 1)}) "
+                f"| {c.ratio:.2f} ({range_text(c.ratio_interval, 2)}) "
+                f"| {c.paired_ratio:.2f} ({range_text(c.paired_ratio_interval, 2)}) | {aim} |"
             )
     return "\n".join(lines)
 
@@ -188,5 +194,5 @@ def _percentiles(values: np.ndarray, low: float, high: float) -> tuple[float, fl
     return float(found[0]), float(found[1])
 
 
-def _range(bounds: tuple[float, float], digits: int) -> str:
+def range_text(bounds: tuple[float, float], digits: int) -> str:
     return f"{bounds[0]:.{digits}f} to {bounds[1]:.{digits}f}"

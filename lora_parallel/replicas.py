@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.agreement import agreed, fingerprint, gather_numbers
+from lora_parallel.agreement import fingerprint, gather_numbers
 
 __all__ = ["adopt_rank_zero", "share_random_state"]
 
@@ -34,13 +34,12 @@ def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
     lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.is_meta}" for name, t in tensors.items()]
     structure = fingerprint(torch.tensor(bytearray("\n".join(lines), "utf8"), dtype=torch.uint8))
     structures = gather_numbers([structure, len(names)], mesh.device_type)
-    with agreed():
-        if (structures != structures[0]).any():
-            others = [rank for rank in range(len(structures)) if (structures[rank] != structures[0]).any()]
-            raise ValueError(
-                f"ranks {others} built a model that differs from rank 0's in names, shapes, dtypes or requires_grad "
-                f"({int(structures[0, 1])} tensors on rank 0): build the same model on every rank."
-            )
+    if (structures != structures[0]).any():  # every rank sees it, and raises
+        others = [rank for rank in range(len(structures)) if (structures[rank] != structures[0]).any()]
+        raise ValueError(
+            f"ranks {others} built a model that differs from rank 0's in names, shapes, dtypes or requires_grad "
+            f"({int(structures[0, 1])} tensors on rank 0): build the same model on every rank."
+        )
     names = [name for name in names if not tensors[name].is_meta]
     prints = gather_numbers([fingerprint(tensors[name]) for name in names], mesh.device_type)
     unequal = [name for index, name in enumerate(names) if (prints[:, index] != prints[0, index]).any()]

@@ -81,16 +81,13 @@ def parallelize(
         deferred = has_deferred(model)
         check_checkpoints(model, materialize)
     late: LateAdapter | None = None
-    if lora_config is not None:
-        with agreed():
-            if deferred:
-                late = LateAdapter(model, lora_config, autocast_adapter_dtype)
-            else:
-                inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
-    with agreed():
-        check_fresh(model)
     tp = mesh["tp"].size()
     with agreed():
+        if lora_config is not None and deferred:
+            late = LateAdapter(model, lora_config, autocast_adapter_dtype)
+        elif lora_config is not None:
+            inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
+        check_fresh(model)
         plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
     _check_seed(mesh, config)
     adopt_rank_zero(model, mesh)
@@ -105,12 +102,12 @@ def parallelize(
         _checkpoint_activations(model, blocks)
     if dp_size(mesh) > 1 or config.param_dtype is not None:
         _shard_for_dp(model, blocks, mesh, config)
-    if late is not None:
-        with agreed():
+    with agreed():
+        if late is not None:
             late.draw(config.seed, mesh.device_type)
-    if materialize:
-        with agreed():
+        if materialize:
             read_weights(model, mesh.device_type)
+    if materialize:
         model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
     allow_generate(model, dp_size(mesh))
     gradients.manage(_partial_parameters(model, plan))
