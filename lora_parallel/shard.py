@@ -88,6 +88,8 @@ def parallelize(
         elif lora_config is not None:
             inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
         check_fresh(model)
+        if _wants_fsdp(mesh, config):
+            _check_scalars(model)
         plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
     _check_seed(mesh, config)
     adopt_rank_zero(model, mesh)
@@ -100,7 +102,7 @@ def parallelize(
     context = _shard_for_tp(model, plan, mesh, gradients) if tp > 1 else None
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
-    if dp_size(mesh) > 1 or config.param_dtype is not None:
+    if _wants_fsdp(mesh, config):
         _shard_for_dp(model, blocks, mesh, config)
     with agreed():
         if late is not None:
@@ -164,7 +166,8 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
                 raise ValueError(f"{name} is inside a wrapper of {remedy}.")
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} is a DTensor already: load the model without tp_plan=, device_mesh= or DistributedConfig."
+                f"{name} is a DTensor already: load the model without tp_plan=, device_mesh= or DistributedConfig; "
+                "from_pretrained under meta_init lets each rank read its own slices too."
             )
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is quantised ({parameter.dtype}), which is not supported yet.")
@@ -222,6 +225,19 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _wants_fsdp(mesh: DeviceMesh, config: ParallelConfig) -> bool:
+    return dp_size(mesh) > 1 or config.param_dtype is not None
+
+
+def _check_scalars(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0 and parameter.requires_grad:
+            raise ValueError(
+                f"{name} is a scalar that trains, which FSDP2 cannot shard: freeze it (requires_grad_(False)), or give "
+                "it the shape (1,)."
+            )
 
 
 def _shard_for_dp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig) -> None:

@@ -133,25 +133,27 @@ def test_a_conversion_of_dtype_is_that_of_a_normal_load(pool, checkpoints):
 
 
 @contextmanager
-def counted() -> Iterator[list[tuple[str, int]]]:
-    """(key, bytes) of each slice that is read."""
-    own, reads = sources.safe_open, []
+def counted() -> Iterator[list[tuple[Path, str, int]]]:
+    """(file, key, bytes) of each slice that is read; fails where a file is opened while another one is open."""
+    own, reads, is_open = sources.safe_open, [], []
 
     class Slice:
-        def __init__(self, key: str, inner: Any) -> None:
-            self.key, self.inner = key, inner
+        def __init__(self, path: Path, key: str, inner: Any) -> None:
+            self.path, self.key, self.inner = path, key, inner
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
         def __getitem__(self, region: Any) -> torch.Tensor:
             block = self.inner[region]
-            reads.append((self.key, block.numel() * block.element_size()))
+            reads.append((self.path, self.key, block.numel() * block.element_size()))
             return block
 
     class File:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.inner = own(*args, **kwargs)
+        def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
+            self.path, self.inner = path, own(path, *args, **kwargs)
+            assert not is_open
+            is_open.append(path)
 
         def __enter__(self) -> File:
             self.inner.__enter__()
@@ -159,18 +161,29 @@ def counted() -> Iterator[list[tuple[str, int]]]:
 
         def __exit__(self, *error: Any) -> None:
             self.inner.__exit__(*error)
+            is_open.clear()
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
         def get_slice(self, key: str) -> Slice:
-            return Slice(key, self.inner.get_slice(key))
+            return Slice(self.path, key, self.inner.get_slice(key))
 
     sources.safe_open = File
     try:
         yield reads
     finally:
         sources.safe_open = own
+
+
+def in_file_order(reads: list[tuple[Path, str, int]]) -> bool:
+    """Whether each file is read in one go, in the order of its bytes."""
+    order = {}
+    for number, path in enumerate(dict.fromkeys(path for path, _, _ in reads)):
+        with safe_open(path, framework="pt") as file:
+            order.update({(path, key): (number, place) for place, key in enumerate(file.offset_keys())})
+    places = [order[path, key] for path, key, _ in reads]
+    return places == sorted(places)
 
 
 def reads_of(name: str, path: Path, mesh_text: str) -> tuple[int, int, int]:
@@ -183,7 +196,8 @@ def reads_of(name: str, path: Path, mesh_text: str) -> tuple[int, int, int]:
     with counted() as reads:
         model = parallelize(on_meta(model_class, path), mesh, config)
     owned = sum(local(parameter).numel() * parameter.element_size() for parameter in model.parameters())
-    return sum(size for _, size in reads), sum(read.bytes for read in plan), owned
+    assert in_file_order(reads)
+    return sum(size for *_, size in reads), sum(read.bytes for read in plan), owned
 
 
 def read_all(paths: dict[str, Path], mesh_text: str) -> dict[str, tuple[int, int, int]]:

@@ -319,6 +319,10 @@ def refusals():
         found[case] = error, before == after and state_of(model) is None
     _, other = on_mesh("2x1")
     found["another mesh"] = attempt(parallelize, adapted(), mesh, other), True
+    scaled = base()
+    scaled.scale = nn.Parameter(torch.tensor(1.0))
+    sharding, free = on_mesh("2x1", require_adapters=False)
+    found["a scalar"] = attempt(parallelize, scaled, sharding, free), state_of(scaled) is None
     twice = parallelize(adapted(), mesh, config)
     found["twice"] = attempt(parallelize, twice, mesh, config), True
     dist.barrier()  # no rank is out of step
@@ -350,6 +354,7 @@ REFUSED = {
     "heads": ("ValueError", "9 heads"),
     "only rank 1": ("ValueError", "LlamaForCausalLM"),
     "another mesh": ("ValueError", "the mesh has sizes (1, 1, 2)"),
+    "a scalar": ("ValueError", "scale is a scalar that trains"),
     "twice": ("ValueError", "parallelized already"),
 }
 
