@@ -252,7 +252,7 @@ class StoredTensor(Tensor):
         if function is aten.equal.default:
             return _equal(*args)
         if function._schema.is_mutable:
-            raise TypeError(f"a tensor on disk cannot be written to ({function}).")
+            return _written(function, *args, **kwargs)
         rearrange = _REARRANGEMENTS.get(function)
         if rearrange is not None and function is not aten._to_copy.default:
             _on_meta(function, args, kwargs)  # torch's own errors, of dims and sizes that do not fit
@@ -279,9 +279,30 @@ def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ]
 
 
-# ---------------------------------------------------------------------- which operations are rearrangements
-
 aten = torch.ops.aten
+_OVERWRITES = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default)
+
+
+def _written(function: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """A write to a result that no file holds.
+
+    Under weight norm `module.weight` is computed anew each time that it is asked for, and a model's initialisation
+    fills it, in vain. That draws random numbers, which those after it depend on.
+    """
+    node = target.node if isinstance(target, StoredTensor) else None
+    if isinstance(node, Computed) and function in _OVERWRITES and not _aliases(node.function):
+        values = torch.empty(target.shape, dtype=target.dtype)
+        function(values, *args, **kwargs)
+        target.node = Computed(aten.clone.default, (values,), {}, None, tuple(values.shape), values.dtype)
+        return target
+    raise TypeError(f"a tensor on disk cannot be written to ({function}).")
+
+
+def _aliases(function: Any) -> bool:
+    return any(result.alias_info is not None for result in function._schema.returns)
+
+
+# ---------------------------------------------------------------------- which operations are rearrangements
 
 
 def _dim(tensor: Tensor, dim: int, extra: int = 0) -> int:

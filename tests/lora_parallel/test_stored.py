@@ -356,6 +356,30 @@ def test_writing_into_one_is_no_silent_nothing(name):
         write()
 
 
+def test_a_result_that_no_file_holds_can_be_filled():
+    """As models with weight norm do with `module.weight` when loaded: in vain, but random numbers are drawn."""
+    direction, length = values(2, 3), values(2, 1)
+    memory = Memory(direction, length)
+    lazy = torch._weight_norm(*memory.stored(), 0)
+    check(lazy, torch._weight_norm(direction, length, 0), pure=False)
+    memory.asked.clear()
+    torch.manual_seed(3)
+    nn.init.normal_(lazy)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    want = nn.init.normal_(torch.empty(2, 3))
+    assert torch.equal(after, torch.get_rng_state())
+    assert torch.equal(read(lazy.node), want)
+    assert not memory.asked
+
+
+def test_a_part_of_a_result_cannot_be_filled():
+    """In memory that would reach what it is a part of."""
+    part = Memory(values(4, 3)).stored()[0].unfold(0, 2, 2)
+    with pytest.raises(TypeError, match="cannot be written"):
+        part.zero_()
+
+
 # ---------------------------------------------------------------------- transformers' own operations, unmodified
 
 
