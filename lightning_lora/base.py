@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from torch import nn
 from torch.distributed import DeviceMesh
 
@@ -22,6 +22,7 @@ from lora_parallel.agreement import agreed
 from lora_parallel.deferred import check_checkpoints, has_deferred
 from lora_parallel.mesh import dp_rank, dp_size, mesh_sizes
 from lora_parallel.meta import defer_from_pretrained
+from lora_parallel.replicas import adopt_rank_zero, tensors_of
 from lora_parallel.state import state_of
 from lora_parallel.weights import read_weights
 
@@ -93,6 +94,10 @@ class BaseLogic(Communication):
                     "how many copies the data-parallel processes form."
                 )
             dp_shard = data_parallel_size // replicate_size
+        if lora_config is not None and not isinstance(lora_config, PeftConfig):
+            raise TypeError(f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig.")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ValueError(f"seed={seed!r}: give an int that is not negative, or None.")
         self._lora_config = lora_config
         self._autocast_adapter_dtype = autocast_adapter_dtype
         self._seed = seed
@@ -197,7 +202,7 @@ class BaseLogic(Communication):
 
     @contextmanager
     def _construction(self, empty_init: bool | None) -> Iterator[None]:
-        """Models are built inside. Collective where a process group is up: an error on one rank is one on every rank.
+        """Models are built inside.
 
         No device is entered: a model that is built in memory is in the CPU's, and moves shard by shard.
 
@@ -208,7 +213,7 @@ class BaseLogic(Communication):
         deferral: AbstractContextManager[None] = nullcontext()
         if empty_init is not False:
             deferral = meta_init() if empty_init else defer_from_pretrained()
-        with agreed(), deferral, self._plugin.module_init_context():
+        with deferral, self._plugin.module_init_context():
             yield
 
     def _check_meshes(self, models: Mapping[str, nn.Module]) -> None:
@@ -227,6 +232,9 @@ class BaseLogic(Communication):
         Raises:
             ValueError: Something in `module` beside its models is on meta and remembers no checkpoint, on every rank.
         """
+        inside = {id(tensor) for model in models.values() for tensor in tensors_of(model).values()}
+        beside = {name: tensor for name, tensor in tensors_of(module).items() if id(tensor) not in inside}
+        adopt_rank_zero(beside, self.device_mesh)
         convert_base(module, self._plugin.stored_dtype, self._autocast_adapter_dtype)
         for model in models.values():
             if state_of(model) is None:

@@ -83,7 +83,7 @@ class StrategyLogic(BaseLogic, Base):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Lightning runs `configure_model` inside, and what is under `trainer.init_module`: see `_construction`."""
-        with self._construction(empty_init):
+        with agreed(), self._construction(empty_init):  # every rank comes here: an error on one is one on every rank
             yield
 
     def setup(self, trainer: Any) -> None:

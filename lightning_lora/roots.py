@@ -50,14 +50,18 @@ def find_roots(module: nn.Module, inject: bool, require_adapters: bool) -> dict[
         )
     else:
         roots = models
-    if require_adapters and (adapted or inject):
-        inside = {p for model in roots.values() for p in model.parameters()}
-        outside = [name for name, p in module.named_parameters() if p.requires_grad and p not in inside]
-        if outside:
-            raise ValueError(
-                f"{outside[0]} of {kind} trains but belongs to no adapter. Freeze it, move its module into the adapted "
-                "model and list it in LoraConfig(modules_to_save=[...]), or set require_adapters=False."
-            )
+    inside = {p for model in roots.values() for p in model.parameters()}
+    outside = [name for name, p in module.named_parameters() if p.requires_grad and p not in inside]
+    if outside and require_adapters and (adapted or inject):
+        raise ValueError(
+            f"{outside[0]} of {kind} trains but belongs to no adapter. Freeze it, move its module into the adapted "
+            "model and list it in LoraConfig(modules_to_save=[...]), or set require_adapters=False."
+        )
+    if outside and not require_adapters:
+        raise ValueError(
+            f"{outside[0]} trains and is {kind}'s own, not that of a module inside it, whose gradients are averaged "
+            "over ranks: keep it in a child module that has a forward."
+        )
     return roots
 
 

@@ -1,7 +1,7 @@
 """What a model on meta remembers: for each parameter and buffer the stored tensor that will fill it.
 
-It is kept on the modules that hold them, so that it survives whatever happens to the tree above: PEFT's wrapping, a
-copy that `modules_to_save` makes, FSDP2's change of class.
+Until it is sharded the tensors themselves know (`Waiting`). Then `settle` puts plain ones in their place, which torch's
+sharding replaces by others again, and the modules that hold them remember.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from lora_parallel.sources import open_checkpoint
+from lora_parallel.sources import Source, open_checkpoint
 from lora_parallel.stored import Leaf, Node, StoredTensor, leaves
+from lora_parallel.waiting import Waiting
 
 __all__ = [
     "Checkpoint",
+    "accept_memory",
     "attach_checkpoint",
     "check_checkpoints",
     "check_fit",
@@ -32,11 +34,14 @@ __all__ = [
     "has_deferred",
     "is_deferred",
     "remember",
+    "settle",
+    "sources_of",
     "stored_of",
 ]
 
 _STORED, _FRESH, _CHECKPOINT = "_lora_parallel_stored", "_lora_parallel_fresh", "_lora_parallel_checkpoint"
 _DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"
+_EXPECTED = "_lora_parallel_expected"
 
 
 @dataclass
@@ -72,7 +77,7 @@ def defer(parameter: Tensor) -> Tensor:
 
 def is_deferred(parameter: Tensor) -> bool:
     """Whether the parameter is on meta because `meta_init` put it there."""
-    return parameter.is_meta and getattr(parameter, _DEFERRED, False)
+    return isinstance(parameter, Waiting) or (parameter.is_meta and getattr(parameter, _DEFERRED, False))
 
 
 def has_deferred(model: nn.Module) -> bool:
@@ -82,12 +87,14 @@ def has_deferred(model: nn.Module) -> bool:
 
 def stored_of(module: nn.Module) -> dict[str, StoredTensor]:
     """What will fill the parameters and buffers that `module` itself holds, by their names there."""
-    return module.__dict__.get(_STORED, {})
+    held = {**module._parameters, **module._buffers}
+    waiting = {key: StoredTensor(tensor.node) for key, tensor in held.items() if isinstance(tensor, Waiting)}
+    return {**module.__dict__.get(_STORED, {}), **waiting}
 
 
 def fresh_of(module: nn.Module) -> set[str]:
     """The parameters of `module` itself that its checkpoint does not hold, and that start as a new layer's do."""
-    return module.__dict__.get(_FRESH, set())
+    return set(module.__dict__.get(_FRESH, ()))
 
 
 def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
@@ -98,7 +105,7 @@ def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
 
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
-    """Put every stored tensor that `model` holds aside and a meta tensor in its place; ties stay ties.
+    """Put tensors that wait in place of every stored tensor that `model` holds; ties stay ties.
 
     Args:
         model: Some of its parameters and buffers are `StoredTensor`s.
@@ -111,15 +118,39 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
             for key, tensor in container.items():
                 if not isinstance(tensor, StoredTensor):
                     continue
-                if _STORED not in module.__dict__:
-                    module.__dict__[_STORED] = {}
-                    module.register_load_state_dict_pre_hook(_take_values)
-                stored_of(module)[key] = StoredTensor(tensor.node)
-                container[key] = replaced.setdefault(id(tensor), defer(tensor))  # type: ignore[assignment]
+                _note(module, _EXPECTED, key, describe(tensor.node))
+                if id(tensor) not in replaced:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    replaced[id(tensor)] = Waiting.of(tensor.node, is_parameter, tensor.requires_grad)
+                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
     for name in fresh or ():
         owner, _, key = name.rpartition(".")
-        model.get_submodule(owner).__dict__.setdefault(_FRESH, set()).add(key)
+        _note(model.get_submodule(owner), _FRESH, key, checkpoint.path)
     model.__dict__[_CHECKPOINT] = checkpoint
+
+
+def _note(module: nn.Module, what: str, key: str, where: str) -> None:
+    if not {_EXPECTED, _FRESH} & module.__dict__.keys():
+        module.register_load_state_dict_pre_hook(_take_values)
+    module.__dict__.setdefault(what, {})[key] = where
+
+
+def settle(model: nn.Module) -> None:
+    """Put plain parameters and buffers on meta in place of those that wait, and let their modules remember."""
+    replaced: dict[int, Tensor] = {}
+    for module in model.modules():
+        for container in (module._parameters, module._buffers):
+            for key, tensor in container.items():
+                if not isinstance(tensor, Waiting):
+                    continue
+                module.__dict__.setdefault(_STORED, {})[key] = StoredTensor(tensor.node)
+                if id(tensor) not in replaced:
+                    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+                        setattr(plain, _DEFERRED, True)
+                    replaced[id(tensor)] = plain
+                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -127,24 +158,32 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
     So a trained head in an adapter's folder (`modules_to_save`) is taken from there.
     """
-    for key in list(stored_of(module)):
+    for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
         given = state.get(f"{prefix}{key}")
-        if isinstance(given, Tensor) and not given.is_meta:
-            container = module._parameters if key in module._parameters else module._buffers
-            waiting = container[key]
-            assert waiting is not None
-            if waiting.is_meta:
-                memory = torch.empty(waiting.shape, dtype=waiting.dtype)
-                kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
-                setattr(kept, _GIVEN, True)
-                torch.utils.swap_tensors(waiting, kept)  # a tied weight is given in all places that hold it
-            del stored_of(module)[key]
+        if not isinstance(given, Tensor) or given.is_meta:
+            continue
+        if isinstance(waiting, Waiting):
+            memory = torch.empty(waiting.shape, dtype=waiting.dtype)
+            kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
+            setattr(kept, _GIVEN, True)
+            torch.utils.swap_tensors(waiting, kept)  # a tied weight is given in all places that hold it
+        for what in (_EXPECTED, _FRESH):
+            module.__dict__.get(what, {}).pop(key, None)
+
+
+def accept_memory(model: nn.Module) -> None:
+    """Take note that what waited for a checkpoint and is in memory by now was given its values."""
+    for module in model.modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not tensor.is_meta:
+                module.__dict__.get(_EXPECTED, {}).pop(key, None)
 
 
 def forget(model: nn.Module) -> None:
     """Let go of what has been read."""
     for module in model.modules():
         module.__dict__.pop(_STORED, None)
+        module.__dict__.pop(_EXPECTED, None)
 
 
 def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pickle: bool = False) -> nn.Module:
@@ -257,10 +296,9 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
         if checkpoint.problem is not None:
             raise checkpoint.problem
     for name, module in model.named_modules():
-        for key in stored_of(module):
+        for key, where in module.__dict__.get(_EXPECTED, {}).items():
             tensor = module._parameters.get(key, module._buffers.get(key))
             if tensor is not None and not tensor.is_meta and not hasattr(tensor, _GIVEN):
-                where = describe(stored_of(module)[key].node)
                 raise ValueError(
                     f"{f'{name}.{key}' if name else key} was built on meta, to be filled from {where}, and has been "
                     "given memory since (by to_empty, or by an assignment). Leave it on meta, fill it with "
@@ -276,6 +314,12 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
                 "meta_init, or name its weights with attach_checkpoint(model, path), or build it in memory. (A layer "
                 "that was replaced or resized on meta has lost its weights.)"
             )
+
+
+def sources_of(model: nn.Module) -> list[Source]:
+    """The files that the model is to be filled from."""
+    found = {leaf.source: None for module, key in _stored_in(model) for leaf in leaves(stored_of(module)[key].node)}
+    return sorted(found, key=lambda source: str(source.path))
 
 
 def _stored_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftType, get_peft_model
@@ -19,7 +18,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import has_deferred
 from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
 from lora_parallel.gather import local
-from lora_parallel.peft_hooks import observe_layers
+from lora_parallel.peft_hooks import check_needs_no_base, observe_layers
 from lora_parallel.plan import clean_names
 from lora_parallel.upstream import local_region
 from lora_parallel.weights import allocate_adapters
@@ -63,29 +62,10 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
         raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
     if has_deferred(model):
         for peft_config in [*peft_configs(model).values(), *([lora_config] if lora_config is not None else [])]:
-            _check_needs_no_base(peft_config)
+            check_needs_no_base(peft_config)
     if not present and lora_config is None and config.require_adapters:
         raise ValueError(
             f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}"
-        )
-
-
-# Initialisations that draw from the random state alone; PiSSA, OLoRA, LoftQ and others decompose the base weight.
-_DRAWN = (True, False, "gaussian", "orthogonal")
-
-
-def _check_needs_no_base(config: Any) -> None:
-    wants = None
-    if config.init_lora_weights not in _DRAWN:
-        wants = f"init_lora_weights={config.init_lora_weights!r}"
-    elif config.use_dora:
-        wants = "use_dora=True"
-    elif config.trainable_token_indices is not None:
-        wants = f"trainable_token_indices={config.trainable_token_indices!r}"
-    if wants is not None:
-        raise ValueError(
-            f"LoraConfig({wants}) computes the adapter from the base weights, and the model is on meta: its weights "
-            "are still on disk. Load it outside of meta_init."
         )
 
 

@@ -16,15 +16,16 @@ from functools import wraps
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.integrations import PeftAdapterMixin
 
-from lora_parallel.deferred import is_deferred
+from lora_parallel.deferred import accept_memory, is_deferred
 
-__all__ = ["adapters_off_meta", "observe_layers", "suspend_during_injection"]
+__all__ = ["adapters_off_meta", "check_needs_no_base", "observe_layers", "suspend_during_injection"]
 
 _observers: list[Callable[[nn.Module], None]] = []
 _suspensions: list[Callable[[], AbstractContextManager[Any]]] = []
@@ -80,14 +81,18 @@ def adapters_off_meta() -> None:
         self.hf_device_map = {"": "cpu"}  # where it puts what it reads; without one, where the base is
         try:
             with _all(_suspensions):
-                return own_load(self, *args, **kwargs)
+                result = own_load(self, *args, **kwargs)
+            accept_memory(self)  # a trained head in the folder
+            return result
         finally:
             del self.hf_device_map
 
     @wraps(own_inject)
-    def inject(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        if _waits(model) and isinstance(self.peft_config[adapter_name], LoraConfig):
+            check_needs_no_base(self.peft_config[adapter_name])
         with _all(_suspensions):
-            return own_inject(self, *args, **kwargs)
+            return own_inject(self, model, adapter_name, *args, **kwargs)
 
     @wraps(own_cast)
     def cast(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +105,30 @@ def adapters_off_meta() -> None:
     BaseTuner.inject_adapter = inject  # type: ignore[method-assign]
     BaseTuner._cast_adapter_dtype = cast  # type: ignore[method-assign]
     PeftAdapterMixin.load_adapter = load  # type: ignore[method-assign]
+
+
+# Initialisations that draw from the random state alone; PiSSA, OLoRA, LoftQ and others decompose the base weight.
+_DRAWN = (True, False, "gaussian", "orthogonal")
+
+
+def check_needs_no_base(config: Any) -> None:
+    """Check that an adapter can be made before its base is read.
+
+    Raises:
+        ValueError: It is computed from the base weights.
+    """
+    wants = None
+    if config.init_lora_weights not in _DRAWN:
+        wants = f"init_lora_weights={config.init_lora_weights!r}"
+    elif config.use_dora:
+        wants = "use_dora=True"
+    elif config.trainable_token_indices is not None:
+        wants = f"trainable_token_indices={config.trainable_token_indices!r}"
+    if wants is not None:
+        raise ValueError(
+            f"LoraConfig({wants}) computes the adapter from the base weights, and the model is on meta: its weights "
+            "are still on disk. Load it outside of meta_init."
+        )
 
 
 def _waits(base: nn.Module) -> bool:

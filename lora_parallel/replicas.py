@@ -1,23 +1,26 @@
-"""A model that is already in memory on every rank: rank 0's values win, as under DDP."""
+"""What every rank brings along: of models in memory rank 0's values win, as under DDP; files must be the same."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.agreement import fingerprint, gather_numbers
+from lora_parallel.agreement import agreed, fingerprint, gather_numbers
+from lora_parallel.deferred import sources_of
+from lora_parallel.sources import fingerprint_of
 
-__all__ = ["adopt_rank_zero", "share_random_state"]
+__all__ = ["adopt_rank_zero", "check_same_files", "share_random_state", "tensors_of"]
 
 log = logging.getLogger(__name__)
 
 
-def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
-    """Give every rank the parameters and buffers of rank 0; return how many tensors had to be sent.
+def adopt_rank_zero(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> int:
+    """Give every rank the parameters and buffers of rank 0, by name; return how many tensors had to be sent.
 
     What is on meta has no value yet, and is only compared in shape and dtype.
 
@@ -29,7 +32,6 @@ def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
     """
     if dist.get_world_size() == 1:
         return 0
-    tensors = _tensors(model)
     names = list(tensors)
     lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.is_meta}" for name, t in tensors.items()]
     structure = fingerprint(torch.tensor(bytearray("\n".join(lines), "utf8"), dtype=torch.uint8))
@@ -59,8 +61,30 @@ def adopt_rank_zero(model: nn.Module, mesh: DeviceMesh) -> int:
     return len(unequal)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that ranks fill a model on meta from copies of the same files. Collective.
+
+    Raises:
+        ValueError: They do not: shards of different checkpoints would be mixed. On every rank.
+    """
+    with agreed():
+        prints = {source.path.name: fingerprint_of(source) for source in sources_of(model)}
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, prints)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            names = sorted(
+                name for name in theirs.keys() | everyone[0].keys() if theirs.get(name) != everyone[0].get(name)
+            )
+            raise ValueError(
+                f"rank {rank} would read other files than rank 0 ({len(names)} differ, first: {names[0]}): their "
+                "shards would be of different checkpoints. Give every rank the same one."
+            )
 
 
 def share_random_state(mesh: DeviceMesh) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_parallel.agreement import agreed, gather_numbers
 from lora_parallel.config import ParallelConfig
-from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred
+from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred, settle
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
@@ -26,7 +26,7 @@ from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, inj
 from lora_parallel.layers import TPContext, apply_style, shared_parameters, unit_tensors
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.plan import Plan, check_globs, resolve_plan
-from lora_parallel.replicas import adopt_rank_zero, share_random_state
+from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.styles import STYLES
 from lora_parallel.verify import verify
@@ -92,7 +92,12 @@ def parallelize(
             _check_scalars(model)
         plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
     _check_seed(mesh, config)
-    adopt_rank_zero(model, mesh)
+    adopt_rank_zero(tensors_of(model), mesh)
+    check_same_files(model, mesh)
+    settle(model)
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
+            parameter.data = parameter.data.contiguous()
     if tp > 1:
         share_random_state(mesh)
 

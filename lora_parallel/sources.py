@@ -6,10 +6,12 @@ A source lists what it holds without reading it, and reads rectangles. Nothing o
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ __all__ = [
 
 Reader = Callable[[str, Region], Tensor]
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPES = {
     "F64": torch.float64,
@@ -134,7 +136,9 @@ class PickleFile(Source):
     def _load(self) -> dict[str, Any]:
         self._check_there()
         try:
-            state = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+            # Only torch's zip files can be mapped; what torch 1.5 and older wrote is read whole.
+            mapped = zipfile.is_zipfile(self.path)
+            state = torch.load(self.path, map_location="cpu", mmap=mapped, weights_only=True)
         except Exception as error:
             raise ValueError(
                 f"{self.path} cannot be read as a state dict with weights_only=True ({_first_line(error)}). Convert it "
@@ -276,36 +280,55 @@ def open_checkpoint(path: str | os.PathLike[str], allow_pickle: bool) -> dict[st
         ValueError: It is a pickle and `allow_pickle` is False; it is damaged; or its index names a tensor that no file
             holds.
     """
-    path = Path(path)
-    if path.is_dir():
-        if (path / ".metadata").is_file():
-            return DcpDirectory(path).list()
-        if (path / _INDEX).is_file():
-            weight_map = _weight_map(path / _INDEX)
-            found = list_sources(SafetensorsFile(path / name) for name in dict.fromkeys(weight_map.values()))
-            check_index(weight_map, found, str(path / _INDEX))
+    place = Path(path).absolute()
+    if place.is_dir():
+        if (place / ".metadata").is_file():
+            return DcpDirectory(place).list()
+        if (place / INDEX).is_file():
+            weight_map = read_index(place / INDEX)
+            parts = (SafetensorsFile(place / name) for name in dict.fromkeys(weight_map.values()))
+            found = list_sources(parts, weight_map)
+            check_index(weight_map, found, str(place / INDEX))
             return found
-        files = sorted(path.glob("*.safetensors")) or sorted(f for f in path.iterdir() if f.suffix in _PICKLES)
+        files = sorted(place.glob("*.safetensors")) or sorted(f for f in place.iterdir() if f.suffix in _PICKLES)
         if len(files) > 1:
-            raise ValueError(f"{path} holds {len(files)} files of weights and no {_INDEX}: name the one to read.")
+            raise ValueError(f"{place} holds {len(files)} files of weights and no {INDEX}: name the one to read.")
         if not files:
-            raise FileNotFoundError(f"{path} holds no checkpoint: no *.safetensors, no torch DCP .metadata.")
-        path = files[0]
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint at {path}.")
-    if path.suffix not in _PICKLES:
-        return SafetensorsFile(path).list()
+            raise FileNotFoundError(f"{place} holds no checkpoint: no *.safetensors, no torch DCP .metadata.")
+        place = files[0]
+    if not place.is_file():
+        raise FileNotFoundError(f"there is no checkpoint at {place}.")
+    if place.suffix not in _PICKLES:
+        return SafetensorsFile(place).list()
     if not allow_pickle:
-        raise ValueError(refusal(path, "pass allow_pickle=True"))
-    return PickleFile(path).list()
+        raise ValueError(refusal(place, "pass allow_pickle=True"))
+    return PickleFile(place).list()
 
 
-def list_sources(sources: Iterable[Source]) -> dict[str, Leaf]:
-    """What several files of one checkpoint hold together."""
+def list_sources(sources: Iterable[Source], weight_map: Mapping[str, str]) -> dict[str, Leaf]:
+    """What several files of one checkpoint hold together; of a tensor that several hold, what the index says."""
     found: dict[str, Leaf] = {}
     for source in sources:
-        found |= source.list()
+        name = source.path.name
+        found |= {key: leaf for key, leaf in source.list().items() if Path(weight_map.get(key, name)).name == name}
     return found
+
+
+def fingerprint_of(source: Source) -> str:
+    """What copies of a source share: names and lengths of its files, their first 64 KiB (safetensors' headers are
+    there) and 64 bytes at each of 64 places.
+    """
+    files = [source.path] if source.path.is_file() else sorted(file for file in source.path.iterdir() if file.is_file())
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as data:
+            digest.update(data.read(2**16))
+            for place in range(64):
+                data.seek(size * place // 64)
+                digest.update(data.read(64))
+    return digest.hexdigest()
 
 
 def refusal(path: Path, how: str) -> str:
@@ -316,7 +339,7 @@ def refusal(path: Path, how: str) -> str:
     )
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = dict(json.loads(index.read_text())["weight_map"])
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):

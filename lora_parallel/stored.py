@@ -251,6 +251,9 @@ class StoredTensor(Tensor):
         kwargs = kwargs or {}
         if function is aten.equal.default:
             return _equal(*args)
+        if function in _FACTORIES:  # asks for no values; a model's initialisation makes temporaries so
+            stand_in = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            return function(stand_in, *args[1:], **{**kwargs, "device": torch.device("cpu")})
         if function._schema.is_mutable:
             return _written(function, *args, **kwargs)
         rearrange = _REARRANGEMENTS.get(function)
@@ -280,6 +283,14 @@ def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 aten = torch.ops.aten
+_FACTORIES = frozenset(
+    getattr(aten, name).default
+    for family in (
+        "empty_like zeros_like ones_like full_like rand_like randn_like",
+        "new_empty new_zeros new_ones new_full",
+    )
+    for name in family.split()
+)
 _OVERWRITES = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default)
 
 
@@ -406,10 +417,10 @@ _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
 
 def _equal(first: Tensor, second: Tensor) -> bool:
     """A few rows at a time: transformers asks it of a head and an embedding that a checkpoint holds both."""
+    if first.shape != second.shape or first.is_meta or second.is_meta:
+        return False
     if not (isinstance(first, StoredTensor) and isinstance(second, StoredTensor)):
         raise TypeError("a tensor on disk can be compared with another one on disk only.")
-    if first.shape != second.shape:
-        return False
     region, rows = whole(first.shape), first.shape[0] if first.dim() else 0
     step = max(1, _EQUAL_BYTES // max(1, prod(first.shape[1:]) * first.element_size()))
     parts = [_with(region, 0, slice(at, min(at + step, rows))) for at in range(0, rows, step)] if rows else [region]

@@ -11,7 +11,9 @@ shards the model itself, before there are adapters; there is none to stop before
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -21,14 +23,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from lora_parallel.deferred import Checkpoint, check_fit, remember
-from lora_parallel.sources import PickleFile, SafetensorsFile, check_index, list_sources, refusal
+from lora_parallel.sources import INDEX, PickleFile, SafetensorsFile, check_index, list_sources, read_index, refusal
 from lora_parallel.stored import Leaf, StoredTensor
 
 __all__ = ["claim", "deferred_loading"]
@@ -65,6 +67,9 @@ def deferred_loading(constructing: Callable[[], Any]) -> Iterator[None]:
 def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:
     _check_arguments(kwargs)
     kwargs.pop("device_map", None)  # one device; the mesh says which
+    index = Path(str(name)) / (kwargs.get("subfolder") or "") / INDEX
+    if index.is_file():
+        read_index(index)  # transformers' own errors do not name it
     revision, key_mapping = kwargs.get("revision"), kwargs.get("key_mapping")
     # With Accelerate's launcher, transformers would leave ranks other than 0 without values, to be broadcast.
     broadcast = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -136,12 +141,13 @@ def _load(
 
 
 def _list(files: list[str], load_config: LoadStateDictConfig) -> dict[str, Leaf]:
-    paths = [Path(file) for file in files]
+    paths = [Path(file).absolute() for file in files]
     for path in paths:
         if path.suffix != ".safetensors" and load_config.use_safetensors is not False:
             raise ValueError(refusal(path, "pass use_safetensors=False to from_pretrained"))
-    found = list_sources(SafetensorsFile(p) if p.suffix == ".safetensors" else PickleFile(p) for p in paths)
     weight_map = (load_config.sharded_metadata or {}).get("weight_map", {})
+    sources = (SafetensorsFile(path) if path.suffix == ".safetensors" else PickleFile(path) for path in paths)
+    found = list_sources(sources, weight_map)
     check_index(weight_map, found, f"the index of {load_config.pretrained_model_name_or_path}")
     return found
 
@@ -176,22 +182,25 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
             f"{where} has shape {tuple(there)}, and {name} of {type(model).__name__} has {tuple(here)}: the config is "
             "not the checkpoint's. For a new head of another size pass ignore_mismatched_sizes=True to from_pretrained."
         )
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, StoredTensor):
-            check_fit(name, wanted[name], tensor.node)
+    if found:  # else what an earlier attempt left behind, whose problem is known
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, StoredTensor):
+                check_fit(name, wanted[name], tensor.node)
     return info
 
 
 def _problem(model: PreTrainedModel, info: Any, fresh: set[str], path: str) -> Exception | None:
     prefix = f"{model.base_model_prefix}."
     is_base = model.base_model is model
-    lost = sorted(name for name in fresh if is_base or name.startswith(prefix))
-    if lost:
+    # A part of the base that is new as a whole (a pooler) may be trained; `check_fresh` sees to it.
+    filled = {_part(name, prefix) for name, each in model.state_dict(keep_vars=True).items() if _is_stored(each)}
+    lost = sorted(name for name in fresh if (is_base or name.startswith(prefix)) and _part(name, prefix) in filled)
+    if lost or not filled:
         return ValueError(
-            f"{path}: no file of it holds {lost[0]}"
-            f"{f' (nor {len(lost) - 1} others)' if len(lost) > 1 else ''}, which {type(model).__name__} has: the base "
-            "would start from random numbers there. Use the checkpoint's own class and config, or load the model "
-            "outside of meta_init."
+            f"{path}: no file of it holds {min(lost or fresh)}"
+            f"{f' (nor {len(lost or fresh) - 1} others)' if len(lost or fresh) > 1 else ''}, which "
+            f"{type(model).__name__} has: the base would start from random numbers there. Use the checkpoint's own "
+            "class and config, or load the model outside of meta_init."
         )
     own = type(model).__name__ in (getattr(model.config, "architectures", None) or [type(model).__name__])
     names = set(model.state_dict())
@@ -205,12 +214,60 @@ def _problem(model: PreTrainedModel, info: Any, fresh: set[str], path: str) -> E
         outer = {key.split(".")[0] for key in names}
         unclaimed = [key for key in unclaimed if key.removeprefix(prefix).split(".")[0] in outer]
     if unclaimed:
+        unclaimed = [key for key in unclaimed if _is_repeated(key, model)] or _of_no_relative(unclaimed, model, path)
+    if unclaimed:
         return ValueError(
             f"{path}: nothing in {type(model).__name__} claims {unclaimed[0]}"
             f"{f' (nor {len(unclaimed) - 1} others)' if len(unclaimed) > 1 else ''}: the weights are of another model. "
             "Use the checkpoint's own class and config, or a key_mapping."
         )
     return None
+
+
+def _part(name: str, prefix: str) -> str:
+    """The largest part of a base that a weight belongs to: "pooler", "encoder"."""
+    return name.removeprefix(prefix).split(".")[0]
+
+
+def _is_stored(tensor: Any) -> bool:
+    return isinstance(tensor, StoredTensor)
+
+
+def _is_repeated(key: str, model: PreTrainedModel) -> bool:
+    """Whether it is of one more layer than the model has: of a stack cut short, not of another part."""
+    place: nn.Module = model if key.split(".")[0] in dict(model.named_children()) else model.base_model
+    for step in key.removeprefix(f"{model.base_model_prefix}." if place is model.base_model else "").split("."):
+        children = dict(place.named_children())
+        if step not in children:
+            return step.isdigit()
+        place = children[step]
+    return False
+
+
+def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[str]:
+    """Those that no other class of the checkpoint's own architecture claims either.
+
+    A checkpoint is often of more than the class that is loaded from it: CLIP's of its text model too, BERT's of a
+    pooler that its masked language model does without.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return keys
+    relatives = [
+        kind
+        for kind in vars(sys.modules[type(model).__module__]).values()
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.config_class is type(config)
+    ]
+    for kind in relatives:
+        try:
+            with torch.device("meta"):
+                names = set(kind(copy.deepcopy(config)).state_dict())
+        except Exception:  # an abstract class, or one that needs packages
+            continue
+        prefix = f"{kind.base_model_prefix}."
+        keys = [key for key in keys if not {key, f"{prefix}{key}", key.removeprefix(prefix)} & names]
+    return keys
 
 
 def claim(model: PreTrainedModel, found: Mapping[str, Leaf], path: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from lora_parallel.deferred import forget, stored_of
+from lora_parallel.deferred import describe, forget, stored_of
 from lora_parallel.gather import local
 from lora_parallel.sources import Source
 from lora_parallel.stored import Computed, Leaf, Node, Piece, Region, leaves, read_block, whole
@@ -165,7 +165,13 @@ def read_weights(model: nn.Module, device: str) -> None:
 def _place(block: Tensor, piece: Piece, filled: Tensor) -> None:
     for step in piece.steps:
         block = step(block)
-    filled[piece.target].copy_(block)
+    target = filled[piece.target]
+    if block.shape != target.shape:  # copy_ would broadcast
+        raise ValueError(
+            f"{describe(piece.leaf)} gave a block of shape {tuple(block.shape)} where {tuple(target.shape)} was asked "
+            "for: the file has changed since the model was built."
+        )
+    target.copy_(block)
 
 
 def _bytes(piece: Piece) -> int:

@@ -108,7 +108,10 @@ def test_contexts(pool):
 
 
 def fail_on_one_rank() -> dict[str, Any]:
-    """Rank 3 cannot build the model; then the process group still trains."""
+    """Rank 3 cannot build the model; then the process group still trains.
+
+    Fabric's contexts belong to the user, who may enter them on one rank after the other: nothing is sent there.
+    """
 
     def build() -> nn.Module:
         if dist.get_rank() == 3:
@@ -119,11 +122,17 @@ def fail_on_one_rank() -> dict[str, Any]:
         with fabric("2x2").init_module():
             build()
 
+    def one_after_the_other() -> None:
+        run = fabric("2x2")
+        with run.rank_zero_first(), run.init_module():
+            m.adapted()
+
     with tidy():
         data = loader(Tokens(ROWS), "2x2")
         found = {
             "Trainer": attempt(trainer("2x2", max_epochs=1).fit, tuner()(build, late=True), data),
             "Fabric": attempt(in_fabric),
+            "one after the other": attempt(one_after_the_other),
         }
         run = trainer("2x2", max_epochs=1)
         run.fit(tuner()(m.adapted, late=True), data)
@@ -133,11 +142,35 @@ def fail_on_one_rank() -> dict[str, Any]:
 
 def test_a_failed_construction_is_an_error_on_every_rank(pool):
     for rank, found in enumerate(pool.run(4, fail_on_one_rank)):
-        assert found.pop("good")
-        for name, failure in found.items():
-            assert isinstance(failure, Failure), (name, rank)
-            assert failure.kind == "OSError"
-            assert failure.message == ("no such model" if rank == 3 else "on rank 3: no such model")
+        assert found["good"]
+        assert found["one after the other"] is None
+        assert found["Trainer"].kind == "OSError"
+        assert found["Trainer"].message == ("no such model" if rank == 3 else "on rank 3: no such model")
+        assert (found["Fabric"] is None) == (rank != 3)
+
+
+class Beside(tuner()):  # type: ignore[misc]
+    """A frozen layer beside the adapted model, and a buffer, that each rank draws for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(m.adapted)
+        torch.manual_seed(100 + dist.get_rank())
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.register_buffer("noise", torch.randn(4))
+
+
+def drawn_on_each_rank() -> tuple[torch.Tensor, torch.Tensor]:
+    module = Beside()
+    with tidy():
+        trainer("2x2", max_epochs=1).fit(module, loader(Tokens(ROWS), "2x2"))
+    return module.frozen.weight.clone(), module.noise.clone()
+
+
+def test_what_is_beside_the_model_is_the_same_on_every_rank(pool):
+    first, *others = pool.run(4, drawn_on_each_rank)
+    for weight, noise in others:
+        assert torch.equal(weight, first[0])
+        assert torch.equal(noise, first[1])
 
 
 # ---------------------------------------------------------------------- from_pretrained

@@ -101,6 +101,14 @@ class Headed(tuner()):  # type: ignore[misc]
         self.head = nn.Linear(4, 4)
 
 
+class Scaled(tuner()):  # type: ignore[misc]
+    """A parameter of its own: no model's, so nothing averages its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(m.adapted)
+        self.scale = nn.Parameter(torch.ones(2))
+
+
 class Empty(tuner()):  # type: ignore[misc]
     """Forgot its model."""
 
@@ -162,6 +170,7 @@ def attempts() -> dict[str, Attempt]:
         ),
         "optimizer": (Early(), {}, {}, "ValueError", "before the model was sharded"),
         "head": (Headed(), {}, {}, "ValueError", "head.weight of Headed trains but belongs to no adapter"),
+        "its own": (Scaled(), {"require_adapters": False}, {}, "ValueError", "scale trains and is Scaled's own"),
         "no model": (Empty(), {}, {}, "ValueError", "holds no model with parameters"),
         "two models": (Twins(), {"lora_config": lora_config()}, {}, "ValueError", "several models (model, other)"),
         "no adapters": (Tuner(m.plain), {}, {}, "ValueError", "no PEFT layers and no lora_config"),

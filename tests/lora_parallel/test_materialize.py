@@ -546,6 +546,37 @@ def test_a_checkpoint_that_is_bad_on_one_rank_is_an_error_on_all(pool, checkpoin
     assert "cannot be read as safetensors" in second
 
 
+@pytest.mark.parametrize("name", ["dtype", "shape"])
+def test_a_tensor_that_does_not_fit_on_one_rank_is_an_error_on_all(pool, checkpoints, damaged, name):
+    first, second = pool.run(2, one_rank_is_broken, checkpoints["llama"], damaged[name])
+    assert first == f"on rank 1: {second}"
+    assert "model.layers.1.mlp.up_proj.weight" in second
+
+
+def other_files(good: Path, other: Path) -> dict[str, Any]:
+    """Rank 1 has a stale copy of the checkpoint; then, its model is in memory."""
+    found = {}
+    for name in ("stale", "in memory"):
+        mesh, config = on_mesh("2x1", require_adapters=False)
+        if torch.distributed.get_rank() == 0:
+            model = on_meta(LlamaForCausalLM, good)
+        elif name == "stale":
+            model = on_meta(LlamaForCausalLM, other)
+        else:
+            model = LlamaForCausalLM.from_pretrained(good)
+        found[name] = attempt(parallelize, model, mesh, config)
+    return found
+
+
+def test_ranks_that_would_read_other_files(pool, checkpoints, tmp_path):
+    """Of the same shapes: nothing else would tell."""
+    FAMILIES["llama"].save(tmp_path / "stale", seed=9)
+    for found in pool.run(2, other_files, checkpoints["llama"], tmp_path / "stale"):
+        assert found["stale"].kind == "ValueError"
+        assert "rank 1 would read other files than rank 0" in found["stale"].message
+        assert "ranks [1] built a model that differs from rank 0's" in found["in memory"].message
+
+
 def pickles_alike(path: Path) -> None:
     model = on_meta(LlamaForCausalLM, path, use_safetensors=False)
     mesh, config = on_mesh("2x1", require_adapters=False)

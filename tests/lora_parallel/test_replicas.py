@@ -10,7 +10,7 @@ from peft import get_peft_model
 from torch import nn
 
 from lora_parallel import parallelize
-from lora_parallel.replicas import adopt_rank_zero, share_random_state
+from lora_parallel.replicas import adopt_rank_zero, share_random_state, tensors_of
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, mesh_of, on_mesh
 from tests.workers import Failure, attempt
@@ -38,7 +38,7 @@ def adopted(seeds):
     model = Parts(seeds[dist.get_rank()])
     logging.getLogger("lora_parallel").setLevel(logging.ERROR)
     with Traffic() as traffic:
-        sent = adopt_rank_zero(model, mesh_of("2x2"))
+        sent = adopt_rank_zero(tensors_of(model), mesh_of("2x2"))
     state = {name: full(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
     return sent, state, model.b.weight is model.a.weight, traffic.count("broadcast")
 

@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertModel,
     GPT2Config,
@@ -35,7 +37,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from lora_parallel import meta_init
-from lora_parallel.deferred import check_checkpoints, checkpoints_in, fresh_of, is_deferred
+from lora_parallel.deferred import check_checkpoints, check_fresh, checkpoints_in, fresh_of, is_deferred
 from lora_parallel.sources import open_checkpoint
 from lora_parallel.stored import StoredTensor, read
 from lora_parallel.weights import read_weights, unfilled
@@ -358,13 +360,40 @@ def test_a_new_head_is_drawn_as_in_a_normal_load(checkpoints):
 
 
 def test_a_new_head_with_a_bias_and_a_pooler(checkpoints):
-    """BERT's pooler belongs to the base: a base that would start from random numbers is refused."""
+    """BERT's pooler belongs to the base: it may be new, if it trains."""
     path = checkpoints / "bert"
     model, want = both(lambda: BertForSequenceClassification.from_pretrained(path, num_labels=3))
     heads = ["classifier.weight", "classifier.bias"]
     poolers = ["bert.pooler.dense.weight", "bert.pooler.dense.bias"]
     check_alike(model, want, in_memory=[*heads, *poolers])
-    assert "no file of it holds bert.pooler.dense.bias (nor 1 others)" in problem_of(model)
+    check_filled(model, want)
+    check_fresh(model)
+    model.bert.pooler.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"bert\.pooler\.dense.* frozen: it would stay random"):
+        check_fresh(model)
+
+
+def test_a_base_that_lacks_some_layers(tmp_path):
+    """A part of which the file holds a part is not a new one."""
+    config = copy.deepcopy(tiny("llama").config)
+    config.num_hidden_layers = 1
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with meta_init():
+        model = LlamaForCausalLM.from_pretrained(tmp_path, config=tiny("llama").config)
+    assert "no file of it holds model.layers.1.input_layernorm.weight (nor 8 others)" in problem_of(model)
+
+
+def test_one_class_of_a_checkpoint_that_is_of_more(tmp_path):
+    """As CLIP's vision model of a CLIP checkpoint, and BERT's masked language model of one with a pooler."""
+    BertForPreTraining(tiny("bert").config).save_pretrained(tmp_path)
+    for kind in (BertForMaskedLM, BertForQuestionAnswering, BertModel):
+        model, want = both(lambda kind=kind: kind.from_pretrained(tmp_path))
+        check_filled(model, want)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({**state, "bert.gate.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with meta_init():
+        model = BertForMaskedLM.from_pretrained(tmp_path)
+    assert "nothing in BertForMaskedLM claims bert.gate.weight" in problem_of(model)
 
 
 def test_a_new_head_on_a_base_with_its_pooler(tmp_path):
@@ -431,7 +460,7 @@ def test_a_key_mapping(tmp_path):
         model = LlamaForCausalLM.from_pretrained(tmp_path)
     said = problem_of(model)
     assert str(tmp_path) in said
-    assert "no file of it holds" in said
+    assert "nothing in LlamaForCausalLM claims blocks.0.input_layernorm.weight" in said
 
 
 # ---------------------------------------------------------------------- arguments and surroundings
