@@ -7,7 +7,7 @@ Plain torch, PEFT and safetensors; usable by itself in a loop started by torchru
 flag of Lightning's Trainer.
 """
 
-from lora_parallel.adapters import load_adapter, save_adapter
+from lora_parallel.adapter_folder import load_adapter, save_adapter
 from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import attach_checkpoint
 from lora_parallel.grads import clip_grad_norm_

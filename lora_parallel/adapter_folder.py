@@ -1,0 +1,316 @@
+"""Adapter folders in PEFT's own format: saving, loading.
+
+Source of the format: peft/utils/save_and_load.py and PeftModel.save_pretrained; what PEFT writes in one process is what
+is written here, by PEFT's own functions, from tensors gathered a few at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.adapters import adapted_model, adapter_parameters, peft_configs
+from lora_parallel.agreement import agreed
+from lora_parallel.atomic import Scratch
+from lora_parallel.gather import gather_on_rank_zero, local, reshard
+from lora_parallel.upstream import local_region
+
+__all__ = ["GatheredAdapter", "gather_adapter", "load_adapter", "put", "read_adapter", "save_adapter"]
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
+
+
+def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> Path:
+    """Write the adapter as PEFT would in one process. Collective: call it on every rank with the same arguments.
+
+    Tensors are gathered a few at a time and kept on rank 0's CPU. Of the base, only what PEFT itself writes is
+    gathered: embeddings that are adapted or resized. Rank 0 writes beside the target, reads back, compares, and
+    renames, so that a folder is complete or not there. Other files in a folder that exists stay as they are.
+
+    Args:
+        model: What `parallelize` returned, or any model with PEFT layers (also in one process, unsharded).
+        directory: The adapter folder; as in PEFT, an adapter that is not "default" goes in a subfolder of its name.
+        adapter_name: Which adapter.
+
+    Returns:
+        The folder that holds `adapter_model.safetensors` and `adapter_config.json`.
+
+    Raises:
+        ValueError: The model has no such adapter.
+        RuntimeError: The written file does not hold every adapter tensor as gathered.
+        OSError: The folder cannot be written. All on every rank.
+    """
+    gathered = gather_adapter(model, adapter_name)
+    with agreed():
+        if _is_writer():
+            gathered.write(Path(directory))
+    return gathered.folder(Path(directory))
+
+
+def _is_writer() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@dataclass(frozen=True)
+class GatheredAdapter:
+    """An adapter off the model and ready to be written, while the model trains on."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    """By their keys in the file, on the CPU of rank 0; empty elsewhere."""
+
+    config: PeftConfig
+    base_class: type[nn.Module]
+    holder: nn.Module
+
+    def folder(self, directory: Path) -> Path:
+        """Where in `directory` PEFT keeps this adapter."""
+        return directory if self.name == "default" else directory / self.name
+
+    def write(self, directory: Path) -> None:
+        """Write it. On rank 0.
+
+        Raises:
+            RuntimeError: The written file does not hold every tensor as gathered.
+            OSError: The folder cannot be written.
+        """
+        target = self.folder(directory)
+        for path in {directory, target}:
+            if path.is_file():
+                raise NotADirectoryError(f"{path} is a file: give a folder.")
+        scratch = Scratch(target)
+        scratch.make()
+        try:
+            save_file(self.tensors, scratch.path / WEIGHTS, metadata={"format": "pt"})
+            self._write_config(scratch.path)
+            _compare(scratch.path / WEIGHTS, self.tensors)
+            if isinstance(self.holder, PeftModel):
+                if (directory / CARD).is_file():  # PEFT adds to what the user wrote
+                    shutil.copyfile(directory / CARD, scratch.path / CARD)
+                self.holder.create_or_update_model_card(str(scratch.path))
+                if target != directory:
+                    os.replace(scratch.path / CARD, directory / CARD)
+            if target.exists():
+                scratch.place_files()
+            else:
+                scratch.place()
+        finally:
+            scratch.discard()
+
+    def _write_config(self, directory: Path) -> None:
+        """`adapter_config.json`, with the changes that `PeftModel.save_pretrained` makes on the way."""
+        mapping = None
+        if self.config.task_type is None:
+            mapping = {"base_model_class": self.base_class.__name__, "parent_library": self.base_class.__module__}
+        self.config.save_pretrained(str(directory), auto_mapping_dict=mapping)
+
+
+def gather_adapter(
+    model: nn.Module, adapter_name: str = "default", save_embedding_layers: str | bool = "auto"
+) -> GatheredAdapter:
+    """Gather what PEFT writes for an adapter. Collective.
+
+    Args:
+        model: As in `save_adapter`.
+        adapter_name: As in `save_adapter`.
+        save_embedding_layers: As in `PeftModel.save_pretrained`.
+
+    Raises:
+        ValueError: The model has no such adapter, on every rank.
+    """
+    reshard(model)
+    with agreed():
+        configs = peft_configs(model)
+        if adapter_name not in configs:
+            raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
+        if not adapter_parameters(model, adapter_name):
+            raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
+    holder = adapted_model(model)
+    assert holder is not None
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    keys = _on_disk(model, holder, adapter_name, save_embedding_layers)
+    gathered = gather_on_rank_zero({name: parameters[name] for name in keys.values()})
+    base = holder.get_base_model() if isinstance(holder, PeftModel) else holder
+    config: Any = copy.deepcopy(configs[adapter_name])
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    kind = type(base)
+    if kind.__name__.startswith("FSDP"):  # fully_shard puts a subclass in place of the root's class
+        kind = kind.__mro__[2]
+    tensors = {key: gathered[name].clone() for key, name in keys.items()} if gathered else {}
+    return GatheredAdapter(adapter_name, tensors, config, kind, holder)
+
+
+def _on_disk(
+    model: nn.Module, holder: nn.Module, adapter_name: str, save_embedding_layers: str | bool = "auto"
+) -> dict[str, str]:
+    """What PEFT writes for the adapter: the name in `model` of the parameter under each key. Collective.
+
+    PEFT decides (on rank 0, since it may look at the base model's folder): besides the adapter's own tensors it writes
+    the weights of input and output embeddings that are adapted or whose vocabulary has been resized.
+    """
+    prefix = _name_of(model, holder)
+    names: dict[str, str] = {}
+    with agreed():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            own = adapter_parameters(model, adapter_name)
+            embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
+            wanted = {**{name: parameters[name] for name in embeddings}, **own}
+            stand_ins: dict[str, Tensor] = {
+                name: torch.empty(parameter.shape, device="meta") for name, parameter in wanted.items()
+            }
+            state = get_peft_model_state_dict(
+                holder,
+                state_dict={name.removeprefix(prefix): tensor for name, tensor in stand_ins.items()},
+                adapter_name=adapter_name,
+                save_embedding_layers=save_embedding_layers,
+            )
+            by_tensor = {id(tensor): name for name, tensor in stand_ins.items()}
+            added = "" if isinstance(holder, PeftModel) else "base_model.model."
+            names = {f"{added}{key}": by_tensor[id(tensor)] for key, tensor in state.items()}
+            if set(own) - set(names.values()):
+                lost = sorted(set(own) - set(names.values()))
+                raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        shared = [names]
+        dist.broadcast_object_list(shared, src=0)
+        names = shared[0]
+    return names
+
+
+def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
+    """Names in `model` of the base weights of input and output embeddings, where the model says what these are."""
+    base = holder.get_base_model() if isinstance(holder, PeftModel) else holder
+    layers = [getattr(base, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    inner = {getattr(layer, "base_layer", layer) for layer in layers if layer is not None}
+    return [f"{name}.weight" for name, module in model.named_modules() if module in inner]
+
+
+def _name_of(model: nn.Module, inner: nn.Module) -> str:
+    name = next(name for name, module in model.named_modules() if module is inner)
+    return f"{name}." if name else ""
+
+
+def _compare(file: Path, state: dict[str, Tensor]) -> None:
+    with safe_open(file, framework="pt") as written:
+        missing = sorted(set(state) - set(written.keys()))
+        wrong = [key for key in state if key not in missing and not torch.equal(written.get_tensor(key), state[key])]
+    if missing or wrong:
+        raise RuntimeError(
+            f"{file} does not hold what was saved (missing: {missing[:3]}, different: {wrong[:3]}): nothing was put in "
+            "place."
+        )
+
+
+def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> None:
+    """Fill the model's adapter from a PEFT folder, each rank with its own slices. Collective.
+
+    The adapter must be there with the same layers and r; nothing is changed unless everything fits.
+
+    Args:
+        model: What `parallelize` returned, on any mesh, or an unsharded model with PEFT layers.
+        directory: The folder that holds `adapter_model.safetensors`; as in PEFT, for an adapter that is not "default"
+            the subfolder of its name is looked at first.
+        adapter_name: Which of the model's adapters to fill.
+
+    Raises:
+        FileNotFoundError: There is no such folder or file.
+        ValueError: The file cannot be read, is of another PEFT type, holds values that are not finite numbers, or its
+            keys and shapes are not exactly the adapter's. All on every rank.
+    """
+    put(read_adapter(model, directory, adapter_name))
+
+
+def read_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default"
+) -> list[tuple[Tensor, Tensor]]:
+    """What `load_adapter` fills the model with: this rank's part of each parameter, and its values. Collective."""
+    reshard(model)
+    with agreed():
+        holder = adapted_model(model)
+        configs = peft_configs(model)
+        if holder is None or adapter_name not in configs:
+            raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
+        folder = Path(directory)
+        if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
+            folder = folder / adapter_name
+        _check_config(folder, configs[adapter_name])
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    targets = {key: parameters[name] for key, name in _on_disk(model, holder, adapter_name).items()}
+    with agreed():
+        values = _read_slices(folder / WEIGHTS, targets)
+    return [(local(parameter), values[key]) for key, parameter in targets.items()]
+
+
+def put(values: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy values into the tensors that they are for."""
+    with torch.no_grad():
+        for target, value in values:
+            target.copy_(value)
+
+
+def _check_config(folder: Path, own: PeftConfig) -> None:
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is no PEFT adapter folder: it has no {name}.")
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        kind = config["peft_type"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG} is no PEFT config ({type(error).__name__}: {error}).") from error
+    if kind != PeftType.LORA.value:
+        raise ValueError(f"{folder} holds an adapter of PEFT type {kind!r}; only LORA is supported.")
+    if isinstance(own, LoraConfig):
+        for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+            theirs, ours = config.get(field, getattr(own, field)), getattr(own, field)
+            if theirs != ours:
+                raise ValueError(
+                    f"{folder} was trained with {field}={theirs!r}, the model's adapter has {field}={ours!r}: build "
+                    "the adapter with the folder's own config."
+                )
+
+
+def _read_slices(file: Path, targets: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    try:
+        reader = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
+    with reader as stored:
+        keys = set(stored.keys())
+        missing, unexpected = sorted(set(targets) - keys), sorted(keys - set(targets))
+        if missing or unexpected:
+            raise ValueError(
+                f"{file} does not fit the model's adapter: {len(missing)} keys are missing (first: {missing[:2]}), "
+                f"{len(unexpected)} are unexpected (first: {unexpected[:2]})."
+            )
+        values = {}
+        for key, parameter in targets.items():
+            view = stored.get_slice(key)
+            if view.get_dtype() not in _FLOATS:
+                raise ValueError(f"{file}: {key} has dtype {view.get_dtype()}, which no adapter has.")
+            shape = tuple(view.get_shape())
+            if shape != tuple(parameter.shape):
+                raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
+            region = local_region(parameter.data) if isinstance(parameter.data, DTensor) else (slice(None),)
+            empty = local(parameter).numel() == 0
+            values[key] = torch.empty_like(local(parameter)) if empty else view[region]
+            if not torch.isfinite(values[key]).all():
+                raise ValueError(f"{file}: {key} holds values that are not finite: the adapter is broken.")
+        return values

@@ -1,0 +1,164 @@
+"""Folders that are complete or not there: written beside their place, synced to the disk, and renamed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+__all__ = ["Scratch", "remove_folder", "sweep"]
+
+_WRITING, _REPLACED, _REMOVING, _LOCK = ".writing", ".replaced", ".removing", ".lock"
+
+
+class Scratch:
+    """A folder beside `target` to write into. One process uses it.
+
+    A lock on a file in it, which the system drops with the process, tells others that it is still being written.
+
+    Args:
+        target: Where the folder is to stand.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.with_name(f".{target.name}{_WRITING}")
+        self._lock: int | None = None
+
+    def make(self) -> None:
+        """Make the folder, empty; what a killed process left in its place is removed.
+
+        Raises:
+            OSError: It cannot be made; BlockingIOError: another process is writing it.
+        """
+        if self.path.exists() and _in_use(self.path):
+            raise BlockingIOError(f"another process is writing {self.target} ({self.path} is locked).")
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR)
+        _locked(self._lock)  # where a file system has no locks, there is one writer less to warn
+
+    def place(self, replace: bool = False) -> None:
+        """Sync and rename.
+
+        Args:
+            replace: A file or folder that stands in the target's place is removed once the new one is there.
+
+        Raises:
+            OSError: That fails; what stood in the place of the target is still there. FileExistsError: something does,
+                and `replace` is False.
+        """
+        (self.path / _LOCK).unlink()
+        _sync(self.path)
+        old = self.target.with_name(f".{self.target.name}{_REPLACED}")
+        there = self.target.exists() or self.target.is_symlink()
+        if there and not replace and not _is_empty(self.target):
+            raise FileExistsError(f"{self.target} exists and is not empty: nothing is overwritten; choose another place.")
+        if there:
+            _remove(old)
+            os.replace(self.target, old)
+        try:
+            os.replace(self.path, self.target)
+        except OSError:
+            if there:
+                os.replace(old, self.target)
+            raise
+        _sync_entry(self.target.parent)
+        _remove(old)
+        self._release()
+
+    def place_files(self) -> None:
+        """Put its files, one by one, into the target, a folder that exists and whose other files stay."""
+        (self.path / _LOCK).unlink()
+        _sync(self.path)
+        for file in self.path.iterdir():
+            os.replace(file, self.target / file.name)
+        _sync_entry(self.target)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove it, so that a save that failed for want of space leaves its space."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder such that no half of it is ever seen under its name."""
+    going = path.with_name(f".{path.name}{_REMOVING}")
+    _remove(going)
+    os.replace(path, going)
+    _remove(going)
+
+
+def sweep(parent: Path) -> None:
+    """Clear away what killed processes left in `parent`: half-written or half-removed folders; and undo a replacement
+    that was cut in two.
+    """
+    if not parent.is_dir():
+        return
+    for path in list(parent.iterdir()):
+        if not path.name.startswith("."):
+            continue
+        if path.name.endswith(_REPLACED):
+            target = path.with_name(path.name[1 : -len(_REPLACED)])
+            if target.exists() or target.is_symlink():
+                _remove(path)
+            else:
+                os.replace(path, target)
+        elif path.name.endswith(_REMOVING) or (path.name.endswith(_WRITING) and not _in_use(path)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _in_use(scratch: Path) -> bool:
+    try:
+        lock = os.open(scratch / _LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _locked(lock)
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    """Whether no other process holds the lock; it is ours until it is closed."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Have everything in a folder on the disk before its name is."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            _sync_entry(Path(parent) / name)
+        _sync_entry(Path(parent))
+
+
+def _sync_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
