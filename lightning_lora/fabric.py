@@ -6,7 +6,7 @@ It translates Fabric's calls to engine calls and holds no maths and no placement
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from lightning_lora import checkpoint
 from lightning_lora.base import BaseLogic
 from lightning_lora.fabric_state import FabricState, divide
 from lightning_lora.namespace import is_lightning_module
 from lightning_lora.optimizers import HeldByName, refuse_stale
 from lightning_lora.precision import PrecisionLogic
-from lightning_lora.roots import find_roots, parallelized
+from lightning_lora.roots import find_roots
 from lora_parallel import clip_grad_norm_, no_sync
 from lora_parallel.agreement import agreed
+from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
+from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.grads import clip_grad_value_
 from lora_parallel.inject import has_adapters
+from lora_parallel.random_state import restore_random_state
+from lora_parallel.state import parallelized
+from lora_parallel.train_state import TrainState
 
 __all__ = ["FabricLogic"]
 
@@ -36,6 +40,9 @@ if TYPE_CHECKING:  # at run time the class is mixed into either namespace's Para
     from lightning.fabric.strategies import ParallelStrategy as Base
 else:
     Base = object
+
+
+_WRITER = "Fabric"
 
 
 class BackwardSync:
@@ -225,18 +232,12 @@ class FabricLogic(BaseLogic, Base):
                 )
             found = divide(state)
             rest = found.rest_values()
-        written = {
-            "models": [name for name, _ in found.models.named_children()],
-            "forward_counts": checkpoint.forward_counts(found.roots),
-            "optimizers": {key: checkpoint.optimizer_settings(each) for key, each in found.optimizers.items()},
-        }
-        checkpoint.save(
+        write_checkpoint(
             Path(self.broadcast(str(path))),
-            found.roots,
-            found.models,
-            found.optimizers,
-            {"state": rest, "lora_parallel": written},
-            checkpoint.FABRIC,
+            TrainState(found.models, found.optimizers),
+            {"state": rest, "modules": [name for name, _ in found.models.named_children()]},
+            _WRITER,
+            replace=True,
         )
 
     def load_checkpoint(
@@ -263,10 +264,10 @@ class FabricLogic(BaseLogic, Base):
                 raise TypeError(
                     "fabric.load needs the objects to fill: fabric.load(path, {'model': model, 'optimizer': optimizer})"
                 )
-        found = checkpoint.read_rest(path, checkpoint.FABRIC, weights_only)
-        rest, written = found["state"], found["lora_parallel"]
+        found = read_checkpoint(path, _WRITER, weights_only)
+        rest = found.record["state"]
         with agreed():
-            present = {*rest, *written["models"], *written["optimizers"]}
+            present = {*rest, *found.record["modules"], *found.optimizers}
             missing = [key for key in state if key not in present]
             if missing and strict:
                 raise KeyError(
@@ -274,11 +275,13 @@ class FabricLogic(BaseLogic, Base):
                     "pass strict=False."
                 )
             wanted = divide({key: value for key, value in state.items() if key in present})
-            _check_kinds(wanted, written, path)
-        roots = wanted.roots
-        checkpoint.load_models(path, roots, wanted.models, written["forward_counts"])
-        checkpoint.restore_forward_counts(roots, written["forward_counts"])
-        checkpoint.load_optimizers(path, wanted.models, wanted.optimizers, written["optimizers"])
+            _check_kinds(wanted, found)
+        target = TrainState(wanted.models, wanted.optimizers)
+        for commit in [*load_models(found, target), *load_optimizers(found, target)]:
+            commit()
+        resume_counting(found, target)
+        if wanted.optimizers:
+            restore_random_state(found.record["random"], self.device_mesh)
         with agreed():
             for key, value in wanted.rest.items():
                 if isinstance(value, Stateful):
@@ -288,19 +291,18 @@ class FabricLogic(BaseLogic, Base):
         return rest
 
 
-def _check_kinds(wanted: FabricState, written: Mapping[str, Any], path: Path) -> None:
+def _check_kinds(wanted: FabricState, found: Contents) -> None:
     """Each key holds the kind of thing that was saved under it."""
-    roots = wanted.roots
     for kind, keys, saved in (
-        ("model that was set up", roots, written["forward_counts"]),
-        ("optimizer", wanted.optimizers, written["optimizers"]),
+        ("model that was set up", wanted.roots, found.record["models"]),
+        ("optimizer", wanted.optimizers, found.optimizers),
     ):
         for key in keys:
             if key not in saved:
-                raise ValueError(f"state[{key!r}] is a {kind}; {path} holds no such under this name.")
+                raise ValueError(f"state[{key!r}] is a {kind}; {found.path} holds no such under this name.")
     for key in wanted.rest:
-        if key in written["models"] or key in written["optimizers"]:
+        if key in found.record["modules"] or key in found.optimizers:
             raise ValueError(
-                f"state[{key!r}] is a {type(wanted.rest[key]).__name__}, and {path} holds a sharded model or an "
+                f"state[{key!r}] is a {type(wanted.rest[key]).__name__}, and {found.path} holds a sharded model or an "
                 "optimizer under this name: pass what fabric.setup returned."
             )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lora.optimizers import refuse_stale
-from lightning_lora.roots import parallelized
+from lora_parallel.state import parallelized
 
 __all__ = ["FabricState", "divide"]
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_lora import checkpoint
 from lightning_lora.base import BaseLogic
 from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
 from lightning_lora.namespace import TrainerNamespace
@@ -24,7 +23,11 @@ from lightning_lora.precision import PrecisionLogic
 from lightning_lora.roots import find_roots
 from lora_parallel import no_sync
 from lora_parallel.agreement import agreed
+from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
+from lora_parallel.checkpoint_writer import write_checkpoint
+from lora_parallel.random_state import restore_random_state
 from lora_parallel.state import state_of
+from lora_parallel.train_state import TrainState
 
 __all__ = ["StrategyLogic"]
 
@@ -32,6 +35,8 @@ if TYPE_CHECKING:  # at run time the class is mixed into either namespace's Para
     from lightning.pytorch.strategies import ParallelStrategy as Base
 else:
     Base = object
+
+_WRITER = "Trainer"
 
 # Callbacks that copy, prune or unfreeze weights behind the strategy's back.
 _REFUSED_CALLBACKS = {
@@ -52,8 +57,9 @@ class StrategyLogic(BaseLogic, Base):
     lightning: ClassVar[TrainerNamespace]
 
     _roots: Mapping[str, nn.Module] = MappingProxyType({})
-    _resume_from: Path | None = None
-    _optimizers_from: Path | None = None
+    _models_from: Contents | None = None
+    _optimizers_from: Contents | None = None
+    _random_from: Contents | None = None
     _prediction: UnevenPrediction | None = None
 
     @property
@@ -200,36 +206,28 @@ class StrategyLogic(BaseLogic, Base):
             raise TypeError(
                 f"{type(self).__name__}.save_checkpoint does not support storage_options={storage_options}."
             )
-        assert self.lightning_module is not None
         path = Path(self.broadcast(str(filepath)))
         checkpoint_state.pop("state_dict")
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
-        optimizers = self._optimizers_by_name()
-        settings = [checkpoint.optimizer_settings(each) for each in optimizers.values()]
-        checkpoint_state["lora_parallel"] = {
-            "forward_counts": checkpoint.forward_counts(self._roots),
-            "optimizers": None if weights_only else settings,
-        }
-        checkpoint.save(
-            path,
-            self._roots,
-            self.lightning_module,
-            {} if weights_only else optimizers,
-            checkpoint_state,
-            checkpoint.TRAINER,
-        )
+        state = self._train_state({} if weights_only else self._optimizers_by_name())
+        extra = {"trainer": checkpoint_state, "weights_only": weights_only}
+        write_checkpoint(path, state, extra, _WRITER, replace=True)
+
+    def _train_state(self, optimizers: Mapping[str, Optimizer] = MappingProxyType({})) -> TrainState:
+        assert self.lightning_module is not None
+        return TrainState(self.lightning_module, optimizers)
 
     def _optimizers_by_name(self) -> dict[str, Optimizer]:
         return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
-        found = checkpoint.read_rest(path, checkpoint.TRAINER, weights_only)
-        found["state_dict"] = {}
-        if found["lora_parallel"]["optimizers"] is not None:
-            found["optimizer_states"] = []
-        self._resume_from = self._optimizers_from = path
-        return found
+        found = read_checkpoint(Path(self.broadcast(str(checkpoint_path))), _WRITER, weights_only)
+        state: dict[str, Any] = found.record["trainer"]
+        state["state_dict"] = {}
+        if not found.record["weights_only"]:
+            state["optimizer_states"] = []
+        self._models_from = self._optimizers_from = found
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Done in `setup`, once the model is sharded, or here if it is (`lr_find` restores in mid-run)."""
@@ -238,25 +236,29 @@ class StrategyLogic(BaseLogic, Base):
 
     def _fill_model(self) -> None:
         """Load what `load_checkpoint` has announced, once: a later run without ckpt_path goes on from memory."""
-        path, self._resume_from = self._resume_from, None
-        if path is not None:
-            assert self.lightning_module is not None
-            roots = self._find_roots()
-            checkpoint.load_models(path, roots, self.lightning_module, roots)
+        found, self._models_from = self._models_from, None
+        if found is not None:
+            for commit in load_models(found, self._train_state()):
+                commit()
 
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
-        assert self._optimizers_from is not None
-        assert self.lightning_module is not None
-        written = checkpoint_state["lora_parallel"]["optimizers"]
-        if len(written) != len(self.optimizers):
+        found = self._optimizers_from
+        assert found is not None
+        if len(found.optimizers) != len(self.optimizers):
             raise ValueError(
-                f"{self._optimizers_from} holds {len(written)} optimizer states; configure_optimizers made "
+                f"{found.path} holds {len(found.optimizers)} optimizer states; configure_optimizers made "
                 f"{len(self.optimizers)}."
             )
-        checkpoint.load_optimizers(
-            self._optimizers_from,
-            self.lightning_module,
-            self._optimizers_by_name(),
-            {str(index): settings for index, settings in enumerate(written)},
-        )
-        checkpoint.restore_forward_counts(self._roots, checkpoint_state["lora_parallel"]["forward_counts"])
+        state = self._train_state(self._optimizers_by_name())
+        for commit in load_optimizers(found, state):
+            commit()
+        resume_counting(found, state)
+        restore_random_state(found.record["random"], self.device_mesh)
+        self._random_from = found
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """In mid-epoch the run that was interrupted made no iterator here, which draws from the random state."""
+        super().on_train_batch_start(batch, batch_idx)
+        found, self._random_from = self._random_from, None
+        if found is not None and batch_idx > 0:
+            restore_random_state(found.record["random"], self.device_mesh)

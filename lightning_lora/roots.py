@@ -1,4 +1,4 @@
-"""Which modules inside a LightningModule are to be parallelized: the models whose forward it calls. Which ones are."""
+"""Which modules inside a LightningModule are to be parallelized: the models whose forward it calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from lora_parallel.inject import has_adapters
-from lora_parallel.state import state_of
 
-__all__ = ["find_roots", "parallelized"]
-
-
-def parallelized(module: nn.Module) -> dict[str, nn.Module]:
-    """The models in `module`, itself included under the name "", that have been parallelized."""
-    return {name: each for name, each in module.named_modules() if state_of(each) is not None}
+__all__ = ["find_roots"]
 
 
 def find_roots(module: nn.Module, inject: bool, require_adapters: bool) -> dict[str, nn.Module]:

@@ -8,11 +8,14 @@ flag of Lightning's Trainer.
 """
 
 from lora_parallel.adapter_folder import load_adapter, save_adapter
+from lora_parallel.checkpoint import load_checkpoint, save_checkpoint
+from lora_parallel.checkpoint_writer import wait_for_save
 from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import attach_checkpoint
 from lora_parallel.grads import clip_grad_norm_
 from lora_parallel.mesh import build_mesh
 from lora_parallel.meta import meta_init
+from lora_parallel.retention import latest_checkpoint
 from lora_parallel.shard import parallelize
 from lora_parallel.state import no_sync
 from lora_parallel.weights import Read, read_plan
@@ -23,10 +26,14 @@ __all__ = [
     "attach_checkpoint",
     "build_mesh",
     "clip_grad_norm_",
+    "latest_checkpoint",
     "load_adapter",
+    "load_checkpoint",
     "meta_init",
     "no_sync",
     "parallelize",
     "read_plan",
     "save_adapter",
+    "save_checkpoint",
+    "wait_for_save",
 ]

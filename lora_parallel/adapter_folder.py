@@ -12,7 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from lora_parallel.atomic import Scratch
 from lora_parallel.gather import gather_on_rank_zero, local, reshard
 from lora_parallel.upstream import local_region
 
-__all__ = ["GatheredAdapter", "gather_adapter", "load_adapter", "put", "read_adapter", "save_adapter"]
+__all__ = ["CARD", "GatheredAdapter", "gather_adapter", "load_adapter", "put", "read_adapter", "save_adapter"]
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
@@ -121,7 +121,7 @@ class GatheredAdapter:
 
 
 def gather_adapter(
-    model: nn.Module, adapter_name: str = "default", save_embedding_layers: str | bool = "auto"
+    model: nn.Module, adapter_name: str = "default", save_embedding_layers: Literal["auto"] | bool = "auto"
 ) -> GatheredAdapter:
     """Gather what PEFT writes for an adapter. Collective.
 
@@ -158,7 +158,7 @@ def gather_adapter(
 
 
 def _on_disk(
-    model: nn.Module, holder: nn.Module, adapter_name: str, save_embedding_layers: str | bool = "auto"
+    model: nn.Module, holder: nn.Module, adapter_name: str, save_embedding_layers: Literal["auto"] | bool = "auto"
 ) -> dict[str, str]:
     """What PEFT writes for the adapter: the name in `model` of the parameter under each key. Collective.
 

@@ -26,6 +26,11 @@ class Scratch:
         self.path = target.with_name(f".{target.name}{_WRITING}")
         self._lock: int | None = None
 
+    @property
+    def lock(self) -> Path:
+        """A file in it that is no part of it."""
+        return self.path / _LOCK
+
     def make(self) -> None:
         """Make the folder, empty; what a killed process left in its place is removed.
 
@@ -36,7 +41,7 @@ class Scratch:
             raise BlockingIOError(f"another process is writing {self.target} ({self.path} is locked).")
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR)
+        self._lock = os.open(self.lock, os.O_CREAT | os.O_RDWR)
         _locked(self._lock)  # where a file system has no locks, there is one writer less to warn
 
     def place(self, replace: bool = False) -> None:
@@ -49,12 +54,14 @@ class Scratch:
             OSError: That fails; what stood in the place of the target is still there. FileExistsError: something does,
                 and `replace` is False.
         """
-        (self.path / _LOCK).unlink()
+        self.lock.unlink()
         _sync(self.path)
         old = self.target.with_name(f".{self.target.name}{_REPLACED}")
         there = self.target.exists() or self.target.is_symlink()
         if there and not replace and not _is_empty(self.target):
-            raise FileExistsError(f"{self.target} exists and is not empty: nothing is overwritten; choose another place.")
+            raise FileExistsError(
+                f"{self.target} exists and is not empty, and is not overwritten: choose another place."
+            )
         if there:
             _remove(old)
             os.replace(self.target, old)
@@ -70,7 +77,7 @@ class Scratch:
 
     def place_files(self) -> None:
         """Put its files, one by one, into the target, a folder that exists and whose other files stay."""
-        (self.path / _LOCK).unlink()
+        self.lock.unlink()
         _sync(self.path)
         for file in self.path.iterdir():
             os.replace(file, self.target / file.name)
@@ -78,9 +85,10 @@ class Scratch:
         self.discard()
 
     def discard(self) -> None:
-        """Remove it, so that a save that failed for want of space leaves its space."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._release()
+        """Remove it if it was made here and not placed: a save that failed for want of space leaves none behind."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._release()
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -12,7 +12,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.grads import PartialGradients, backward_sync
 
-__all__ = ["ParallelState", "no_sync", "state_of"]
+__all__ = ["ParallelState", "no_sync", "parallelized", "state_of"]
 
 _ATTRIBUTE = "_lora_parallel_state"
 
@@ -42,6 +42,11 @@ class ParallelState:
 def state_of(model: nn.Module) -> ParallelState | None:
     """The state that `parallelize` left on `model`, or None."""
     return model.__dict__.get(_ATTRIBUTE)
+
+
+def parallelized(module: nn.Module) -> dict[str, nn.Module]:
+    """The models in `module`, itself included under the name "", that have been parallelized."""
+    return {name: each for name, each in module.named_modules() if state_of(each) is not None}
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

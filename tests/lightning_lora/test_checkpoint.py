@@ -20,7 +20,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-import lora_parallel.adapters as adapters_module
+import lora_parallel.adapter_folder as adapter_folder
 from lora_parallel.adapters import adapter_parameters
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
@@ -92,10 +92,11 @@ def test_default_checkpoint_is_a_peft_adapter(pool, mesh, tmp_path):
 
 def test_checkpoint_holds_what_trains_and_no_more(pool, tmp_path):
     path = Path(pool.run(4, write, "2x2", str(tmp_path))[0][0])
-    assert {entry.name for entry in path.iterdir()} == {"adapter", "state", "trainer.pt", "meta.json"}
+    assert {entry.name for entry in path.iterdir()} == {"adapter", "state", "extra.pt", "meta.json"}
     assert {entry.name for entry in (path / "adapter").iterdir()} == {
         "adapter_model.safetensors",
         "adapter_config.json",
+        "README.md",
     }
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "something was left beside it"
 
@@ -106,7 +107,7 @@ def test_checkpoint_holds_what_trains_and_no_more(pool, tmp_path):
     moments = {key for key in keys if key.endswith((".exp_avg", ".exp_avg_sq"))}
     assert len(moments) == 2 * len(adapters)
     assert all(".lora_" in key for key in keys if keys[key].__class__.__name__ == "TensorStorageMetadata")
-    state = torch.load(path / "trainer.pt", weights_only=True)
+    state = torch.load(path / "extra.pt", weights_only=True)["trainer"]
     assert "state_dict" not in state
     assert "optimizer_states" not in state
     meta = json.loads((path / "meta.json").read_text())
@@ -448,7 +449,7 @@ def put_foreign(folder: Path, good: Path) -> dict[str, tuple[Path, str, str]]:
 
     file = folder / "file.ckpt"
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, file)
-    bad["another strategy's file"] = (file, "ValueError", "is not a checkpoint that LoRAParallelStrategy wrote")
+    bad["another strategy's file"] = (file, "ValueError", "is not a checkpoint that this library wrote")
 
     def copied(name: str) -> Path:
         shutil.copytree(good, folder / name)
@@ -463,13 +464,16 @@ def put_foreign(folder: Path, good: Path) -> dict[str, tuple[Path, str, str]]:
     cut = copied("cut.ckpt")
     with open(cut / "adapter" / "adapter_model.safetensors", "r+b") as weights:
         weights.truncate(100)
-    bad["cut adapter"] = (cut, "ValueError", "cannot be read as safetensors")
+    bad["cut adapter"] = (cut, "ValueError", "adapter_model.safetensors has 100 bytes")
     without = copied("without.ckpt")
     shutil.rmtree(without / "adapter")
-    bad["no adapter"] = (without, "FileNotFoundError", "no PEFT adapter folder")
+    bad["no adapter"] = (without, "ValueError", "adapter_config.json is missing")
     other = copied("other.ckpt")
     config = json.loads((other / "adapter" / "adapter_config.json").read_text())
     (other / "adapter" / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
+    meta = json.loads((other / "meta.json").read_text())
+    meta["files"]["adapter/adapter_config.json"] = (other / "adapter" / "adapter_config.json").stat().st_size
+    (other / "meta.json").write_text(json.dumps(meta))
     bad["another r"] = (other, "ValueError", "r=8")
     return bad
 
@@ -483,7 +487,7 @@ def resume_from(paths: dict[str, str], good: str) -> dict[str, Any]:
             found[name] = attempt(run.fit, Scheduled(), resumable("2x2"), ckpt_path=path)
         real = torch.load
         if dist.get_rank() == 3:
-            torch.load = FullDisk(real, "trainer.pt", rank=3)  # type: ignore[assignment]
+            torch.load = FullDisk(real, "extra.pt", rank=3)  # type: ignore[assignment]
         try:
             run = trainer("2x2", max_epochs=2, **DOUBLE)
             found[ONE_RANK] = attempt(run.fit, Scheduled(), resumable("2x2"), ckpt_path=good)
@@ -544,9 +548,9 @@ class FullFileSystem(FileSystemWriter):
 def failing(what: str) -> Iterator[None]:
     """Let one part of a save fail."""
     owner, name, stand_in = {
-        "adapter": (adapters_module, "_write", FullDisk(adapters_module._write, "adapter")),
+        "adapter": (adapter_folder, "save_file", FullDisk(adapter_folder.save_file, "adapter_model.safetensors")),
         "state": (torch.distributed.checkpoint.state_dict_saver, "_storage_setup", lambda *args, **kwargs: None),
-        "trainer": (torch, "save", FullDisk(torch.save, "trainer.pt")),
+        "extra": (torch, "save", FullDisk(torch.save, "extra.pt")),
         "rename": (os, "replace", FullDisk(os.replace, "kept.ckpt")),
     }[what]
     if what == "state":
@@ -559,7 +563,7 @@ def failing(what: str) -> Iterator[None]:
         setattr(owner, name, real)
 
 
-PARTS = ["adapter", "state", "trainer", "rename"]
+PARTS = ["adapter", "state", "extra", "rename"]
 
 
 def fail_to_save(folder: str) -> dict[str, Any]:
@@ -687,5 +691,5 @@ def test_state_of_callbacks_and_hooks(pool, tmp_path):
         assert (note, count, steps) == ("kept", 6, 6)
         assert failure.kind == "ValueError"
         assert "weights_only=False" in failure.message
-    state = torch.load(tmp_path / "noted.ckpt" / "trainer.pt", weights_only=True)
+    state = torch.load(tmp_path / "noted.ckpt" / "extra.pt", weights_only=True)["trainer"]
     assert state["hyper_parameters"] == {"width": 3}

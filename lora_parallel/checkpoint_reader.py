@@ -1,0 +1,210 @@
+"""Reading a checkpoint: each rank its own slices, and nothing is changed before everything fits."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.adapter_folder import put, read_adapter
+from lora_parallel.adapters import peft_configs
+from lora_parallel.agreement import agreed
+from lora_parallel.atomic import sweep
+from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
+from lora_parallel.checkpoint_writer import wait_for_save
+from lora_parallel.gather import local
+from lora_parallel.identity import base_fingerprints, check_base
+from lora_parallel.optimizer_state import check_optimizer, restored
+from lora_parallel.retention import damage, read_meta
+from lora_parallel.sources import DcpDirectory, Reader
+from lora_parallel.stored import Region
+from lora_parallel.train_state import TrainState
+from lora_parallel.upstream import local_region
+
+__all__ = ["Contents", "is_checkpoint", "load_models", "load_optimizers", "read_checkpoint", "resume_counting"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint on disk, opened."""
+
+    path: Path
+    meta: dict[str, Any]
+    record: dict[str, Any]
+    """Everything in extra.pt."""
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """The record of each optimizer, by name; empty if none was saved."""
+        return self.record["optimizers"]
+
+    def adapter_folder(self, model: str) -> Path:
+        return adapter_folder(self.path, model, self.record["models"])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a complete checkpoint stands at `path`."""
+    return (path / META).is_file()
+
+
+def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -> Contents:
+    """Open a checkpoint. Collective.
+
+    Args:
+        path: The checkpoint.
+        writer: Who reads.
+        weights_only: As in `torch.load`; None means True.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: What stands there is no complete checkpoint of this format, or not of this writer. On every rank.
+    """
+    wait_for_save()
+    with agreed():
+        if dist.get_rank() == 0:
+            sweep(path.parent)
+    with agreed():
+        if not path.exists():
+            raise FileNotFoundError(f"there is no checkpoint at {path}.")
+        if not is_checkpoint(path):
+            raise ValueError(
+                f"{path} is not a checkpoint that this library wrote (a folder with {META}). Load what another one "
+                "wrote into the model before training."
+            )
+        try:
+            stated = json.loads((path / META).read_text()).get("format")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path / META} is damaged ({error}).") from error
+        if stated != FORMAT:
+            raise ValueError(
+                f"{path} has checkpoint format {stated!r}; this version reads format {FORMAT}. Use the version that "
+                "wrote it, or a later one."
+            )
+        meta = read_meta(path)
+        fault = damage(path, meta)
+        if fault is not None:
+            raise ValueError(f"the checkpoint {path} is incomplete: {fault}. Resume from another one.")
+        if meta["writer"] != writer:
+            raise ValueError(
+                f"{path} was written by {meta['writer']}, whose loops and schedulers {writer} does not know. Load its "
+                "adapter alone: lora_parallel.load_adapter(model, path / 'adapter')."
+            )
+        try:
+            record = torch.load(path / EXTRA, map_location="cpu", weights_only=weights_only is not False)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{path / EXTRA} holds Python objects (hyperparameters, perhaps) that weights_only=True does not read. "
+                f"If you trust the file, load with weights_only=False. Cause: {error}"
+            ) from error
+    return Contents(path, meta, record)
+
+
+def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
+    """Read adapters and other trained parameters. Collective.
+
+    Returns:
+        What puts them into the models.
+
+    Raises:
+        ValueError: The base, the adapters or what else trains are not those of the checkpoint, on every rank.
+    """
+    mesh = state.parallel.mesh
+    present = {name: base_fingerprints(model, mesh) for name, model in state.models.items()}
+    with agreed():
+        for name, model in state.models.items():
+            if name not in found.record["models"]:
+                raise ValueError(f"{found.path} holds no model {name!r}; it holds {found.record['models']}.")
+            saved, here = found.record["adapters"][name], list(peft_configs(model))
+            if sorted(saved) != sorted(here):
+                raise ValueError(f"{found.path} holds the adapters {sorted(saved)}, the model has {sorted(here)}.")
+            check_base(found.meta["fingerprints"][name], present[name], model, str(found.path))
+    values: list[tuple[Tensor, Tensor]] = []
+    for name, model in state.models.items():
+        for adapter in peft_configs(model):
+            values += read_adapter(model, found.adapter_folder(name), adapter)
+    with agreed():
+        values += _read_loose(found, state)
+    return [lambda: put(values)]
+
+
+def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
+    loose = state.loose_parameters()
+    # A front end may load some of the models that were saved.
+    elsewhere = tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+    source = DcpDirectory(found.path / STATE)
+    stored = {
+        key.removeprefix(loose_key("")): leaf
+        for key, leaf in (source.list() if source.path.is_dir() else {}).items()
+        if key.startswith(loose_key("")) and not key.removeprefix(loose_key("")).startswith(elsewhere)
+    }
+    for name, leaf in stored.items():
+        if name in loose and leaf.shape != tuple(loose[name].shape):
+            raise ValueError(
+                f"{name} has shape {leaf.shape} in {found.path}, the model's has {tuple(loose[name].shape)}."
+            )
+    if stored.keys() != loose.keys():
+        raise ValueError(
+            f"other parameters train than in {found.path}: {len(loose.keys() - stored.keys())} are not in it (first: "
+            f"{sorted(loose.keys() - stored.keys())[:1]}), {len(stored.keys() - loose.keys())} of it do not train here "
+            f"(first: {sorted(stored.keys() - loose.keys())[:1]})."
+        )
+    if not loose:
+        return []
+    with source.open() as reader:
+        return [
+            (local(p), reader(loose_key(name), _region(p)) if local(p).numel() else local(p))
+            for name, p in loose.items()
+        ]
+
+
+def _region(parameter: nn.Parameter) -> tuple[slice, ...]:
+    data = parameter.detach()
+    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
+
+
+def load_optimizers(found: Contents, state: TrainState) -> list[Callable[[], None]]:
+    """Read optimizers' states. Collective.
+
+    Returns:
+        What puts them into the optimizers.
+
+    Raises:
+        ValueError: An optimizer is not one like that of the checkpoint, on every rank.
+    """
+    names = state.parameter_names()
+    source = DcpDirectory(found.path / STATE)
+    commits = []
+    with agreed():
+        for name, optimizer in state.optimizers.items():
+            if name not in found.optimizers:
+                raise ValueError(f"{found.path} holds no state of optimizer {name!r}.")
+            check_optimizer(optimizer, names, found.optimizers[name])
+        for name, optimizer in state.optimizers.items():
+            record = found.optimizers[name]
+            with source.open() if record["tensors"] else nullcontext(_no_tensors) as reader:
+                commits.append(restored(optimizer, names, record, partial(_read_state, reader, name)))
+    return commits
+
+
+def _read_state(reader: Reader, optimizer: str, parameter: str, key: str, region: Region) -> Tensor:
+    return reader(optimizer_key(optimizer, parameter, key), region)
+
+
+def _no_tensors(key: str, region: Region) -> Tensor:
+    raise AssertionError(f"nothing is stored, {key} neither")
+
+
+def resume_counting(found: Contents, state: TrainState) -> None:
+    """Go on counting forwards, on which dropout masks depend, where the checkpoint was written."""
+    for name, each in state.states.items():
+        each.forward_count.done = found.record["forward_counts"][name]

@@ -1,0 +1,265 @@
+"""Writing a checkpoint: collected on all ranks, written beside its place, renamed; in the background if asked to."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.adapter_folder import CARD, GatheredAdapter, gather_adapter
+from lora_parallel.adapters import peft_configs
+from lora_parallel.agreement import agreed
+from lora_parallel.atomic import Scratch, sweep
+from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
+from lora_parallel.gather import reshard
+from lora_parallel.identity import base_fingerprints
+from lora_parallel.optimizer_state import optimizer_state
+from lora_parallel.random_state import gather_random_states
+from lora_parallel.retention import complete_checkpoints, prune, read_meta
+from lora_parallel.train_state import TrainState
+from lora_parallel.upstream import local_region
+
+__all__ = ["wait_for_save", "write_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+def write_checkpoint(
+    path: Path,
+    state: TrainState,
+    extra: Mapping[str, Any],
+    writer: str,
+    *,
+    replace: bool = False,
+    keep_last: int | None = None,
+    async_save: bool = False,
+) -> Path:
+    """`save_checkpoint` for front ends. Collective.
+
+    Args:
+        path: As in `save_checkpoint`.
+        state: What to save.
+        extra: Entries for extra.pt.
+        writer: Who will read `extra` again.
+        replace: What stands at `path` is replaced once the new checkpoint is complete.
+        keep_last: As in `save_checkpoint`.
+        async_save: As in `save_checkpoint`.
+    """
+    wait_for_save()
+    save = _Save(path, state, writer, replace, keep_last)
+    try:
+        with agreed():
+            save.begin()
+        tensors = save.collect(extra)
+        if async_save:
+            _start(save, tensors)
+            return path
+        if tensors:
+            _write_state(tensors, save.folder)
+        with agreed():
+            save.finish()
+    except BaseException:
+        save.discard()
+        raise
+    return path
+
+
+class _Save:
+    """One checkpoint on its way to the disk. Rank 0 writes all but the shards."""
+
+    def __init__(self, path: Path, state: TrainState, writer: str, replace: bool, keep_last: int | None) -> None:
+        self._state, self._writer, self._replace, self._keep_last = state, writer, replace, keep_last
+        self._scratch = Scratch(path)
+        self._rank = dist.get_rank()
+        self._adapters: list[tuple[Path, GatheredAdapter]] = []
+        self._record: dict[str, Any] = {}
+        self._meta: dict[str, Any] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Where to write."""
+        return self._scratch.path
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Of collectives."""
+        return self._state.parallel.config.timeout_seconds
+
+    def begin(self) -> None:
+        """Make the folder to write in."""
+        target = self._scratch.target
+        for optimizer in self._state.optimizers.values():
+            optimizer_state(optimizer, self._state.parameter_names())  # raises before anything is made
+        if self._rank != 0:
+            return
+        if not self._replace and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
+            raise FileExistsError(f"{target} exists and is not empty, and is not overwritten: choose another place.")
+        if target.parent not in _swept:
+            sweep(target.parent)
+            _swept.add(target.parent)
+        self._scratch.make()
+
+    def collect(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Gather what rank 0 writes; return what every rank writes its shards of. Collective."""
+        models, mesh = self._state.models, self._state.parallel.mesh
+        for model in models.values():
+            reshard(model)
+        for name, model in models.items():
+            for adapter in peft_configs(model):
+                folder = adapter_folder(self.folder, name, models)
+                self._adapters.append((folder, gather_adapter(model, adapter)))
+        names = self._state.parameter_names()
+        with agreed():
+            states = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
+        self._record = {
+            **extra,
+            "models": list(models),
+            "adapters": {name: list(peft_configs(model)) for name, model in models.items()},
+            "forward_counts": {name: state.forward_count.done for name, state in self._state.states.items()},
+            "optimizers": {name: state.record for name, state in states.items()},
+            "random": gather_random_states(mesh),
+        }
+        self._meta = {
+            "format": FORMAT,
+            "writer": self._writer,
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "base": {name: _base_name(model) for name, model in models.items()},
+            "fingerprints": {name: base_fingerprints(model, mesh) for name, model in models.items()},
+            "versions": {name: version(name) for name in ("torch", "peft", "lightning-lora") if _installed(name)},
+        }
+        tensors = {loose_key(name): p.detach() for name, p in self._state.loose_parameters().items()}
+        for name, each in states.items():
+            for parameter, kept in each.tensors.items():
+                tensors.update({optimizer_key(name, parameter, key): tensor for key, tensor in kept.items()})
+        with agreed():
+            _check_rectangles(tensors)
+        return tensors
+
+    def finish(self) -> None:
+        """Write the rest, and put the checkpoint in its place."""
+        if self._rank != 0:
+            return
+        for folder, adapter in self._adapters:
+            adapter.write(folder)
+        torch.save(self._record, self.folder / EXTRA)
+        # A model card is the user's to edit or remove.
+        files = [
+            each
+            for each in sorted(self.folder.rglob("*"))
+            if each.is_file() and each != self._scratch.lock and each.name != CARD
+        ]
+        self._meta["files"] = {str(file.relative_to(self.folder)): file.stat().st_size for file in files}
+        before = complete_checkpoints(self._scratch.target.parent)
+        self._meta["number"] = max((read_meta(each)["number"] for each in before), default=0) + 1
+        (self.folder / META).write_text(json.dumps(self._meta, indent=2) + "\n")
+        self._scratch.place(self._replace)
+        if self._keep_last is not None:
+            prune(self._scratch.target.parent, self._keep_last)
+
+    def discard(self) -> None:
+        """Leave nothing."""
+        if self._rank == 0:
+            self._scratch.discard()
+
+
+_swept: set[Path] = set()
+"""Folders cleared of what killed processes left there, once a process."""
+
+
+def _write_state(tensors: dict[str, Tensor], folder: Path) -> None:
+    try:
+        dcp.save(tensors, checkpoint_id=folder / STATE)
+    except dcp.CheckpointException as error:  # raised on every rank
+        raise OSError(f"the train state cannot be written to {folder}: {error}") from error
+
+
+def _check_rectangles(tensors: dict[str, Tensor]) -> None:
+    """DCP describes a shard as one rectangle of the full tensor; a packed placement is several."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            continue
+        if prod(part.stop - part.start for part in local_region(tensor)) != tensor.to_local().numel():
+            raise ValueError(
+                f"this rank's shard of {name} ({tensor.placements}) is not one rectangle of the full tensor "
+                f"{tuple(tensor.shape)}: torch's checkpoints would store other rows than it holds. Parallelize the "
+                "layer with a style of this library."
+            )
+
+
+def _base_name(model: nn.Module) -> str | None:
+    config = getattr(model, "config", None)
+    return getattr(model, "name_or_path", None) or getattr(config, "name_or_path", None) or None
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+_pending: Future[None] | None = None
+_groups: dict[Any, Any] = {}
+"""The group that background saves communicate in, by the default group that it was made beside."""
+
+
+def wait_for_save() -> None:
+    """Wait until the save in flight, if there is one, is complete on disk. Collective.
+
+    Call it before `torch.distributed.destroy_process_group`; the end of a process waits by itself.
+
+    Raises:
+        OSError: It could not be written, on every rank.
+    """
+    global _pending
+    pending, _pending = _pending, None
+    if pending is not None:
+        with agreed():
+            pending.result()
+
+
+def _start(save: _Save, tensors: dict[str, Tensor]) -> None:
+    global _pending
+    # DCP writes `tensors` from copies; the thread has its collectives to itself.
+    written = None
+    if tensors:
+        written = dcp.async_save(
+            tensors, checkpoint_id=save.folder / STATE, process_group=_background_group(save.timeout_seconds)
+        )
+    thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    _pending = thread.submit(_finish, save, written)
+    thread.shutdown(wait=False)
+
+
+def _background_group(seconds: float) -> Any:
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups.clear()
+        _groups[world] = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    return _groups[world]
+
+
+def _finish(save: _Save, written: Any) -> None:
+    try:
+        if written is not None:
+            written.result()
+        save.finish()
+    except BaseException as error:
+        save.discard()
+        _log.error("the checkpoint %s was not written: %s", save.folder, error)
+        if isinstance(error, dcp.CheckpointException):
+            raise OSError(f"the train state cannot be written to {save.folder}: {error}") from error
+        raise

@@ -1,0 +1,113 @@
+"""Whether two models have the same base, whatever the mesh: a fingerprint of each frozen weight."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.adapters import adapter_parameters
+from lora_parallel.gather import local, reshard
+from lora_parallel.mesh import AXES
+from lora_parallel.upstream import local_region
+
+__all__ = ["base_fingerprints", "check_base"]
+
+_SAMPLES = 16
+
+
+def base_fingerprints(model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
+    """A fingerprint of each frozen weight, by its name without PEFT's additions. Collective.
+
+    Of its shape, its dtype and 16 of its values, at places that depend on its name: enough to tell one model from
+    another, or from a further trained one, without reading it all. Ranks contribute the values that they own; one
+    all-reduce.
+    """
+    reshard(model)
+    adapters = adapter_parameters(model)
+    frozen = {
+        _plain(name): p
+        for name, p in model.named_parameters()
+        if not p.requires_grad and name not in adapters and p.numel()
+    }
+    sampled = [_samples(name, parameter, mesh) for name, parameter in frozen.items()]
+    if not sampled:
+        return {}
+    values = torch.stack(sampled)
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return {
+        name: _digest(f"{tuple(parameter.shape)} {parameter.dtype} {row}")
+        for (name, parameter), row in zip(frozen.items(), values.tolist(), strict=True)
+    }
+
+
+def check_base(stored: Mapping[str, str], present: Mapping[str, str], model: nn.Module, where: str) -> None:
+    """Check that the base is the one that adapters were trained on.
+
+    Args:
+        stored: The `base_fingerprints` then.
+        present: The `base_fingerprints` now.
+        model: The model now.
+        where: What `stored` is from, for the error.
+
+    Raises:
+        ValueError: A weight is missing, or has other values, another shape or another dtype.
+    """
+    names = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    missing = [name for name in stored if name not in names]
+    other = [name for name in stored if name in present and present[name] != stored[name]]
+    if missing or other:
+        raise ValueError(
+            f"{where} was trained on another base model: of its {len(stored)} frozen weights {len(missing)} are not in "
+            f"this one (first: {missing[:1]}), {len(other)} have other values, shapes or dtypes (first: {other[:1]})."
+        )
+
+
+def _plain(name: str) -> str:
+    for addition in ("base_model.model.", "base_layer.", "original_module."):
+        name = name.replace(addition, "")
+    return name
+
+
+def _samples(name: str, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The bits of the sampled values that this rank contributes; zero for the others."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    flat = torch.randint(parameter.numel(), (_SAMPLES,), generator=generator)
+    bits = torch.zeros(_SAMPLES, dtype=torch.int64, device=mesh.device_type)
+    mine = local(parameter)
+    if not mine.numel() or not _contributes(parameter, mesh):
+        return bits
+    data = parameter.detach()
+    region = local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
+    places = [place - part.start for place, part in zip(_unravel(flat, parameter.shape), region, strict=True)]
+    inside = torch.ones(_SAMPLES, dtype=torch.bool)
+    for place, size in zip(places, mine.shape, strict=True):
+        inside &= (place >= 0) & (place < size)
+    chosen = mine[tuple(place[inside].to(mine.device) for place in places)]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chosen.element_size()]
+    bits[inside.to(bits.device)] = chosen.contiguous().view(width).to(torch.int64).reshape(-1)
+    return bits
+
+
+def _unravel(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    return torch.unravel_index(flat, shape)
+
+
+def _contributes(parameter: Tensor, mesh: DeviceMesh) -> bool:
+    """Of the ranks that hold the same shard, one."""
+    sharded: set[str] = set()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        sharded = {n for n, p in zip(names, parameter.placements, strict=True) if not p.is_replicate()}
+    return all(axis in sharded or mesh[axis].get_local_rank() == 0 for axis in AXES)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

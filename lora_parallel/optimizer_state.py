@@ -1,0 +1,156 @@
+"""An optimizer's state by parameter name: what of it is a shard, what is a value, and back.
+
+torch's `get_optimizer_state_dict` is not used: it steps an optimizer that has no state, makes state for parameters that
+never got a gradient, and makes none where gradients are present.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lora_parallel.gather import local
+from lora_parallel.upstream import local_region
+
+__all__ = ["OptimizerState", "check_optimizer", "optimizer_state", "restored"]
+
+Tensors = dict[str, dict[str, Tensor]]
+"""By the name of a parameter, and of a state of it."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """An optimizer's state, apart from the optimizer."""
+
+    tensors: Tensors = field(default_factory=dict)
+    """Of a parameter's shape, and sharded as it is."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    """The rest, the same on every rank: class, groups (names of the parameters, settings), values that are no shards
+    (step counts), and the dtype of each tensor in `tensors`."""
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerState:
+    """Take an optimizer's state apart. What comes out shares its memory.
+
+    Args:
+        optimizer: Of sharded parameters or not.
+        names: The name of each of its parameters.
+
+    Raises:
+        ValueError: It holds a parameter that has no name here, or a state that cannot be saved from shards.
+    """
+    tensors: Tensors = {}
+    values: dict[str, dict[str, Any]] = {}
+    kind = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"{kind} holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make it from "
+                    "the parameters of the model that parallelize returned."
+                )
+            name = names[parameter]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    tensors.setdefault(name, {})[key] = value.detach()
+                elif isinstance(value, DTensor) or (
+                    isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.numel() > 1
+                ):
+                    raise ValueError(
+                        f"{kind} keeps the state {key!r} of {name} as a {type(value).__name__} of shape "
+                        f"{tuple(value.shape)}, where the parameter is sharded and has shape {tuple(parameter.shape)}: "
+                        "it cannot be told what of it belongs to which rank, so it cannot be saved."
+                    )
+                else:
+                    values.setdefault(name, {})[key] = value.cpu().clone() if isinstance(value, Tensor) else value
+    groups = [
+        {
+            "parameters": [names[parameter] for parameter in group["params"]],
+            "settings": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    dtypes = {name: {key: value.dtype for key, value in states.items()} for name, states in tensors.items()}
+    return OptimizerState(tensors, {"class": kind, "groups": groups, "values": values, "tensors": dtypes})
+
+
+def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> None:
+    """Check that a record is of an optimizer like this one.
+
+    Raises:
+        ValueError: Another class, other groups, or other parameters in them.
+    """
+    kind, groups = type(optimizer).__name__, record["groups"]
+    if record["class"] != kind:
+        raise ValueError(f"the optimizer that was saved is a {record['class']}, the one to fill a {kind}.")
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the {kind} that was saved has {len(groups)} parameter groups, the one to fill "
+            f"{len(optimizer.param_groups)}: make it with the same groups."
+        )
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        mine, theirs = {names.get(parameter, "?") for parameter in group["params"]}, set(saved["parameters"])
+        if mine != theirs:
+            raise ValueError(
+                f"parameter group {index} of the {kind} has {len(mine - theirs)} parameters that the saved one lacks "
+                f"(first: {sorted(mine - theirs)[:1]}) and lacks {len(theirs - mine)} of it (first: "
+                f"{sorted(theirs - mine)[:1]}): make it with the same groups."
+            )
+
+
+def restored(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    record: Mapping[str, Any],
+    read: Callable[[str, str, tuple[slice, ...]], Tensor],
+) -> Callable[[], None]:
+    """Read a state for this rank's shards; what is returned puts it into the optimizer.
+
+    Args:
+        optimizer: One that `check_optimizer` accepts. Nothing is changed yet.
+        names: As in `optimizer_state`.
+        record: What `optimizer_state` took apart, on whichever mesh.
+        read: From the name of a parameter, of a state of it, and a region of the full tensor to its values.
+    """
+    state: dict[Tensor, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            found: dict[str, Any] = {}
+            for key, value in record["values"].get(name, {}).items():
+                found[key] = _on_device(key, value, parameter, group)
+            for key, dtype in record["tensors"].get(name, {}).items():
+                found[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+                if local(found[key]).numel():
+                    local(found[key]).copy_(read(name, key, _region(parameter)))
+            if found:
+                state[parameter] = found
+
+    def put() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
+            group.update(saved["settings"])
+
+    return put
+
+
+def _region(parameter: nn.Parameter) -> tuple[slice, ...]:
+    data = parameter.detach()
+    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
+
+
+def _on_device(key: str, value: Any, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """Where torch's `Optimizer.load_state_dict` puts it: step counts stay on the CPU unless the kernels want them."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return value.clone()
+    return value.to(parameter.device, copy=True)

@@ -1,0 +1,74 @@
+"""Which checkpoints in a folder are complete, which is the newest, and which to keep."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lora_parallel.atomic import remove_folder
+from lora_parallel.checkpoint_layout import META
+
+__all__ = ["complete_checkpoints", "damage", "latest_checkpoint", "prune", "read_meta"]
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a folder, or None where there is none (or no such folder).
+
+    Newest is the one that was saved last, by a number that every save in a folder counts up; not by clocks. Complete is
+    one whose files are all there in their full length. Not collective; where each rank asks, each must see the folder.
+    """
+    found = complete_checkpoints(Path(directory))
+    return found[-1] if found else None
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = []
+    for path in directory.iterdir():
+        if path.name.startswith(".") or path.is_symlink() or not (path / META).is_file():
+            continue
+        try:
+            meta = read_meta(path)
+            if damage(path, meta) is None:
+                found.append((meta["number"], path.name, path))
+        except (OSError, ValueError):
+            continue
+    return [path for *_, path in sorted(found)]
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What meta.json says.
+
+    Raises:
+        ValueError: It is damaged, or not one of ours.
+    """
+    try:
+        meta = json.loads((path / META).read_text())
+        if not (
+            isinstance(meta["format"], int) and isinstance(meta["number"], int) and isinstance(meta["files"], dict)
+        ):
+            raise TypeError("an entry has another type")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / META} is damaged ({type(error).__name__}: {error}).") from error
+    return meta
+
+
+def damage(path: Path, meta: dict[str, Any]) -> str | None:
+    """What is wrong with the files that a checkpoint consists of; None if nothing is."""
+    for name, size in meta["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != size:
+            return f"{file} has {file.stat().st_size} bytes, and was written with {size}: it is truncated or changed"
+    return None
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the newest `keep`. What is not a complete checkpoint of ours stays."""
+    for path in complete_checkpoints(directory)[:-keep]:
+        remove_folder(path)

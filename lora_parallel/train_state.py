@@ -1,0 +1,50 @@
+"""What a checkpoint is of: models, and the optimizers of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lora_parallel.adapters import adapter_parameters
+from lora_parallel.state import ParallelState, parallelized, state_of
+
+__all__ = ["TrainState"]
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Parallelized models and their optimizers, by name."""
+
+    module: nn.Module
+    """A parallelized model, or what holds several; parameters are stored by their names in it."""
+
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
+    """By the names to store them under."""
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The parallelized models by their names in `module`."""
+        return parallelized(self.module)
+
+    @property
+    def states(self) -> dict[str, ParallelState]:
+        """What `parallelize` left on each model."""
+        found = {name: state_of(model) for name, model in self.models.items()}
+        return {name: state for name, state in found.items() if state is not None}
+
+    @property
+    def parallel(self) -> ParallelState:
+        """The first model's; the mesh is the same for all."""
+        return next(iter(self.states.values()))
+
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter in `module`."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    def loose_parameters(self) -> dict[str, nn.Parameter]:
+        """What trains and belongs to no adapter, by name."""
+        held = {parameter for model in self.models.values() for parameter in adapter_parameters(model).values()}
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in held}
