@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -62,15 +63,18 @@ class Scratch:
             raise FileExistsError(
                 f"{self.target} exists and is not empty, and is not overwritten: choose another place."
             )
-        if there:
+        if there and _exchanged(self.path, self.target):
+            old = self.path
+        else:
             _remove(old)
-            os.replace(self.target, old)
-        try:
-            os.replace(self.path, self.target)
-        except OSError:
             if there:
-                os.replace(old, self.target)
-            raise
+                os.replace(self.target, old)
+            try:
+                os.replace(self.path, self.target)
+            except OSError:
+                if there:
+                    os.replace(old, self.target)
+                raise
         _sync_entry(self.target.parent)
         _remove(old)
         self._release()
@@ -121,6 +125,21 @@ def sweep(parent: Path) -> None:
                 os.replace(path, target)
         elif path.name.endswith(_REMOVING) or (path.name.endswith(_WRITING) and not _in_use(path)):
             shutil.rmtree(path, ignore_errors=True)
+
+
+_LINUX_AT_FDCWD, _LINUX_RENAME_EXCHANGE = -100, 2
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names at once: renameat2(2), which Linux has for most file systems and Python has no function for.
+
+    Where it cannot, there is an instant between two renames in which neither stands under the name; `sweep` knows it.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return (
+        rename is not None and rename(_LINUX_AT_FDCWD, names[0], _LINUX_AT_FDCWD, names[1], _LINUX_RENAME_EXCHANGE) == 0
+    )
 
 
 def _in_use(scratch: Path) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lora_parallel.optimizer_state import optimizer_state
 from lora_parallel.random_state import gather_random_states
 from lora_parallel.retention import complete_checkpoints, prune, read_meta
 from lora_parallel.train_state import TrainState
-from lora_parallel.upstream import local_region
+from lora_parallel.upstream import is_rectangle
 
 __all__ = ["wait_for_save", "write_checkpoint"]
 
@@ -84,7 +85,7 @@ class _Save:
         self._scratch = Scratch(path)
         self._rank = dist.get_rank()
         self._adapters: list[tuple[Path, GatheredAdapter]] = []
-        self._record: dict[str, Any] = {}
+        self._record = b""
         self._meta: dict[str, Any] = {}
 
     @property
@@ -123,7 +124,7 @@ class _Save:
         names = self._state.parameter_names()
         with agreed():
             states = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
-        self._record = {
+        record = {
             **extra,
             "models": list(models),
             "adapters": {name: list(peft_configs(model)) for name, model in models.items()},
@@ -145,6 +146,10 @@ class _Save:
                 tensors.update({optimizer_key(name, parameter, key): tensor for key, tensor in kept.items()})
         with agreed():
             _check_rectangles(tensors)
+            if self._rank == 0:  # now: what it holds may change before a save in the background gets to it
+                written = io.BytesIO()
+                torch.save(record, written)
+                self._record = written.getvalue()
         return tensors
 
     def finish(self) -> None:
@@ -153,7 +158,7 @@ class _Save:
             return
         for folder, adapter in self._adapters:
             adapter.write(folder)
-        torch.save(self._record, self.folder / EXTRA)
+        (self.folder / EXTRA).write_bytes(self._record)
         # A model card is the user's to edit or remove.
         files = [
             each
@@ -188,9 +193,7 @@ def _write_state(tensors: dict[str, Tensor], folder: Path) -> None:
 def _check_rectangles(tensors: dict[str, Tensor]) -> None:
     """DCP describes a shard as one rectangle of the full tensor; a packed placement is several."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        if prod(part.stop - part.start for part in local_region(tensor)) != tensor.to_local().numel():
+        if isinstance(tensor, DTensor) and not is_rectangle(tensor):
             raise ValueError(
                 f"this rank's shard of {name} ({tensor.placements}) is not one rectangle of the full tensor "
                 f"{tuple(tensor.shape)}: torch's checkpoints would store other rows than it holds. Parallelize the "
@@ -212,6 +215,7 @@ def _installed(name: str) -> bool:
 
 
 _pending: Future[None] | None = None
+_own_destroy = dist.destroy_process_group
 _groups: dict[Any, Any] = {}
 """The group that background saves communicate in, by the default group that it was made beside."""
 
@@ -219,7 +223,7 @@ _groups: dict[Any, Any] = {}
 def wait_for_save() -> None:
     """Wait until the save in flight, if there is one, is complete on disk. Collective.
 
-    Call it before `torch.distributed.destroy_process_group`; the end of a process waits by itself.
+    The end of a process and `torch.distributed.destroy_process_group` wait by themselves, but raise nothing.
 
     Raises:
         OSError: It could not be written, on every rank.
@@ -227,6 +231,7 @@ def wait_for_save() -> None:
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
+        dist.destroy_process_group = _own_destroy
         with agreed():
             pending.result()
 
@@ -242,6 +247,15 @@ def _start(save: _Save, tensors: dict[str, Tensor]) -> None:
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     _pending = thread.submit(_finish, save, written)
     thread.shutdown(wait=False)
+    dist.destroy_process_group = _destroy_afterwards
+
+
+def _destroy_afterwards(*args: Any, **kwargs: Any) -> None:
+    """In place of torch's own while a save is in flight, whose group it would take away; scripts end with it."""
+    dist.destroy_process_group = _own_destroy
+    if _pending is not None:
+        futures.wait([_pending])
+    _own_destroy(*args, **kwargs)
 
 
 def _background_group(seconds: float) -> Any:

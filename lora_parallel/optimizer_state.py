@@ -6,6 +6,7 @@ never got a gradient, and makes none where gradients are present.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
-            "settings": {key: value for key, value in group.items() if key != "params"},
+            "settings": copy.deepcopy({key: value for key, value in group.items() if key != "params"}),
         }
         for group in optimizer.param_groups
     ]
@@ -137,7 +138,7 @@ def restored(
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
-            group.update(saved["settings"])
+            group.update(copy.deepcopy(saved["settings"]))
 
     return put
 

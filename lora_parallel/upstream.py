@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 __all__ = [
     "all_gather_stacked",
     "all_reduce_sum",
     "in_backward",
+    "is_rectangle",
     "local_region",
     "no_torch_function",
     "queue_after_backward",
@@ -57,6 +60,23 @@ def local_region(tensor: DTensor) -> tuple[slice, ...]:
     if 0 in shape:
         return tuple(slice(0, n) for n in tensor.to_local().shape)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def is_rectangle(tensor: DTensor) -> bool:
+    """Whether this rank's shard of `tensor` is one rectangle of the full tensor, which torch's checkpoints take it for.
+
+    FSDP2 on top of tensor parallelism marks a dim that both cut with `_StridedShard`, whose split factor is the number
+    of cuts that follow: one rectangle. With another factor (a packed weight: several matrices, each cut by itself) it
+    is several.
+    """
+    sizes = tensor.device_mesh.shape
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            following = zip(sizes[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
+            cuts = prod(size for size, other in following if isinstance(other, Shard) and other.dim == placement.dim)
+            if placement.split_factor != cuts:
+                return False
+    return True
 
 
 def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
