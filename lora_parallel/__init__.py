@@ -12,6 +12,7 @@ from lora_parallel.checkpoint import load_checkpoint, save_checkpoint
 from lora_parallel.checkpoint_writer import wait_for_save
 from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import attach_checkpoint
+from lora_parallel.export import export_merged
 from lora_parallel.grads import clip_grad_norm_
 from lora_parallel.mesh import build_mesh
 from lora_parallel.meta import meta_init
@@ -26,6 +27,7 @@ __all__ = [
     "attach_checkpoint",
     "build_mesh",
     "clip_grad_norm_",
+    "export_merged",
     "latest_checkpoint",
     "load_adapter",
     "load_checkpoint",

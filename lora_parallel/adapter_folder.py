@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from lora_parallel.adapters import adapted_model, adapter_parameters, peft_configs
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import Scratch
-from lora_parallel.gather import gather_on_rank_zero, local, reshard
+from lora_parallel.gather import class_of, gather_on_rank_zero, local, reshard
 from lora_parallel.upstream import local_region
 
 __all__ = ["CARD", "GatheredAdapter", "gather_adapter", "load_adapter", "put", "read_adapter", "save_adapter"]
@@ -150,11 +150,8 @@ def gather_adapter(
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
     config.inference_mode = True
-    kind = type(base)
-    if kind.__name__.startswith("FSDP"):  # fully_shard puts a subclass in place of the root's class
-        kind = kind.__mro__[2]
     tensors = {key: gathered[name].clone() for key, name in keys.items()} if gathered else {}
-    return GatheredAdapter(adapter_name, tensors, config, kind, holder)
+    return GatheredAdapter(adapter_name, tensors, config, class_of(base), holder)
 
 
 def _on_disk(

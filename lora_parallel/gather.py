@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.upstream import local_region
 
-__all__ = ["gather_on_rank_zero", "local", "reshard"]
+__all__ = ["class_of", "gather_on_rank_zero", "local", "reshard"]
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -28,6 +28,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class; `fully_shard` puts a subclass of its own in its place."""
+    kind = type(module)
+    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
 
 
 def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,361 @@
+"""`export_merged`: a base with its adapter merged in, from shards to a folder that plain `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
+from peft import PeftModel
+from peft.tuners.lora import Embedding, Linear, LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from lora_parallel.agreement import agreed
+from lora_parallel.atomic import Scratch
+from lora_parallel.gather import class_of, local, reshard
+from lora_parallel.safetensors_writer import write_safetensors
+from lora_parallel.sources import INDEX, Reader, Source
+from lora_parallel.state import state_of
+from lora_parallel.stored import Leaf, Region, StoredTensor
+from lora_parallel.upstream import local_region
+
+__all__ = ["export_merged"]
+
+
+def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
+    """Write the model with its active adapters merged into the base, as `merge_and_unload` and `save_pretrained` would
+    in one process. Collective.
+
+    Each rank merges the part of a weight that it holds; rank 0 receives and writes a few megabytes at a time, so no
+    rank ever holds a full tensor beside its shard. The model itself stays as it is. A model without adapters is written
+    as it is.
+
+    Args:
+        model: What `parallelize` returned.
+        directory: The folder to write. It must not exist, or be empty.
+        max_shard_size: Of a safetensors file, as in transformers' `save_pretrained`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: `directory` exists and is not empty.
+        ValueError: The model was not parallelized, or has adapter layers that cannot be merged part by part.
+        OSError: It cannot be written. All on every rank.
+    """
+    target, writer = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
+    scratch = Scratch(target)
+    reshard(model)
+    try:
+        with agreed():
+            state = state_of(model)
+            if state is None:
+                raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+            base = model.get_base_model() if isinstance(model, PeftModel) else model
+            weights = _weights(base)
+            if writer:
+                if target.is_file() or (target.is_dir() and any(target.iterdir())):
+                    raise FileExistsError(f"{target} exists and is not empty, and is not overwritten: choose another.")
+                scratch.make()
+        source = _ShardedModel(Path(class_of(base).__name__), weights)
+        stored = _as_saved(base, source.list())
+        files = split_state_dict_into_shards_factory(
+            stored,
+            get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        total = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+        with tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=not writer) as progress:
+            for name, keys in files.filename_to_tensors.items():
+                failure = write_safetensors(
+                    scratch.path / name, {key: stored[key].node for key in keys}, writer, progress.update
+                )
+                with agreed():
+                    if failure is not None:
+                        raise failure
+        with agreed():
+            if writer:
+                if files.is_sharded:
+                    index = {"metadata": {"total_size": total}, "weight_map": files.tensor_to_filename}
+                    (scratch.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+                _write_configs(base, scratch.path)
+                _check(scratch.path, stored, files.tensor_to_filename)
+                scratch.place()
+    except BaseException:
+        scratch.discard()
+        raise
+    return target
+
+
+# ---------------------------------------------------------------------- which tensors
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One tensor of the merged model."""
+
+    tensor: Tensor
+    layer: LoraLayer | None = None
+    """Whose adapters are to be merged into it."""
+
+
+def _weights(base: nn.Module) -> dict[str, _Weight]:
+    """The parameters and persistent buffers of the merged model, by their names in it; a tied one under the first."""
+    found: dict[str, _Weight] = {}
+    seen: dict[int, tuple[str, bool]] = {}
+    for prefix, module in base.named_modules():
+        if _is_left_out(base, prefix):
+            continue
+        layer = _adapted_by(base, prefix)
+        persistent = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for key, tensor in (*module._parameters.items(), *persistent.items()):
+            if tensor is None:
+                continue
+            name = _plain(f"{prefix}.{key}" if prefix else key)
+            merged = layer is not None and key == "weight" and bool(_active(layer))
+            if id(tensor) in seen:
+                first, first_merged = seen[id(tensor)]
+                if merged or first_merged:
+                    raise ValueError(
+                        f"{name} and {first} are one weight, and an adapter is on one of them only: merging it would "
+                        "change both. Save the adapter (save_adapter) and merge it where it is used."
+                    )
+                continue
+            seen[id(tensor)] = name, merged
+            if merged:
+                assert layer is not None
+                _check_kind(name, layer)
+            found[name] = _Weight(tensor, layer if merged else None)
+    return found
+
+
+def _is_left_out(base: nn.Module, prefix: str) -> bool:
+    """Whether a module is an adapter's, or one that an adapter's copy (`modules_to_save`) stands in for."""
+    parts = prefix.split(".") if prefix else []
+    for depth in range(len(parts)):
+        owner = base.get_submodule(".".join(parts[:depth]))
+        part = parts[depth]
+        if isinstance(owner, ModulesToSaveWrapper):
+            if part != "modules_to_save":
+                return True
+            if depth + 1 == len(parts) or parts[depth + 1] not in owner.active_adapters:
+                return True
+        elif isinstance(owner, BaseTunerLayer) and part != "base_layer":
+            return True
+    return False
+
+
+def _plain(name: str) -> str:
+    """Without what PEFT puts between: `base_layer`, `modules_to_save.<adapter>`."""
+    parts = name.split(".")
+    plain: list[str] = []
+    skip = 0
+    for part in parts:
+        if skip:
+            skip -= 1
+        elif part == "modules_to_save":
+            skip = 1
+        elif part != "base_layer":
+            plain.append(part)
+    return ".".join(plain)
+
+
+def _adapted_by(base: nn.Module, prefix: str) -> LoraLayer | None:
+    if not prefix.endswith(".base_layer"):
+        return None
+    owner = base.get_submodule(prefix.removesuffix(".base_layer"))
+    return owner if isinstance(owner, LoraLayer) else None
+
+
+def _active(layer: LoraLayer) -> list[str]:
+    """The adapters of the layer that `merge_and_unload` would merge."""
+    held = {*layer.lora_A, *layer.lora_embedding_A}
+    return [name for name in layer.active_adapters if name in held]
+
+
+def _check_kind(name: str, layer: LoraLayer) -> None:
+    problem = None
+    kind: Any = class_of(layer)  # type: ignore[arg-type]
+    if kind not in (Linear, Embedding):
+        problem = f"a {kind.__name__} layer"
+    for adapter in _active(layer):
+        if adapter in layer.lora_variant:
+            problem = type(layer.lora_variant[adapter]).__name__
+        elif layer.lora_bias.get(adapter):
+            problem = "lora_bias=True"
+    if problem is not None:
+        raise ValueError(
+            f"export_merged: the adapter of {name} ({problem}) cannot be merged part by part. Save the adapter "
+            "(save_adapter) and merge it in one process with PEFT's merge_and_unload."
+        )
+
+
+def _as_saved(base: nn.Module, merged: Mapping[str, Leaf]) -> dict[str, StoredTensor]:
+    """By the names, and in the shapes, that the model's checkpoints have on disk."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored = {name: StoredTensor(leaf) for name, leaf in merged.items()}
+    return dict(revert_weight_conversion(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
+
+
+def _write_configs(base: nn.Module, folder: Path) -> None:
+    config = copy.deepcopy(getattr(base, "config", None))
+    if hasattr(config, "save_pretrained"):
+        config.architectures = [class_of(base).__name__]  # type: ignore[union-attr]
+        config.dtype = str(base.dtype).removeprefix("torch.")  # type: ignore[union-attr]
+        config.save_pretrained(folder)  # type: ignore[union-attr]
+    generation = getattr(base, "generation_config", None)
+    if hasattr(generation, "save_pretrained") and base.can_generate():  # type: ignore[operator]
+        generation.save_pretrained(folder)  # type: ignore[union-attr]
+
+
+def _check(folder: Path, stored: Mapping[str, StoredTensor], files: Mapping[str, str]) -> None:
+    for key, tensor in stored.items():
+        with safe_open(folder / files[key], framework="pt") as file:
+            if key not in file.keys() or tuple(file.get_slice(key).get_shape()) != tuple(tensor.shape):  # noqa: SIM118
+                raise RuntimeError(f"{folder / files[key]} does not hold {key}: nothing was put in place.")
+
+
+# ---------------------------------------------------------------------- their values, from the ranks that have them
+
+
+@dataclass(frozen=True, eq=False)
+class _ShardedModel(Source):
+    """The merged model as a source of tensors: a region of one is read from the ranks that hold it. Collective.
+
+    Rank 0 gets the values; on other ranks what is read is memory of the same shape.
+    """
+
+    weights: Mapping[str, _Weight]
+    regions: list[dict[str, Region]] = field(default_factory=list)
+    """What each rank holds of each."""
+
+    def list(self) -> dict[str, Leaf]:
+        mine = {name: _region(weight.tensor) for name, weight in self.weights.items()}
+        everyone: list[Any] = [mine]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+        self.regions.extend(everyone)
+        return {
+            name: Leaf(self, name, tuple(weight.tensor.shape), weight.tensor.dtype)
+            for name, weight in self.weights.items()
+        }
+
+    @contextmanager
+    def open(self) -> Iterator[Reader]:
+        yield self._read
+
+    def _read(self, key: str, region: Region) -> Tensor:
+        weight = self.weights[key]
+        factors = _factors(weight.layer) if weight.layer is not None else {}
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        block = torch.empty([part.stop - part.start for part in region], dtype=weight.tensor.dtype)
+        done: list[Region] = []
+        for owner, held in enumerate(self.regions):
+            shared = _intersection(held[key], region)
+            if shared is None or shared in done:  # nothing of it, or a replica
+                continue
+            done.append(shared)
+            inside = tuple(slice(s.start - r.start, s.stop - r.start) for s, r in zip(shared, region, strict=True))
+            if rank == owner:
+                part = self._merged(key, shared, factors)
+                if rank == 0:
+                    block[inside] = part.cpu()
+                else:
+                    dist.send(part.contiguous(), dst=0)
+            elif rank == 0:
+                part = torch.empty(block[inside].shape, dtype=block.dtype, device=local(weight.tensor).device)
+                dist.recv(part, src=owner)
+                block[inside] = part.cpu()
+        return block
+
+    def _merged(self, key: str, region: Region, factors: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """This rank's values of a region that it holds, with the adapters merged as PEFT merges them."""
+        weight = self.weights[key]
+        held = _region(weight.tensor)
+        mine = local(weight.tensor)[
+            tuple(slice(r.start - h.start, r.stop - h.start) for r, h in zip(region, held, strict=True))
+        ]
+        if weight.layer is None:
+            return mine
+        merged = mine.clone()
+        for adapter, (a, b) in factors.items():
+            merged += _delta(weight.layer, adapter, a, b, region)
+        return merged
+
+
+def _factors(layer: LoraLayer) -> dict[str, tuple[Tensor, Tensor]]:
+    """The full A and B of each active adapter. Collective."""
+    found = {}
+    for adapter in _active(layer):
+        pair = (
+            [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
+            if adapter in layer.lora_A
+            else [
+                layer.lora_embedding_A[adapter],
+                layer.lora_embedding_B[adapter],
+            ]
+        )
+        a, b = (_full(parameter) for parameter in pair)
+        found[adapter] = a, b
+    return found
+
+
+def _full(parameter: Any) -> Tensor:
+    data = parameter.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data
+
+
+def _delta(layer: LoraLayer, adapter: str, a: Tensor, b: Tensor, region: Region) -> Tensor:
+    """PEFT's own `get_delta_weight`, for the rows and columns in `region`."""
+    rows, columns = region
+    if isinstance(layer, Embedding) or layer.fan_in_fan_out:  # type: ignore[attr-defined]
+        rows, columns = columns, rows  # stored transposed: B makes columns, A rows
+    part: Any = object.__new__(class_of(layer))  # type: ignore[arg-type]  # a copy; FSDP2's own class would build one
+    part.__dict__.update(layer.__dict__)
+    part.__dict__["_modules"] = dict(layer._modules)  # type: ignore[attr-defined]
+    a, b = a[:, columns], b[rows]
+    if isinstance(layer, Embedding):
+        part.__dict__["_modules"].update(
+            lora_embedding_A=nn.ParameterDict({adapter: nn.Parameter(a, requires_grad=False)}),
+            lora_embedding_B=nn.ParameterDict({adapter: nn.Parameter(b, requires_grad=False)}),
+        )
+    else:
+        part.__dict__["_modules"].update(
+            lora_A=nn.ModuleDict({adapter: _Factor(a)}), lora_B=nn.ModuleDict({adapter: _Factor(b)})
+        )
+    return part.get_delta_weight(adapter)
+
+
+class _Factor(nn.Module):
+    """A weight, where PEFT expects a layer that has one."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _region(tensor: Tensor) -> Region:
+    data = tensor.detach()
+    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
+
+
+def _intersection(one: Region, other: Region) -> Region | None:
+    found = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return None if any(part.start >= part.stop for part in found) else found
