@@ -27,6 +27,7 @@ from lora_parallel.layers import TPContext, apply_style, shared_parameters, unit
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.plan import Plan, check_globs, resolve_plan
 from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
+from lora_parallel.saving import allow_save_pretrained
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.styles import STYLES
 from lora_parallel.verify import verify
@@ -117,6 +118,7 @@ def parallelize(
     if materialize:
         model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
     allow_generate(model, dp_size(mesh))
+    allow_save_pretrained(model)
     gradients.manage(_partial_parameters(model, plan))
     StepWatch(model, mesh, count, gradients, context)
 

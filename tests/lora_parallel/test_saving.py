@@ -1,0 +1,93 @@
+"""`save_pretrained` as users call it, on a sharded model, against the same call in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lora_parallel import parallelize
+from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh
+from tests.workers import Failure, attempt
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def peft_model() -> nn.Module:
+    model = get_peft_model(causal_lm(dtype=torch.float32), lora_config())
+    model.add_adapter("second", lora_config(r=2, target_modules=["q_proj"]))
+    fill_adapters(model)
+    return model
+
+
+def with_add_adapter() -> nn.Module:
+    """Transformers' own way: no PeftModel around it."""
+    model = causal_lm(dtype=torch.float32)
+    model.add_adapter(LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+    fill_adapters(model)
+    return model
+
+
+def save_all(mesh_text: str, folder: Path) -> dict[str, Any]:
+    mesh, config = on_mesh(mesh_text, require_adapters=False)
+    model = parallelize(peft_model(), mesh, config)
+    model.save_pretrained(folder / "peft")
+    model.save_pretrained(str(folder / "one"), selected_adapters=["second"], is_main_process=mesh.get_rank() == 0)
+    gathered = {name: full(p) for name, p in model.named_parameters() if "lora_" in name}
+    if mesh.get_rank() == 0:  # as after accelerator.get_state_dict(model)
+        state = get_peft_model_state_dict(model, gathered)
+        model.save_pretrained(folder / "gathered", selected_adapters=["default"], state_dict=state)
+    added = parallelize(with_add_adapter(), mesh, config)
+    added.save_pretrained(folder / "added")
+    whole = parallelize(causal_lm(dtype=torch.float32), mesh, config)
+    whole.save_pretrained(folder / "whole", max_shard_size="30KB")
+    return {
+        "no such adapter": attempt(model.save_pretrained, folder / "none", selected_adapters=["third"]),
+        "a pickle": attempt(model.save_pretrained, folder / "none", safe_serialization=False),
+        "to the hub": attempt(model.save_pretrained, folder / "none", push_to_hub=True),
+    }
+
+
+REFUSED = {
+    "no such adapter": ("ValueError", "no adapter 'third'"),
+    "a pickle": ("TypeError", "safe_serialization=False"),
+    "to the hub": ("TypeError", "push_to_hub"),
+}
+
+
+def same(one: Path, other: Path) -> None:
+    mine, theirs = load_file(one), load_file(other)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "4x1", "1x4"])
+def test_what_users_call(pool, tmp_path, mesh):
+    for found in pool.run(4, save_all, mesh, tmp_path / "ours"):
+        for name, (kind, text) in REFUSED.items():
+            assert isinstance(found[name], Failure), name
+            assert found[name].kind == kind
+            assert text in found[name].message
+    model = peft_model()
+    model.save_pretrained(tmp_path / "theirs" / "peft")
+    model.save_pretrained(tmp_path / "theirs" / "one", selected_adapters=["second"])
+    with_add_adapter().save_pretrained(tmp_path / "theirs" / "added")
+    for part in ("peft", "peft/second", "one/second", "added"):
+        ours, theirs = tmp_path / "ours" / part, tmp_path / "theirs" / part
+        same(ours / WEIGHTS, theirs / WEIGHTS)
+        names = {path.name for path in theirs.iterdir()} - {"generation_config.json"}  # transformers' own addition
+        assert {path.name for path in ours.iterdir()} == names, part
+    same(tmp_path / "ours" / "gathered" / WEIGHTS, tmp_path / "theirs" / "peft" / WEIGHTS)
+    assert not (tmp_path / "ours" / "none").exists()
+
+    ids = torch.arange(12)[None]
+    loaded = PeftModel.from_pretrained(causal_lm(dtype=torch.float32), tmp_path / "ours" / "peft").eval()
+    assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "whole").eval()
+    assert torch.equal(whole(input_ids=ids).logits, causal_lm(dtype=torch.float32).eval()(input_ids=ids).logits)
