@@ -8,13 +8,13 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test: export OMP_NUM_THREADS := 1
+demo test resume-matrix faults: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-load lint docs clean
+.PHONY: help demo test resume-matrix faults bench bench-load lint docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## fine-tune a small model with LoRA on four processes (2-way FSDP2 x 2-way TP)
 	$(BIN)/python examples/lightning_sft.py --strategy lora_fsdp2_tp --tp 2 --devices 4 \
@@ -28,6 +28,12 @@ bench: $(VENV)/.installed ## time a training step against plain PEFT and hand-wr
 
 bench-load: $(VENV)/.installed ## measure loading from meta against other ways of loading
 	$(BIN)/python benchmarks/load.py $(ARGS)
+
+resume-matrix: $(VENV)/.installed ## save on every mesh and resume on every other one: ten minutes
+	RESUME_MATRIX=1 $(BIN)/python -m pytest tests/lora_parallel/test_resume.py -k any_mesh $(ARGS)
+
+faults: $(VENV)/.installed ## kill training jobs and fill their disks at random instants, and let them go on
+	FAULTS=20 $(BIN)/python -m pytest tests/lora_parallel/test_faults.py $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
