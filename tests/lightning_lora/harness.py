@@ -220,7 +220,8 @@ class Resumable(DataLoader):
         return {"position": self.batch_sampler.position}  # type: ignore[union-attr]
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batch_sampler.start = state["position"]  # type: ignore[union-attr]
+        # At the end of an epoch the next one begins.
+        self.batch_sampler.start = state["position"] % len(self.batch_sampler)  # type: ignore[union-attr,arg-type]
 
 
 def loader(dataset: Dataset, mesh: str | None, batch: int = ROWS, kind: type[DataLoader] = DataLoader) -> DataLoader:

@@ -206,6 +206,37 @@ def test_a_resumed_run_equals_one_on_another_mesh(pool, tmp_path):
                 torch.testing.assert_close(resumed["adapters"][name], tensor, rtol=1e-9, atol=1e-9)
 
 
+class Random(Scheduled):
+    """A model that draws by itself: attention dropout, from the global random state."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed)
+        self.model = m.get_peft_model(causal_lm(dtype=torch.float32, attention_dropout=0.4), lora_config())
+        fill_adapters(self.model, seed)
+
+
+def random_runs(folder: str) -> dict[str, dict[str, Any]]:
+    """A whole run, and runs that go on from mid-epoch and from the end of an epoch."""
+    found = {}
+    for name, step in (("whole", 0), ("mid-epoch", 2), ("end of epoch", 3), ("next epoch", 4)):
+        torch.manual_seed(5 if not step else 1000 + step)
+        module = Random(seed=1 + step)
+        callbacks = [] if step else [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+        with tidy():
+            run = trainer("2x2", max_epochs=2, callbacks=callbacks, enable_checkpointing=not step, **DOUBLE)
+            run.fit(module, resumable("2x2"), ckpt_path=f"{folder}/step={step}.ckpt" if step else None)
+        found[name] = {"step": step, "losses": global_means(module.losses), "adapters": adapters(module)}
+    return found
+
+
+def test_the_models_own_randomness_goes_on_where_it_was(pool, tmp_path):
+    for runs in pool.run(4, random_runs, str(tmp_path)):
+        whole = runs.pop("whole")
+        for name, resumed in runs.items():
+            assert resumed["losses"] == whole["losses"][resumed["step"] :], name
+            assert same(resumed["adapters"], whole["adapters"]), name
+
+
 def around_a_resumed_run(folder: str) -> dict[str, Any]:
     """What runs do after a run that resumed, without a path of their own."""
     path = f"{folder}/first.ckpt"
