@@ -9,9 +9,11 @@ Importing registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" (tp 2), "lora
 `lightning_lora.legacy`'s).
 """
 
+from lightning_lora.loading import load_folders
 from lightning_lora.registry import register_strategies
 from lightning_lora.strategy import FabricLoRAParallelStrategy, LoRAParallelStrategy
 
 __all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
 
 register_strategies()
+load_folders()

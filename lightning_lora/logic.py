@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_lora.base import BaseLogic
 from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
+from lightning_lora.loading import TRAINER
 from lightning_lora.namespace import TrainerNamespace
 from lightning_lora.optimizers import refuse_stale
 from lightning_lora.precision import PrecisionLogic
@@ -35,8 +36,6 @@ if TYPE_CHECKING:  # at run time the class is mixed into either namespace's Para
     from lightning.pytorch.strategies import ParallelStrategy as Base
 else:
     Base = object
-
-_WRITER = "Trainer"
 
 # Callbacks that copy, prune or unfreeze weights behind the strategy's back.
 _REFUSED_CALLBACKS = {
@@ -211,7 +210,7 @@ class StrategyLogic(BaseLogic, Base):
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
         state = self._train_state({} if weights_only else self._optimizers_by_name())
         extra = {"trainer": checkpoint_state, "weights_only": weights_only}
-        write_checkpoint(path, state, extra, _WRITER, replace=True)
+        write_checkpoint(path, state, extra, TRAINER, replace=True)
 
     def _train_state(self, optimizers: Mapping[str, Optimizer] = MappingProxyType({})) -> TrainState:
         assert self.lightning_module is not None
@@ -221,7 +220,7 @@ class StrategyLogic(BaseLogic, Base):
         return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        found = read_checkpoint(Path(self.broadcast(str(checkpoint_path))), _WRITER, weights_only)
+        found = read_checkpoint(Path(self.broadcast(str(checkpoint_path))), TRAINER, weights_only)
         state: dict[str, Any] = found.record["trainer"]
         state["state_dict"] = {}
         if not found.record["weights_only"]:

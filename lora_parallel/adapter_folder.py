@@ -29,7 +29,16 @@ from lora_parallel.atomic import Scratch
 from lora_parallel.gather import class_of, gather_on_rank_zero, local, reshard
 from lora_parallel.upstream import local_region
 
-__all__ = ["CARD", "GatheredAdapter", "gather_adapter", "load_adapter", "put", "read_adapter", "save_adapter"]
+__all__ = [
+    "CARD",
+    "WEIGHTS",
+    "GatheredAdapter",
+    "gather_adapter",
+    "load_adapter",
+    "put",
+    "read_adapter",
+    "save_adapter",
+]
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
@@ -73,6 +82,9 @@ class GatheredAdapter:
     name: str
     tensors: dict[str, Tensor]
     """By their keys in the file, on the CPU of rank 0; empty elsewhere."""
+
+    names: dict[str, str]
+    """The parameter in the model behind each key, on every rank."""
 
     config: PeftConfig
     base_class: type[nn.Module]
@@ -151,7 +163,7 @@ def gather_adapter(
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
     config.inference_mode = True
     tensors = {key: gathered[name].clone() for key, name in keys.items()} if gathered else {}
-    return GatheredAdapter(adapter_name, tensors, config, class_of(base), holder)
+    return GatheredAdapter(adapter_name, tensors, keys, config, class_of(base), holder)
 
 
 def _on_disk(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,11 +28,20 @@ from lora_parallel.identity import base_fingerprints, check_base
 from lora_parallel.optimizer_state import check_optimizer, restored
 from lora_parallel.retention import damage, read_meta
 from lora_parallel.sources import DcpDirectory, Reader
-from lora_parallel.stored import Region
+from lora_parallel.stored import Region, whole
 from lora_parallel.train_state import TrainState
 from lora_parallel.upstream import local_region
 
-__all__ = ["Contents", "is_checkpoint", "load_models", "load_optimizers", "read_checkpoint", "resume_counting"]
+__all__ = [
+    "Contents",
+    "is_checkpoint",
+    "load_models",
+    "load_optimizers",
+    "open_checkpoint_folder",
+    "read_checkpoint",
+    "resume_counting",
+    "whole_tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,17 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -> Contents:
-    """Open a checkpoint. Collective.
+    """`open_checkpoint_folder`, on every rank or on none. Collective."""
+    wait_for_save()
+    with agreed():
+        if dist.get_rank() == 0:
+            sweep(path.parent)
+    with agreed():
+        return open_checkpoint_folder(path, writer, weights_only)
+
+
+def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = None) -> Contents:
+    """Open a checkpoint.
 
     Args:
         path: The checkpoint.
@@ -67,46 +87,60 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: What stands there is no complete checkpoint of this format, or not of this writer. On every rank.
+        ValueError: What stands there is no complete checkpoint of this format, or not of this writer.
     """
-    wait_for_save()
-    with agreed():
-        if dist.get_rank() == 0:
-            sweep(path.parent)
-    with agreed():
-        if not path.exists():
-            raise FileNotFoundError(f"there is no checkpoint at {path}.")
-        if not is_checkpoint(path):
-            raise ValueError(
-                f"{path} is not a checkpoint that this library wrote (a folder with {META}). Load what another one "
-                "wrote into the model before training."
-            )
-        try:
-            stated = json.loads((path / META).read_text()).get("format")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path / META} is damaged ({error}).") from error
-        if stated != FORMAT:
-            raise ValueError(
-                f"{path} has checkpoint format {stated!r}; this version reads format {FORMAT}. Use the version that "
-                "wrote it, or a later one."
-            )
-        meta = read_meta(path)
-        fault = damage(path, meta)
-        if fault is not None:
-            raise ValueError(f"the checkpoint {path} is incomplete: {fault}. Resume from another one.")
-        if meta["writer"] != writer:
-            raise ValueError(
-                f"{path} was written by {meta['writer']}, whose loops and schedulers {writer} does not know. Load its "
-                "adapter alone: lora_parallel.load_adapter(model, path / 'adapter')."
-            )
-        try:
-            record = torch.load(path / EXTRA, map_location="cpu", weights_only=weights_only is not False)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{path / EXTRA} holds Python objects (hyperparameters, perhaps) that weights_only=True does not read. "
-                f"If you trust the file, load with weights_only=False. Cause: {error}"
-            ) from error
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {path}.")
+    if not is_checkpoint(path):
+        raise ValueError(
+            f"{path} is not a checkpoint that this library wrote (a folder with {META}). Load what another one "
+            "wrote into the model before training."
+        )
+    try:
+        stated = json.loads((path / META).read_text()).get("format")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path / META} is damaged ({error}).") from error
+    if stated != FORMAT:
+        raise ValueError(
+            f"{path} has checkpoint format {stated!r}; this version reads format {FORMAT}. Use the version that "
+            "wrote it, or a later one."
+        )
+    meta = read_meta(path)
+    fault = damage(path, meta)
+    if fault is not None:
+        raise ValueError(f"the checkpoint {path} is incomplete: {fault}. Resume from another one.")
+    if meta["writer"] != writer:
+        raise ValueError(
+            f"{path} was written by {meta['writer']}, whose loops and schedulers {writer} does not know. Load its "
+            "adapter alone: lora_parallel.load_adapter(model, path / 'adapter')."
+        )
+    try:
+        record = torch.load(path / EXTRA, map_location="cpu", weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path / EXTRA} holds Python objects (hyperparameters, perhaps) that weights_only=True does not read. "
+            f"If you trust the file, load with weights_only=False. Cause: {error}"
+        ) from error
     return Contents(path, meta, record)
+
+
+def whole_tensors(found: Contents) -> dict[str, Tensor]:
+    """All trained parameters in full, by their names in the module that was saved: for one process."""
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, dict[str, str]] = {}
+    for place, name in found.record["parameters"].items():
+        file, _, key = place.rpartition(":")
+        files.setdefault(file, {})[key] = name
+    for file, names in files.items():
+        with safe_open(found.path / file, framework="pt") as stored:
+            tensors |= {name: stored.get_tensor(key) for key, name in names.items()}
+    source = DcpDirectory(found.path / STATE)
+    loose = [key for key in (source.list() if source.path.is_dir() else ()) if key.startswith(loose_key(""))]
+    if loose:
+        leaves = source.list()
+        with source.open() as reader:
+            tensors |= {key.removeprefix(loose_key("")): reader(key, whole(leaves[key].shape)) for key in loose}
+    return tensors
 
 
 def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:

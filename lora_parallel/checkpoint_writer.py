@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lora_parallel.adapter_folder import CARD, GatheredAdapter, gather_adapter
+from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_adapter
 from lora_parallel.adapters import peft_configs
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import Scratch, sweep
@@ -117,10 +117,14 @@ class _Save:
         models, mesh = self._state.models, self._state.parallel.mesh
         for model in models.values():
             reshard(model)
+        parameters: dict[str, str] = {}
         for name, model in models.items():
             for adapter in peft_configs(model):
-                folder = adapter_folder(self.folder, name, models)
-                self._adapters.append((folder, gather_adapter(model, adapter)))
+                folder, gathered = adapter_folder(self.folder, name, models), gather_adapter(model, adapter)
+                self._adapters.append((folder, gathered))
+                file = (gathered.folder(folder) / WEIGHTS).relative_to(self.folder)
+                own = {key: f"{name}.{each}" if name else each for key, each in gathered.names.items()}
+                parameters |= {f"{file}:{key}": each for key, each in own.items()}
         names = self._state.parameter_names()
         with agreed():
             states = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
@@ -128,6 +132,7 @@ class _Save:
             **extra,
             "models": list(models),
             "adapters": {name: list(peft_configs(model)) for name, model in models.items()},
+            "parameters": parameters,
             "forward_counts": {name: state.forward_count.done for name, state in self._state.states.items()},
             "optimizers": {name: state.record for name, state in states.items()},
             "random": gather_random_states(mesh),

@@ -1,0 +1,97 @@
+"""`load_from_checkpoint` of what the strategy wrote, in one process without it."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import ROWS, Tokens, loader, tidy, trainer, tuner
+from tests.oracle import fill_adapters, full, trained
+
+
+class Saved(tuner()):  # type: ignore[misc]
+    """Hyperparameters, adapters, and a norm that trains beside them."""
+
+    def __init__(self, seed: int = 1, width: int = 3) -> None:
+        super().__init__(m.adapted)
+        self.save_hyperparameters()
+        fill_adapters(self.model, seed)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_("lora_" in name or "model.norm" in name)
+
+
+class Plain(tuner()):  # type: ignore[misc]
+    """Its adapter is the strategy's."""
+
+    def __init__(self) -> None:
+        super().__init__(m.plain)
+
+
+def save(folder: str) -> dict[str, Tensor]:
+    with tidy():
+        run = trainer("2x2", {"require_adapters": False}, max_epochs=1)
+        run.fit(Saved(seed=4, width=7), loader(Tokens(2 * ROWS), "2x2"))
+        run.save_checkpoint(f"{folder}/saved.ckpt")
+        return {name: full(p) for name, p in trained(run.lightning_module).items()}
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder / "saved.ckpt", pool.run(4, save, str(folder))[0]
+
+
+def test_a_folder_is_loaded(saved):
+    path, values = saved
+    module = Saved.load_from_checkpoint(path)
+    assert module.hparams == {"seed": 4, "width": 7}
+    found = {name: p.detach() for name, p in trained(module).items()}
+    assert found.keys() == values.keys()
+    assert any("norm" in name for name in found)
+    for name, tensor in values.items():
+        assert torch.equal(found[name], tensor), name
+    again = Saved.load_from_checkpoint(str(path), width=9)
+    assert again.hparams["width"] == 9
+
+
+def test_a_module_that_does_not_fit_is_refused(saved):
+    path, _ = saved
+    with pytest.raises(ValueError, match=r"does not fit Plain: .* are not in the module"):
+        Plain.load_from_checkpoint(path)
+    assert isinstance(Plain.load_from_checkpoint(path, strict=False), nn.Module)
+
+
+def test_a_damaged_folder_is_refused(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "cut.ckpt")
+    (tmp_path / "cut.ckpt" / "extra.pt").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"extra\.pt has 3 bytes"):
+        Saved.load_from_checkpoint(tmp_path / "cut.ckpt")
+
+
+def test_files_are_loaded_as_ever(tmp_path):
+    module = Saved(seed=2)
+    run = trainer(None, max_epochs=1)
+    run.strategy.connect(module)
+    run.save_checkpoint(tmp_path / "file.ckpt")
+    loaded = Saved.load_from_checkpoint(tmp_path / "file.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_what_is_replaced_has_the_same_parameters(package):
+    saving: Any = import_module(f"{package}.core.saving")
+    for name, parameters in (
+        ("pl_load", ["path_or_url", "map_location", "weights_only"]),
+        ("_load_state", ["cls", "checkpoint", "strict", "cls_kwargs_new"]),
+    ):
+        own = getattr(saving, name).__wrapped__
+        assert list(inspect.signature(own).parameters) == parameters
+        assert name in inspect.getsource(saving._load_from_checkpoint)
