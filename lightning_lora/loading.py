@@ -1,7 +1,8 @@
 """`load_from_checkpoint` of a folder that the strategy wrote, in one process: Lightning's private API, in one place.
 
 Lightning reads a checkpoint with `torch.load` before it builds the module, and has no hook for another kind. Its two
-functions do as ever with anything that is no folder of ours. `tests/lightning_lora/test_loading.py` holds them to their meaning.
+functions do as ever with anything that is no folder of ours; `tests/lightning_lora/test_loading.py` holds them to their
+meaning.
 """
 
 from __future__ import annotations
