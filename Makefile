@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test resume-matrix faults: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test resume-matrix faults bench bench-load lint docs clean
+.PHONY: help demo test resume-matrix faults bench bench-load bench-save lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ bench: $(VENV)/.installed ## time a training step against plain PEFT and hand-wr
 
 bench-load: $(VENV)/.installed ## measure loading from meta against other ways of loading
 	$(BIN)/python benchmarks/load.py $(ARGS)
+
+bench-save: $(VENV)/.installed ## measure saving from shards against other ways of saving
+	$(BIN)/python benchmarks/save.py $(ARGS)
 
 resume-matrix: $(VENV)/.installed ## save on every mesh and resume on every other one: ten minutes
 	RESUME_MATRIX=1 $(BIN)/python -m pytest tests/lora_parallel/test_resume.py -k any_mesh $(ARGS)

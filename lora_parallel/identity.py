@@ -106,7 +106,7 @@ def _contributes(parameter: Tensor, mesh: DeviceMesh) -> bool:
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         sharded = {n for n, p in zip(names, parameter.placements, strict=True) if not p.is_replicate()}
-    return all(axis in sharded or mesh[axis].get_local_rank() == 0 for axis in AXES)
+    return all(axis in sharded or place == 0 for axis, place in zip(AXES, mesh.get_coordinate() or (), strict=True))
 
 
 def _digest(text: str) -> str:
