@@ -285,6 +285,29 @@ def test_a_path_is_good_for_one_run(pool, tmp_path):
         assert all(found.values()), found
 
 
+def requeued(folder: str) -> dict[str, Any]:
+    """What SLURM's signal handler saves before it requeues the job, and what the job resumes from."""
+    with tidy():
+        first = Scheduled()
+        run = trainer("2x2", max_epochs=1, default_root_dir=folder, **DOUBLE)
+        run.fit(first, resumable("2x2"))
+        run.save_checkpoint(run._checkpoint_connector.hpc_save_path(folder))
+        run.save_checkpoint(run._checkpoint_connector.hpc_save_path(folder))
+        again = Scheduled(seed=8)
+        run = trainer("2x2", max_epochs=2, default_root_dir=folder, **DOUBLE)
+        run.fit(again, resumable("2x2"), ckpt_path="hpc")
+        return {
+            "entries": sorted(os.listdir(folder)),
+            "resumed": same(again.start, adapters(first)),
+            "steps": run.global_step,
+        }
+
+
+def test_a_requeued_job(pool, tmp_path):
+    for found in pool.run(4, requeued, str(tmp_path)):
+        assert found == {"entries": ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"], "resumed": True, "steps": 6}
+
+
 def best_and_last(folder: str) -> dict[str, Any]:
     """A monitored ModelCheckpoint that keeps one and a link to the last."""
     callback = ModelCheckpoint(
