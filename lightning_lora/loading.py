@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_lora.one_file import PACKED
 from lora_parallel.checkpoint_reader import is_checkpoint, open_checkpoint_folder, whole_tensors
 
 __all__ = ["TRAINER", "load_folders"]
@@ -39,11 +40,14 @@ def _reading(own: Any) -> Any:
     @wraps(own)
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if not (isinstance(path, (str, Path)) and is_checkpoint(Path(path))):
-            return own(path, map_location=map_location, weights_only=weights_only)
+            read = own(path, map_location=map_location, weights_only=weights_only)
+            if isinstance(read, dict) and read.pop(PACKED, None) is not None:
+                read[_TRAINED], read["state_dict"] = read["state_dict"], {}
+            return read
         found = open_checkpoint_folder(Path(path), TRAINER, weights_only)
         checkpoint: dict[str, Any] = found.record["trainer"]
         checkpoint["state_dict"] = {}
-        checkpoint[_TRAINED] = whole_tensors(found)
+        checkpoint[_TRAINED] = whole_tensors(Path(path))
         return checkpoint
 
     return load

@@ -19,6 +19,7 @@ from lightning_lora.base import BaseLogic
 from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
 from lightning_lora.loading import TRAINER
 from lightning_lora.namespace import TrainerNamespace
+from lightning_lora.one_file import pack, unpacked
 from lightning_lora.optimizers import refuse_stale
 from lightning_lora.precision import PrecisionLogic
 from lightning_lora.roots import find_roots
@@ -59,7 +60,20 @@ class StrategyLogic(BaseLogic, Base):
     _models_from: Contents | None = None
     _optimizers_from: Contents | None = None
     _random_from: Contents | None = None
+    _unpacked: Any = None
     _prediction: UnevenPrediction | None = None
+
+    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
+        """As `BaseLogic`.
+
+        Args:
+            args: Passed on.
+            save_distributed_checkpoint: A checkpoint is a folder into which each rank writes its shards. False: one
+                file, which rank 0 writes; it holds the trained parameters in full as its `state_dict`.
+            kwargs: Passed on.
+        """
+        super().__init__(*args, **kwargs)
+        self._save_distributed_checkpoint = save_distributed_checkpoint
 
     @property
     def is_distributed(self) -> bool:
@@ -210,7 +224,12 @@ class StrategyLogic(BaseLogic, Base):
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
         state = self._train_state({} if weights_only else self._optimizers_by_name())
         extra = {"trainer": checkpoint_state, "weights_only": weights_only}
-        write_checkpoint(path, state, extra, TRAINER, replace=True)
+        if self._save_distributed_checkpoint:
+            write_checkpoint(path, state, extra, TRAINER, replace=True)
+            return
+        folder = path.with_name(f".{path.name}.folder")
+        write_checkpoint(folder, state, extra, TRAINER, replace=True)
+        pack(folder, path, checkpoint_state)
 
     def _train_state(self, optimizers: Mapping[str, Optimizer] = MappingProxyType({})) -> TrainState:
         assert self.lightning_module is not None
@@ -220,7 +239,11 @@ class StrategyLogic(BaseLogic, Base):
         return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        found = read_checkpoint(Path(self.broadcast(str(checkpoint_path))), TRAINER, weights_only)
+        path = Path(self.broadcast(str(checkpoint_path)))
+        with agreed():
+            folder = unpacked(path, weights_only) if path.is_file() else None
+        found = read_checkpoint(path if folder is None else Path(folder.name), TRAINER, weights_only)
+        self._unpacked = folder  # until everything is loaded
         state: dict[str, Any] = found.record["trainer"]
         state["state_dict"] = {}
         if not found.record["weights_only"]:

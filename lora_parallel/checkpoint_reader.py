@@ -124,17 +124,17 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
     return Contents(path, meta, record)
 
 
-def whole_tensors(found: Contents) -> dict[str, Tensor]:
-    """All trained parameters in full, by their names in the module that was saved: for one process."""
+def whole_tensors(path: Path) -> dict[str, Tensor]:
+    """All trained parameters of a checkpoint in full, by their names in the module that was saved: for one process."""
     tensors: dict[str, Tensor] = {}
     files: dict[str, dict[str, str]] = {}
-    for place, name in found.record["parameters"].items():
+    for place, name in read_meta(path)["parameters"].items():
         file, _, key = place.rpartition(":")
         files.setdefault(file, {})[key] = name
     for file, names in files.items():
-        with safe_open(found.path / file, framework="pt") as stored:
+        with safe_open(path / file, framework="pt") as stored:
             tensors |= {name: stored.get_tensor(key) for key, name in names.items()}
-    source = DcpDirectory(found.path / STATE)
+    source = DcpDirectory(path / STATE)
     loose = [key for key in (source.list() if source.path.is_dir() else ()) if key.startswith(loose_key(""))]
     if loose:
         leaves = source.list()

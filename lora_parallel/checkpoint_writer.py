@@ -132,7 +132,6 @@ class _Save:
             **extra,
             "models": list(models),
             "adapters": {name: list(peft_configs(model)) for name, model in models.items()},
-            "parameters": parameters,
             "forward_counts": {name: state.forward_count.done for name, state in self._state.states.items()},
             "optimizers": {name: state.record for name, state in states.items()},
             "random": gather_random_states(mesh),
@@ -142,6 +141,7 @@ class _Save:
             "writer": self._writer,
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "base": {name: _base_name(model) for name, model in models.items()},
+            "parameters": parameters,
             "fingerprints": {name: base_fingerprints(model, mesh) for name, model in models.items()},
             "versions": {name: version(name) for name in ("torch", "peft", "lightning-lora") if _installed(name)},
         }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.lightning_lora import modules as m
@@ -60,6 +61,36 @@ def test_a_folder_is_loaded(saved):
         assert torch.equal(found[name], tensor), name
     again = Saved.load_from_checkpoint(str(path), width=9)
     assert again.hparams["width"] == 9
+
+
+def one_file(folder: str) -> dict[str, Any]:
+    """A whole run that saves one file after each epoch, and one that goes on from the first."""
+    found: dict[str, Any] = {}
+    options = {"require_adapters": False, "save_distributed_checkpoint": False}
+    with tidy():
+        for name, path in (("whole", None), ("resumed", f"{folder}/epoch=0.ckpt")):
+            module = Saved(seed=4 if path is None else 9, width=7)
+            saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+            run = trainer("2x2", options, max_epochs=2, callbacks=[saver] * (path is None), enable_checkpointing=True)
+            run.fit(module, loader(Tokens(2 * ROWS), "2x2"), ckpt_path=path)
+            found[name] = {n: full(p) for n, p in trained(module).items()}
+            if path is None:
+                run.save_checkpoint(f"{folder}/epoch=1.ckpt")  # over the file
+                found["entries"] = sorted(path.name for path in Path(folder).iterdir())
+    return found
+
+
+def test_one_file(pool, tmp_path):
+    for found in pool.run(4, one_file, str(tmp_path)):
+        assert found["entries"] == ["epoch=0.ckpt", "epoch=1.ckpt"]
+        for name, tensor in found["whole"].items():
+            assert torch.equal(found["resumed"][name], tensor), name
+    state = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["state_dict"]
+    first, last = (Saved.load_from_checkpoint(tmp_path / f"epoch={epoch}.ckpt") for epoch in (0, 1))
+    for name, tensor in found["whole"].items():
+        assert torch.equal(state[name], tensor), name
+        assert torch.equal(last.get_parameter(name).detach(), tensor), name
+        assert not torch.equal(first.get_parameter(name).detach(), tensor), name
 
 
 def test_a_module_that_does_not_fit_is_refused(saved):
