@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from lora_parallel.adapter_folder import put, read_adapter
 from lora_parallel.adapters import peft_configs
@@ -23,14 +22,13 @@ from lora_parallel.agreement import agreed
 from lora_parallel.atomic import sweep
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.checkpoint_writer import wait_for_save
-from lora_parallel.gather import local
+from lora_parallel.gather import local, region_of
 from lora_parallel.identity import base_fingerprints, check_base
 from lora_parallel.optimizer_state import check_optimizer, restored
 from lora_parallel.retention import damage, read_meta
 from lora_parallel.sources import DcpDirectory, Reader
 from lora_parallel.stored import Region, whole
 from lora_parallel.train_state import TrainState
-from lora_parallel.upstream import local_region
 
 __all__ = [
     "Contents",
@@ -196,14 +194,9 @@ def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor
         return []
     with source.open() as reader:
         return [
-            (local(p), reader(loose_key(name), _region(p)) if local(p).numel() else local(p))
+            (local(p), reader(loose_key(name), region_of(p)) if local(p).numel() else local(p))
             for name, p in loose.items()
         ]
-
-
-def _region(parameter: nn.Parameter) -> tuple[slice, ...]:
-    data = parameter.detach()
-    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
 
 
 def load_optimizers(found: Contents, state: TrainState) -> list[Callable[[], None]]:

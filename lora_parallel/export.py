@@ -25,12 +25,11 @@ from tqdm import tqdm
 
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import Scratch
-from lora_parallel.gather import class_of, local, reshard
+from lora_parallel.gather import class_of, local, region_of, reshard
 from lora_parallel.safetensors_writer import write_safetensors
 from lora_parallel.sources import INDEX, Reader, Source
 from lora_parallel.state import state_of
 from lora_parallel.stored import Leaf, Region, StoredTensor
-from lora_parallel.upstream import local_region
 
 __all__ = ["export_merged"]
 
@@ -246,7 +245,7 @@ class _ShardedModel(Source):
     """What each rank holds of each."""
 
     def list(self) -> dict[str, Leaf]:
-        mine = {name: _region(weight.tensor) for name, weight in self.weights.items()}
+        mine = {name: region_of(weight.tensor) for name, weight in self.weights.items()}
         everyone: list[Any] = [mine]
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -288,7 +287,7 @@ class _ShardedModel(Source):
     def _merged(self, key: str, region: Region, factors: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
         """This rank's values of a region that it holds, with the adapters merged as PEFT merges them."""
         weight = self.weights[key]
-        held = _region(weight.tensor)
+        held = region_of(weight.tensor)
         mine = local(weight.tensor)[
             tuple(slice(r.start - h.start, r.stop - h.start) for r, h in zip(region, held, strict=True))
         ]
@@ -349,11 +348,6 @@ class _Factor(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def _region(tensor: Tensor) -> Region:
-    data = tensor.detach()
-    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
 
 
 def _intersection(one: Region, other: Region) -> Region | None:

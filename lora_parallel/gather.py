@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.upstream import local_region
 
-__all__ = ["class_of", "gather_on_rank_zero", "local", "reshard"]
+__all__ = ["class_of", "gather_on_rank_zero", "local", "region_of", "reshard"]
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -28,6 +28,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def region_of(tensor: Tensor) -> tuple[slice, ...]:
+    """The region of the full tensor that this rank's part of `tensor` is."""
+    data = tensor.detach()
+    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -48,7 +54,7 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
     rank, world = dist.get_rank(), dist.get_world_size()
     regions: list[dict[str, tuple[slice, ...]]] = [{} for _ in range(world)]
-    dist.all_gather_object(regions, {name: _region(tensor) for name, tensor in detached.items()})
+    dist.all_gather_object(regions, {name: region_of(tensor) for name, tensor in detached.items()})
     gathered: dict[str, Tensor] = {}
     for bucket in _buckets(detached):
         mine = torch.cat([local(detached[name]).reshape(-1).view(torch.uint8) for name in bucket])
@@ -68,12 +74,6 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
                 start = end
     return gathered
-
-
-def _region(tensor: Tensor) -> tuple[slice, ...]:
-    if isinstance(tensor, DTensor):
-        return local_region(tensor)
-    return tuple(slice(0, size) for size in tensor.shape)
 
 
 def _count(region: tuple[slice, ...]) -> int:

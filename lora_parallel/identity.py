@@ -13,9 +13,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters import adapter_parameters
-from lora_parallel.gather import local, reshard
+from lora_parallel.gather import local, region_of, reshard
 from lora_parallel.mesh import AXES
-from lora_parallel.upstream import local_region
 
 __all__ = ["base_fingerprints", "check_base"]
 
@@ -84,9 +83,8 @@ def _samples(name: str, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     mine = local(parameter)
     if not mine.numel() or not _contributes(parameter, mesh):
         return bits
-    data = parameter.detach()
-    region = local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
-    places = [place - part.start for place, part in zip(_unravel(flat, parameter.shape), region, strict=True)]
+    unravelled = torch.unravel_index(flat, parameter.shape)
+    places = [place - part.start for place, part in zip(unravelled, region_of(parameter), strict=True)]
     inside = torch.ones(_SAMPLES, dtype=torch.bool)
     for place, size in zip(places, mine.shape, strict=True):
         inside &= (place >= 0) & (place < size)
@@ -94,10 +92,6 @@ def _samples(name: str, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chosen.element_size()]
     bits[inside.to(bits.device)] = chosen.contiguous().view(width).to(torch.int64).reshape(-1)
     return bits
-
-
-def _unravel(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    return torch.unravel_index(flat, shape)
 
 
 def _contributes(parameter: Tensor, mesh: DeviceMesh) -> bool:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lora_parallel.gather import local
-from lora_parallel.upstream import local_region
+from lora_parallel.gather import local, region_of
 
 __all__ = ["OptimizerState", "check_optimizer", "optimizer_state", "restored"]
 
@@ -130,7 +129,7 @@ def restored(
             for key, dtype in record["tensors"].get(name, {}).items():
                 found[key] = torch.empty_like(parameter.detach(), dtype=dtype)
                 if local(found[key]).numel():
-                    local(found[key]).copy_(read(name, key, _region(parameter)))
+                    local(found[key]).copy_(read(name, key, region_of(parameter)))
             if found:
                 state[parameter] = found
 
@@ -141,11 +140,6 @@ def restored(
             group.update(copy.deepcopy(saved["settings"]))
 
     return put
-
-
-def _region(parameter: nn.Parameter) -> tuple[slice, ...]:
-    data = parameter.detach()
-    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
 
 
 def _on_device(key: str, value: Any, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:

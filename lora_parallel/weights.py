@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lora_parallel.deferred import describe, forget, stored_of
-from lora_parallel.gather import local
+from lora_parallel.gather import local, region_of
 from lora_parallel.sources import Source
 from lora_parallel.stored import Computed, Leaf, Node, Piece, Region, leaves, read_block, whole
-from lora_parallel.upstream import local_region
 
 __all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
 
@@ -53,8 +52,7 @@ class _Wanted:
     @property
     def region(self) -> Region:
         """What this rank holds of it."""
-        data = self.tensor.detach()
-        return local_region(data) if isinstance(data, DTensor) else whole(tuple(data.shape))
+        return region_of(self.tensor)
 
     def pieces(self) -> Iterator[Piece]:
         if self.node is not None and local(self.tensor).numel():
