@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["agreed", "fingerprint", "gather_numbers"]
+__all__ = ["agreed", "check_alike", "fingerprint", "gather_numbers"]
 
 _COLUMNS = 4096
 
@@ -42,6 +42,25 @@ def agreed() -> Iterator[None]:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
             raise kind(f"on rank {rank}: {failure[1]}")
+
+
+def check_alike(**arguments: object) -> None:
+    """Check that every rank calls with the same arguments. Collective.
+
+    Raises:
+        ValueError: Some do not, on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise ValueError(
+                    f"{name} is {everyone[0][name]} on rank 0 and {value} on rank {rank}: call it with the same on "
+                    "every rank."
+                )
 
 
 def fingerprint(tensor: Tensor) -> int:

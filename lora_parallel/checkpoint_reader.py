@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lora_parallel.adapter_folder import put, read_adapter
 from lora_parallel.adapters import peft_configs
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import sweep
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.checkpoint_writer import wait_for_save
@@ -72,7 +73,11 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
         if dist.get_rank() == 0:
             sweep(path.parent)
     with agreed():
-        return open_checkpoint_folder(path, writer, weights_only)
+        found = open_checkpoint_folder(path, writer, weights_only)
+    # Ranks may have found another one the newest; the folder may be mounted elsewhere.
+    digest = hashlib.blake2b((path / META).read_bytes(), digest_size=6).hexdigest()
+    check_alike(checkpoint=f"{found.meta['name']} ({digest})")
+    return found
 
 
 def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = None) -> Contents:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_adapter
 from lora_parallel.adapters import peft_configs
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, sweep
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.gather import reshard
@@ -59,6 +59,7 @@ def write_checkpoint(
         async_save: As in `save_checkpoint`.
     """
     wait_for_save()
+    check_alike(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
     save = _Save(path, state, writer, replace, keep_last)
     try:
         with agreed():
@@ -138,6 +139,7 @@ class _Save:
         }
         self._meta = {
             "format": FORMAT,
+            "name": self._scratch.target.name,
             "writer": self._writer,
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "base": {name: _base_name(model) for name, model in models.items()},

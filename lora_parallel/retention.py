@@ -13,6 +13,17 @@ from lora_parallel.checkpoint_layout import META
 __all__ = ["complete_checkpoints", "damage", "latest_checkpoint", "prune", "read_meta"]
 
 
+_ENTRIES = {
+    "format": int,
+    "name": str,
+    "number": int,
+    "writer": str,
+    "files": dict,
+    "parameters": dict,
+    "fingerprints": dict,
+}
+
+
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder, or None where there is none (or no such folder).
 
@@ -48,10 +59,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     try:
         meta = json.loads((path / META).read_text())
-        if not (
-            isinstance(meta["format"], int) and isinstance(meta["number"], int) and isinstance(meta["files"], dict)
-        ):
-            raise TypeError("an entry has another type")
+        for key, kind in _ENTRIES.items():
+            if not isinstance(meta[key], kind):
+                raise TypeError(f"{key} is a {type(meta[key]).__name__}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / META} is damaged ({type(error).__name__}: {error}).") from error
     return meta

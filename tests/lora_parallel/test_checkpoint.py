@@ -422,6 +422,21 @@ def test_a_damaged_checkpoint_is_refused(pool, tmp_path):
             assert text in failure.message, (name, failure.message)
 
 
+def other_on_one_rank(folder: Path) -> Any:
+    model, optimizer = made("2x1")
+    for step in (1, 2):
+        save_checkpoint(model, optimizer, folder / f"step-{step}")
+    return [attempt(load_checkpoint, model, optimizer, folder / f"step-{2 - dist.get_rank()}")]
+
+
+def test_ranks_that_found_different_checkpoints(pool, tmp_path):
+    for (failure,) in pool.run(2, other_on_one_rank, tmp_path):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "ValueError"
+        assert "checkpoint is 'step-2 (" in failure.message
+        assert "'step-1 (" in failure.message
+
+
 def save_one_of_case(path: Path) -> None:
     model, optimizer = made("2x2")
     save_checkpoint(model, optimizer, path)
@@ -476,6 +491,7 @@ def mismatched(good: Path, root: Path) -> dict[str, tuple[Any, bool]]:
     save("a file that is there", model, optimizer, root / "file")
     save("inside of a file", model, optimizer, root / "file" / "new")
     save("extra that is no plain value", model, optimizer, new, extra={"path": Path("x")})
+    save("another folder on one rank", model, optimizer, root / f"new-{dist.get_rank() // 3}")
     save("keep_last of none", model, optimizer, new, keep_last=0)
     save("a foreign optimizer", model, torch.optim.AdamW([nn.Parameter(torch.ones(2))]), new)
     save("a state that is no shard", model, Stateful(parameters), new)
@@ -502,6 +518,7 @@ MISMATCHED = {
     "a file that is there": ("FileExistsError", "exists and is not empty, and is not overwritten"),
     "inside of a file": ("NotADirectoryError", "file"),
     "extra that is no plain value": ("ValueError", "extra['path'] holds what torch.load(weights_only=True)"),
+    "another folder on one rank": ("ValueError", "new-1' on rank 3: call it with the same on every rank"),
     "keep_last of none": ("ValueError", "keep_last=0"),
     "a foreign optimizer": ("ValueError", "that is not the model's"),
     "a state that is no shard": ("ValueError", "keeps the state 'rows' of"),
