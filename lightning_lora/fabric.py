@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -26,6 +25,7 @@ from lightning_lora.precision import PrecisionLogic
 from lightning_lora.roots import find_roots
 from lora_parallel import clip_grad_norm_, no_sync
 from lora_parallel.agreement import agreed
+from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.grads import clip_grad_value_
@@ -222,6 +222,7 @@ class FabricLogic(BaseLogic, Base):
             ValueError: The state holds no model that was set up, or models and optimizers out of reach.
             OSError: It cannot be written. All on every rank.
         """
+        name = self.broadcast(str(path))
         with agreed():
             if storage_options is not None:
                 raise TypeError(f"fabric.save does not support storage_options={storage_options!r} here.")
@@ -232,8 +233,9 @@ class FabricLogic(BaseLogic, Base):
                 )
             found = divide(state)
             rest = found.rest_values()
+            place = local_path(name)
         write_checkpoint(
-            Path(self.broadcast(str(path))),
+            place,
             TrainState(found.models, found.optimizers),
             {"state": rest, "modules": [name for name, _ in found.models.named_children()]},
             _WRITER,
@@ -253,8 +255,9 @@ class FabricLogic(BaseLogic, Base):
             KeyError: A key is not in the checkpoint (with `strict=False` it is left alone).
             FileNotFoundError, ValueError: The checkpoint, or what it holds, does not fit. All on every rank.
         """
-        path = Path(self.broadcast(str(path)))
+        name = self.broadcast(str(path))
         with agreed():
+            path = local_path(name)
             if isinstance(state, (nn.Module, Optimizer)):
                 raise TypeError(
                     f"fabric.load_raw cannot fill a sharded {type(state).__name__}: load weights before fabric.setup, "

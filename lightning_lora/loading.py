@@ -47,7 +47,7 @@ def _reading(own: Any) -> Any:
         found = open_checkpoint_folder(Path(path), TRAINER, weights_only)
         checkpoint: dict[str, Any] = found.record["trainer"]
         checkpoint["state_dict"] = {}
-        checkpoint[_TRAINED] = whole_tensors(Path(path))
+        checkpoint[_TRAINED] = {**whole_tensors(Path(path)), **found.record["buffers"]}
         return checkpoint
 
     return load
@@ -62,7 +62,8 @@ def _filling(own: Any) -> Any:
         with warnings.catch_warnings():  # of the base's keys, which the module has loaded itself
             warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
             module = own(cls, checkpoint, strict=False, **kwargs)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+        parameters |= dict(module.named_buffers(remove_duplicate=False))
         unknown = [name for name in trained if name not in parameters]
         untouched = [name for name, p in parameters.items() if p.requires_grad and name not in trained]
         if strict is not False and (unknown or untouched):

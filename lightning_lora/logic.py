@@ -25,8 +25,9 @@ from lightning_lora.precision import PrecisionLogic
 from lightning_lora.roots import find_roots
 from lora_parallel import no_sync
 from lora_parallel.agreement import agreed
+from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
-from lora_parallel.checkpoint_writer import write_checkpoint
+from lora_parallel.checkpoint_writer import may_be_replaced, write_checkpoint
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.state import state_of
 from lora_parallel.train_state import TrainState
@@ -219,7 +220,9 @@ class StrategyLogic(BaseLogic, Base):
             raise TypeError(
                 f"{type(self).__name__}.save_checkpoint does not support storage_options={storage_options}."
             )
-        path = Path(self.broadcast(str(filepath)))
+        name = self.broadcast(str(filepath))
+        with agreed():
+            path = local_path(name)
         checkpoint_state.pop("state_dict")
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
         state = self._train_state({} if weights_only else self._optimizers_by_name())
@@ -227,7 +230,10 @@ class StrategyLogic(BaseLogic, Base):
         if self._save_distributed_checkpoint:
             write_checkpoint(path, state, extra, TRAINER, replace=True)
             return
-        folder = path.with_name(f".{path.name}.folder")
+        with agreed():
+            if not may_be_replaced(path):
+                raise FileExistsError(f"{path} exists and is not empty, and is not overwritten: choose another place.")
+        folder = path.with_name(f"{path.name}.folder")
         write_checkpoint(folder, state, extra, TRAINER, replace=True)
         pack(folder, path, checkpoint_state)
 
@@ -239,8 +245,9 @@ class StrategyLogic(BaseLogic, Base):
         return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
+        name = self.broadcast(str(checkpoint_path))
         with agreed():
+            path = local_path(name)
             folder = unpacked(path, weights_only) if path.is_file() else None
         found = read_checkpoint(path if folder is None else Path(folder.name), TRAINER, weights_only)
         self._unpacked = folder  # until everything is loaded

@@ -21,13 +21,11 @@ from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lora_parallel.adapters import adapted_model, adapter_parameters, peft_configs
+from lora_parallel.adapters import adapted_model, adapter_parameters, adapter_tensors, peft_configs
 from lora_parallel.agreement import agreed
-from lora_parallel.atomic import Scratch
-from lora_parallel.gather import class_of, gather_on_rank_zero, local, reshard
-from lora_parallel.upstream import local_region
+from lora_parallel.atomic import Scratch, local_path
+from lora_parallel.gather import class_of, gather_on_rank_zero, local, region_of, reshard
 
 __all__ = [
     "CARD",
@@ -64,11 +62,13 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         RuntimeError: The written file does not hold every adapter tensor as gathered.
         OSError: The folder cannot be written. All on every rank.
     """
+    with agreed():
+        place = local_path(directory)
     gathered = gather_adapter(model, adapter_name)
     with agreed():
         if _is_writer():
-            gathered.write(Path(directory))
-    return gathered.folder(Path(directory))
+            gathered.write(place)
+    return gathered.folder(place)
 
 
 def _is_writer() -> bool:
@@ -154,7 +154,7 @@ def gather_adapter(
             raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
     holder = adapted_model(model)
     assert holder is not None
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = _tensors(model)
     keys = _on_disk(model, holder, adapter_name, save_embedding_layers)
     gathered = gather_on_rank_zero({name: parameters[name] for name in keys.values()})
     base = holder.get_base_model() if isinstance(holder, PeftModel) else holder
@@ -163,6 +163,12 @@ def gather_adapter(
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
     config.inference_mode = True
     tensors = {key: gathered[name].clone() for key, name in keys.items()} if gathered else {}
+    with agreed():
+        for key, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(
+                    f"{key} of the adapter {adapter_name!r} holds values that are not finite: it is broken."
+                )
     return GatheredAdapter(adapter_name, tensors, keys, config, class_of(base), holder)
 
 
@@ -178,8 +184,8 @@ def _on_disk(
     names: dict[str, str] = {}
     with agreed():
         if not dist.is_initialized() or dist.get_rank() == 0:
-            parameters = dict(model.named_parameters(remove_duplicate=False))
-            own = adapter_parameters(model, adapter_name)
+            parameters = _tensors(model)
+            own = adapter_tensors(model, adapter_name)
             embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
             wanted = {**{name: parameters[name] for name in embeddings}, **own}
             stand_ins: dict[str, Tensor] = {
@@ -202,6 +208,11 @@ def _on_disk(
         dist.broadcast_object_list(shared, src=0)
         names = shared[0]
     return names
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
@@ -261,7 +272,7 @@ def read_adapter(
         if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
             folder = folder / adapter_name
         _check_config(folder, configs[adapter_name])
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = _tensors(model)
     targets = {key: parameters[name] for key, name in _on_disk(model, holder, adapter_name).items()}
     with agreed():
         values = _read_slices(folder / WEIGHTS, targets)
@@ -296,7 +307,7 @@ def _check_config(folder: Path, own: PeftConfig) -> None:
                 )
 
 
-def _read_slices(file: Path, targets: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _read_slices(file: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
     try:
         reader = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -312,14 +323,15 @@ def _read_slices(file: Path, targets: dict[str, nn.Parameter]) -> dict[str, Tens
         values = {}
         for key, parameter in targets.items():
             view = stored.get_slice(key)
-            if view.get_dtype() not in _FLOATS:
+            if parameter.is_floating_point() and view.get_dtype() not in _FLOATS:
                 raise ValueError(f"{file}: {key} has dtype {view.get_dtype()}, which no adapter has.")
             shape = tuple(view.get_shape())
             if shape != tuple(parameter.shape):
                 raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
-            region = local_region(parameter.data) if isinstance(parameter.data, DTensor) else (slice(None),)
-            empty = local(parameter).numel() == 0
-            values[key] = torch.empty_like(local(parameter)) if empty else view[region]
+            if not local(parameter).numel():
+                values[key] = torch.empty_like(local(parameter))
+            else:
+                values[key] = view[region_of(parameter)] if shape else stored.get_tensor(key)
             if not torch.isfinite(values[key]).all():
                 raise ValueError(f"{file}: {key} holds values that are not finite: the adapter is broken.")
         return values

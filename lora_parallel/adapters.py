@@ -5,9 +5,9 @@ from __future__ import annotations
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["adapted_model", "adapter_parameters", "peft_configs"]
+__all__ = ["adapted_model", "adapter_parameters", "adapter_tensors", "peft_configs"]
 
 
 def peft_configs(model: nn.Module) -> dict[str, PeftConfig]:
@@ -30,7 +30,7 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
     LoRA factors, what LoRA variants add, `modules_to_save` copies, and the biases that the config trains.
     """
     found: dict[str, nn.Parameter] = {}
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules():
         if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             continue
@@ -51,3 +51,20 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
             if is_bias and (bias == "all" or (bias == "lora_only" and ".base_layer." in name)):
                 found[name] = parameter
     return {name: parameters[name] for name in parameters if name in found}
+
+
+def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
+    """The parameters of an adapter, and the persistent buffers of its `modules_to_save` copies, by name in `model`."""
+    found: dict[str, Tensor] = dict(adapter_parameters(model, adapter_name))
+    for prefix, module in model.named_modules():
+        if not isinstance(module, AuxiliaryTrainingWrapper):
+            continue
+        for attribute in module.adapter_layer_names:
+            copies = getattr(module, attribute, None)
+            if not isinstance(copies, nn.ModuleDict) or adapter_name not in copies:
+                continue
+            for inner, part in copies[adapter_name].named_modules():
+                for key, buffer in part._buffers.items():
+                    if buffer is not None and key not in part._non_persistent_buffers_set:
+                        found[".".join(filter(None, (prefix, attribute, adapter_name, inner, key)))] = buffer
+    return found

@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["Scratch", "remove_folder", "sweep"]
+__all__ = ["Scratch", "local_path", "remove_folder", "restore_replaced", "sweep"]
 
 _WRITING, _REPLACED, _REMOVING, _LOCK = ".writing", ".replaced", ".removing", ".lock"
 
@@ -24,7 +24,8 @@ class Scratch:
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.path = target.with_name(f".{target.name}{_WRITING}")
+        # Lightning takes every name with "hpc_ckpt_" in it for a checkpoint of a requeued job.
+        self.path = target.with_name(f".{target.name.replace('hpc_ckpt_', 'hpc-ckpt-')}{_WRITING}")
         self._lock: int | None = None
 
     @property
@@ -55,7 +56,6 @@ class Scratch:
             OSError: That fails; what stood in the place of the target is still there. FileExistsError: something does,
                 and `replace` is False.
         """
-        self.lock.unlink()
         _sync(self.path)
         old = self.target.with_name(f".{self.target.name}{_REPLACED}")
         there = self.target.exists() or self.target.is_symlink()
@@ -75,16 +75,17 @@ class Scratch:
                 if there:
                     os.replace(old, self.target)
                 raise
+        (self.target / _LOCK).unlink()  # not before: without it others may sweep the folder away
         _sync_entry(self.target.parent)
         _remove(old)
         self._release()
 
     def place_files(self) -> None:
         """Put its files, one by one, into the target, a folder that exists and whose other files stay."""
-        self.lock.unlink()
         _sync(self.path)
         for file in self.path.iterdir():
-            os.replace(file, self.target / file.name)
+            if file != self.lock:
+                os.replace(file, self.target / file.name)
         _sync_entry(self.target)
         self.discard()
 
@@ -98,6 +99,24 @@ class Scratch:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path, absolute: the working directory may change before a save in the background gets to it.
+
+    Raises:
+        ValueError: It is a URL; as a path it would be a folder of that name.
+    """
+    if "://" in str(path):
+        raise ValueError(f"{path} is a URL: only local paths are supported. Mount it, or copy the folder afterwards.")
+    return Path(os.path.abspath(path))
+
+
+def restore_replaced(path: Path) -> None:
+    """Put back what stood at `path`, should a process have been killed between the two renames of a replacement."""
+    old = path.with_name(f".{path.name}{_REPLACED}")
+    if not path.exists() and not path.is_symlink() and old.exists():
+        os.replace(old, path)
 
 
 def remove_folder(path: Path) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, check_alike
+from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.random_state import restore_random_state
@@ -61,14 +62,19 @@ def save_checkpoint(
         OSError: It cannot be written. All on every rank.
     """
     with agreed():
+        path = local_path(directory)
+        if path.name.startswith("."):
+            raise ValueError(f"{path}: a name that starts with a dot is for what is half written; choose another.")
         state = TrainState(model, _numbered(optimizer))
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(f"extra is a {type(extra).__name__}: give a dict.")
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"keep_last={keep_last!r}: give a positive int, or None to keep all.")
         if not state.models:
             raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
         _check_plain(dict(extra or {}))
     return write_checkpoint(
-        Path(directory), state, {"extra": dict(extra or {})}, _WRITER, keep_last=keep_last, async_save=async_save
+        path, state, {"extra": dict(extra or {})}, _WRITER, keep_last=keep_last, async_save=async_save
     )
 
 
@@ -92,7 +98,8 @@ def load_checkpoint(
         ValueError: It is no complete checkpoint of this format; or of another base model, adapter or optimizer. All on
             every rank.
     """
-    path = Path(directory)
+    with agreed():
+        path = local_path(directory)
     found = read_checkpoint(path, _WRITER)
     with agreed():
         state = TrainState(model, _numbered(optimizer))
@@ -102,6 +109,7 @@ def load_checkpoint(
             raise ValueError(
                 f"{path} holds the state of {len(found.optimizers)} optimizers, and {len(state.optimizers)} are given."
             )
+    check_alike(optimizers=list(state.optimizers))
     commits = [*load_models(found, state), *load_optimizers(found, state)]
     for commit in commits:
         commit()

@@ -20,7 +20,7 @@ from torch import Tensor
 from lora_parallel.adapter_folder import put, read_adapter
 from lora_parallel.adapters import peft_configs
 from lora_parallel.agreement import agreed, check_alike
-from lora_parallel.atomic import sweep
+from lora_parallel.atomic import restore_replaced
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.checkpoint_writer import wait_for_save
 from lora_parallel.gather import local, region_of
@@ -71,7 +71,7 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
     wait_for_save()
     with agreed():
         if dist.get_rank() == 0:
-            sweep(path.parent)
+            restore_replaced(path)
     with agreed():
         found = open_checkpoint_folder(path, writer, weights_only)
     # Ranks may have found another one the newest; the folder may be mounted elsewhere.
@@ -124,7 +124,13 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
             f"{path / EXTRA} holds Python objects (hyperparameters, perhaps) that weights_only=True does not read. "
             f"If you trust the file, load with weights_only=False. Cause: {error}"
         ) from error
+    lacking = [key for key in _ENTRIES if key not in record] if isinstance(record, dict) else list(_ENTRIES)
+    if lacking:
+        raise ValueError(f"{path / EXTRA} is damaged: it lacks {lacking[0]!r}.")
     return Contents(path, meta, record)
+
+
+_ENTRIES = ("models", "adapters", "forward_counts", "optimizers", "random", "buffers")
 
 
 def whole_tensors(path: Path) -> dict[str, Tensor]:
@@ -171,7 +177,21 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
             values += read_adapter(model, found.adapter_folder(name), adapter)
     with agreed():
         values += _read_loose(found, state)
+        values += _read_buffers(found, state)
     return [lambda: put(values)]
+
+
+def _read_buffers(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
+    here = state.buffers()
+    elsewhere = tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+    stored = {name: value for name, value in found.record["buffers"].items() if not name.startswith(elsewhere)}
+    wrong = [name for name in stored if name not in here or here[name].shape != stored[name].shape]
+    if wrong or here.keys() - stored.keys():
+        raise ValueError(
+            f"the buffers in {found.path} are not the model's: {(wrong or sorted(here.keys() - stored.keys()))[0]} is "
+            "not in both, or has another shape."
+        )
+    return [(here[name], value) for name, value in stored.items()]
 
 
 def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_adapter
 from lora_parallel.adapters import peft_configs
@@ -32,7 +33,7 @@ from lora_parallel.retention import complete_checkpoints, prune, read_meta
 from lora_parallel.train_state import TrainState
 from lora_parallel.upstream import is_rectangle
 
-__all__ = ["wait_for_save", "write_checkpoint"]
+__all__ = ["may_be_replaced", "wait_for_save", "write_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def write_checkpoint(
     """`save_checkpoint` for front ends. Collective.
 
     Args:
-        path: As in `save_checkpoint`.
+        path: As in `save_checkpoint`; absolute.
         state: What to save.
         extra: Entries for extra.pt.
         writer: Who will read `extra` again.
@@ -59,11 +60,14 @@ def write_checkpoint(
         async_save: As in `save_checkpoint`.
     """
     wait_for_save()
+    _check_extra(extra)
     check_alike(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
     save = _Save(path, state, writer, replace, keep_last)
     try:
         with agreed():
             save.begin()
+        with agreed():
+            save.check_seen()
         tensors = save.collect(extra)
         if async_save:
             _start(save, tensors)
@@ -106,12 +110,20 @@ class _Save:
             optimizer_state(optimizer, self._state.parameter_names())  # raises before anything is made
         if self._rank != 0:
             return
-        if not self._replace and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
+        if not may_be_replaced(target) if self._replace else _is_taken(target):
             raise FileExistsError(f"{target} exists and is not empty, and is not overwritten: choose another place.")
         if target.parent not in _swept:
             sweep(target.parent)
             _swept.add(target.parent)
         self._scratch.make()
+
+    def check_seen(self) -> None:
+        """Check that this rank sees the folder that rank 0 made."""
+        if not self._scratch.lock.exists():
+            raise OSError(
+                f"this rank does not see the folder that rank 0 made for {self._scratch.target}: save to a file system "
+                "that all nodes share."
+            )
 
     def collect(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
         """Gather what rank 0 writes; return what every rank writes its shards of. Collective."""
@@ -136,6 +148,7 @@ class _Save:
             "forward_counts": {name: state.forward_count.done for name, state in self._state.states.items()},
             "optimizers": {name: state.record for name, state in states.items()},
             "random": gather_random_states(mesh),
+            "buffers": {name: buffer.detach().cpu() for name, buffer in self._state.buffers().items()},
         }
         self._meta = {
             "format": FORMAT,
@@ -157,6 +170,7 @@ class _Save:
                 written = io.BytesIO()
                 torch.save(record, written)
                 self._record = written.getvalue()
+                _check_plain({key: value for key, value in record.items() if key not in extra})
         return tensors
 
     def finish(self) -> None:
@@ -184,6 +198,46 @@ class _Save:
         """Leave nothing."""
         if self._rank == 0:
             self._scratch.discard()
+
+
+def may_be_replaced(path: Path) -> bool:
+    """Whether a front end whose users expect it may replace what stands at `path`: a checkpoint or a link to one,
+    nothing, or a file that is named as one.
+    """
+    return (
+        not _is_taken(path)
+        or path.is_symlink()
+        or (path / META).is_file()
+        or (path.is_file() and path.suffix == ".ckpt")
+    )
+
+
+def _is_taken(path: Path) -> bool:
+    return path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """A shard would be saved as rank 0's and read as everybody's."""
+    with agreed():
+        for key, value in extra.items():
+            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"{key!r} holds a DTensor, of which only rank 0's shard would be saved: save its full_tensor()."
+                )
+
+
+def _check_plain(record: dict[str, Any]) -> None:
+    """Better refused now than when a job resumes."""
+    try:
+        buffer = io.BytesIO()
+        torch.save(record, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            "an optimizer has settings or states that torch.load(weights_only=True) does not read back "
+            f"({(str(error).splitlines() or [type(error).__name__])[0]}): use plain values and tensors."
+        ) from error
 
 
 _swept: set[Path] = set()

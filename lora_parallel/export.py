@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lora_parallel.agreement import agreed
-from lora_parallel.atomic import Scratch
+from lora_parallel.atomic import Scratch, local_path
 from lora_parallel.gather import class_of, local, region_of, reshard
 from lora_parallel.safetensors_writer import write_safetensors
 from lora_parallel.sources import INDEX, Reader, Source
@@ -55,7 +55,7 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
         ValueError: The model was not parallelized, or has adapter layers that cannot be merged part by part.
         OSError: It cannot be written. All on every rank.
     """
-    target, writer = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
+    target, writer = local_path(directory), not dist.is_initialized() or dist.get_rank() == 0
     scratch = Scratch(target)
     reshard(model)
     try:
@@ -187,6 +187,11 @@ def _active(layer: LoraLayer) -> list[str]:
 
 
 def _check_kind(name: str, layer: LoraLayer) -> None:
+    if layer.merged_adapters:
+        raise ValueError(
+            f"export_merged: the adapter of {name} is merged into its base already ({layer.merged_adapters}), and "
+            "would be merged twice: call unmerge_adapter() first."
+        )
     problem = None
     kind: Any = class_of(layer)  # type: ignore[arg-type]
     if kind not in (Linear, Embedding):

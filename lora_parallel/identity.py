@@ -62,10 +62,12 @@ def check_base(stored: Mapping[str, str], present: Mapping[str, str], model: nn.
     names = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     missing = [name for name in stored if name not in names]
     other = [name for name in stored if name in present and present[name] != stored[name]]
-    if missing or other:
+    more = [name for name in present if name not in stored]
+    if missing or other or more:
         raise ValueError(
             f"{where} was trained on another base model: of its {len(stored)} frozen weights {len(missing)} are not in "
-            f"this one (first: {missing[:1]}), {len(other)} have other values, shapes or dtypes (first: {other[:1]})."
+            f"this one (first: {missing[:1]}), {len(other)} have other values, shapes or dtypes (first: {other[:1]}); "
+            f"{len(more)} of this one's were not frozen there, or not there (first: {more[:1]})."
         )
 
 

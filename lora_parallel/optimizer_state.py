@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lora_parallel.gather import local, region_of
 
@@ -60,25 +61,39 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     tensors.setdefault(name, {})[key] = value.detach()
-                elif isinstance(value, DTensor) or (
-                    isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.numel() > 1
-                ):
+                elif any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
                     raise ValueError(
-                        f"{kind} keeps the state {key!r} of {name} as a {type(value).__name__} of shape "
-                        f"{tuple(value.shape)}, where the parameter is sharded and has shape {tuple(parameter.shape)}: "
-                        "it cannot be told what of it belongs to which rank, so it cannot be saved."
+                        f"{kind} keeps the state {key!r} of {name} in a {type(value).__name__} that is not of the "
+                        f"parameter's shape {tuple(parameter.shape)}, and the parameter is sharded: it cannot be told "
+                        "what of it belongs to which rank, so it cannot be saved."
                     )
                 else:
                     values.setdefault(name, {})[key] = value.cpu().clone() if isinstance(value, Tensor) else value
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
-            "settings": copy.deepcopy({key: value for key, value in group.items() if key != "params"}),
+            "settings": copy.deepcopy(
+                {key: _plain(value) for key, value in group.items() if key not in _OF_PARAMETERS}
+            ),
         }
         for group in optimizer.param_groups
     ]
     dtypes = {name: {key: value.dtype for key, value in states.items()} for name, states in tensors.items()}
     return OptimizerState(tensors, {"class": kind, "groups": groups, "values": values, "tensors": dtypes})
+
+
+_OF_PARAMETERS = ("params", "param_names")
+
+
+def _is_part(value: Any, parameter: nn.Parameter) -> bool:
+    if isinstance(value, DTensor):
+        return True
+    return isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.numel() > 1
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers (a schedule's) as Python's, which weights_only=True reads."""
+    return value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> None:

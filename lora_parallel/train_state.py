@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lora_parallel.adapters import adapter_parameters
@@ -43,6 +43,15 @@ class TrainState:
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """The name of each parameter in `module`."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that a state dict has (running statistics, counters), by name. They are whole on every rank."""
+        found = {}
+        for prefix, module in self.module.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    found[f"{prefix}.{key}" if prefix else key] = buffer
+        return found
 
     def loose_parameters(self) -> dict[str, nn.Parameter]:
         """What trains and belongs to no adapter, by name."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import lora_parallel.adapter_folder as adapter_folder
+from lora_parallel import atomic
 from lora_parallel.adapters import adapter_parameters
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
@@ -598,14 +599,20 @@ class FullFileSystem(FileSystemWriter):
         return super().write_data(*args, **kwargs)
 
 
+def no_space_for_extra(path: Path, data: bytes) -> int:
+    if path.name == "extra.pt":
+        raise OSError(28, "No space left on device")
+    return path.open("wb").write(data)
+
+
 @contextmanager
 def failing(what: str) -> Iterator[None]:
     """Let one part of a save fail."""
     owner, name, stand_in = {
         "adapter": (adapter_folder, "save_file", FullDisk(adapter_folder.save_file, "adapter_model.safetensors")),
         "state": (torch.distributed.checkpoint.state_dict_saver, "_storage_setup", lambda *args, **kwargs: None),
-        "extra": (torch, "save", FullDisk(torch.save, "extra.pt")),
-        "rename": (os, "replace", FullDisk(os.replace, "kept.ckpt")),
+        "extra": (Path, "write_bytes", no_space_for_extra),
+        "rename": (atomic, "_exchanged", FullDisk(atomic._exchanged, "kept.ckpt")),
     }[what]
     if what == "state":
         stand_in = lambda writer, path, reader=False: FullFileSystem(path)  # noqa: E731
@@ -647,6 +654,26 @@ def fail_to_save(folder: str) -> dict[str, Any]:
         found["replaced"] = same(stored(), adapters(module)) and not same(adapters(module), saved)
         found["left"] = sorted(os.listdir(folder))
     return found
+
+
+def over_others(folder: str) -> list[Any]:
+    with tidy():
+        run = trainer("2x2", max_epochs=1, **DOUBLE)
+        run.fit(Scheduled(), resumable("2x2"))
+        return [
+            attempt(run.save_checkpoint, path) for path in (f"{folder}/mine", f"{folder}/notes.txt", "s3://a/b.ckpt")
+        ]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(pool, tmp_path):
+    (tmp_path / "mine" / "data").mkdir(parents=True)
+    (tmp_path / "mine" / "data" / "precious.txt").write_text("precious")
+    (tmp_path / "notes.txt").write_text("precious too")
+    for folder, file, url in pool.run(4, over_others, str(tmp_path)):
+        assert folder.kind == file.kind == "FileExistsError"
+        assert url.kind == "ValueError"
+    assert (tmp_path / "mine" / "data" / "precious.txt").read_text() == "precious"
+    assert (tmp_path / "notes.txt").read_text() == "precious too"
 
 
 def test_failed_saves(pool, tmp_path):

@@ -160,7 +160,7 @@ def fill_adapters_as_peft(model):
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
-            region = lora_parallel.adapter_folder.local_region(parameter.data)
+            region = lora_parallel.adapter_folder.region_of(parameter)
             parameter.to_local().data.copy_(values[region].reshape(parameter.to_local().shape))
 
 
@@ -505,6 +505,21 @@ def test_adapters_of_one_model_share_a_folder(pool, tmp_path):
     assert sorted(p.name for p in (tmp_path / "both").iterdir()) == ["README.md", CONFIG, WEIGHTS, "second"]
     sizes = [len(load_file(tmp_path / "both" / part / WEIGHTS)) for part in ("", "second")]
     assert sizes == [28, 4]
+
+
+def save_broken(root):
+    mesh, config = on_mesh("1x2")
+    model = parallelize(built("task type"), mesh, config)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "lora_B" in n).to_local()[0, 0] = float("nan")
+    return [attempt(save_adapter, model, root / "new"), attempt(save_adapter, model, "gs://bucket/new")]
+
+
+def test_a_broken_adapter_is_not_saved(pool, tmp_path):
+    for broken, url in pool.run(2, save_broken, tmp_path):
+        assert "holds values that are not finite" in broken.message
+        assert "is a URL" in url.message
+    assert not any(tmp_path.iterdir())
 
 
 def save_after_forwards(root):

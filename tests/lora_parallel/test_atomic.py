@@ -18,7 +18,10 @@ def written(target: Path, text: str, replace: bool = False) -> None:
     scratch = Scratch(target)
     scratch.make()
     (scratch.path / "file").write_text(text)
-    scratch.place(replace)
+    try:
+        scratch.place(replace)
+    finally:
+        scratch.discard()
 
 
 def test_a_folder_is_there_when_it_is_placed(tmp_path):

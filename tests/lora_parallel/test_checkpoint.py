@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -437,6 +439,72 @@ def test_ranks_that_found_different_checkpoints(pool, tmp_path):
         assert "'step-1 (" in failure.message
 
 
+class Normed(nn.Module):
+    """Running statistics, in the base and in a module that is saved with the adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.head(self.norm(self.up(x)))
+
+
+def normed() -> nn.Module:
+    return get_peft_model(Normed(), LoraConfig(r=2, target_modules=["up"], modules_to_save=["head"])).train()
+
+
+def with_buffers(folder: Path) -> list[bool]:
+    mesh, config = on_mesh("2x1")
+    model, fresh = parallelize(normed(), mesh, config), parallelize(normed(), mesh, config)
+    optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
+    # A schedule's rate may be a number of NumPy's.
+    optimizer.param_groups[0]["lr"] = np.float64(0.05)
+    for _ in range(3):
+        model(torch.randn(16, 6, generator=torch.Generator().manual_seed(2))).square().mean().backward()
+        optimizer.step()
+    buffers = dict(model.named_buffers())
+    changed = [name for name, b in fresh.named_buffers() if not torch.equal(b, buffers[name])]
+    save_checkpoint(model, optimizer, folder / "a")
+    rate = torch.optim.SGD(trained(fresh).values(), lr=9)
+    load_checkpoint(fresh, rate, folder / "a")
+    back = all(torch.equal(b, buffers[name]) for name, b in fresh.named_buffers())
+    return [len(changed) >= 7, back, rate.param_groups[0]["lr"] == 0.05]
+
+
+def test_buffers_go_on_where_they_were(pool, tmp_path):
+    assert pool.run(2, with_buffers, tmp_path) == [[True, True, True]] * 2
+    own = normed()
+    own.save_pretrained(tmp_path / "peft")
+    want, got = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path / "peft", tmp_path / "a" / "adapter")
+    )
+    assert got.keys() == want.keys()
+    assert any("running_mean" in key for key in got)
+
+
+def longer_base(folder: Path) -> list[Any]:
+    """A base whose first layers are those of another one."""
+    lora = {"layers_to_transform": [0, 1]}
+    short, optimizer = made("2x1", model=get_peft_model(causal_lm(), lora_config(**lora)))
+    save_checkpoint(short, optimizer, folder / "a")
+    base = causal_lm(num_hidden_layers=4)
+    base.load_state_dict(causal_lm().state_dict(), strict=False)
+    longer, optimizer = made("2x1", model=get_peft_model(base, lora_config(**lora)))
+    return [attempt(load_checkpoint, longer, optimizer, folder / "a")]
+
+
+def test_a_larger_base_is_another_one(pool, tmp_path):
+    for (failure,) in pool.run(2, longer_base, tmp_path):
+        assert isinstance(failure, Failure)
+        assert "was trained on another base model" in failure.message
+
+
 def save_one_of_case(path: Path) -> None:
     model, optimizer = made("2x2")
     save_checkpoint(model, optimizer, path)
@@ -491,6 +559,18 @@ def mismatched(good: Path, root: Path) -> dict[str, tuple[Any, bool]]:
     save("a file that is there", model, optimizer, root / "file")
     save("inside of a file", model, optimizer, root / "file" / "new")
     save("extra that is no plain value", model, optimizer, new, extra={"path": Path("x")})
+    lists = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        lists.state[parameter]["history"] = [torch.zeros(local(parameter).shape)]
+    save("a state that is a list of parts", model, lists, new)
+    odd = torch.optim.AdamW(parameters)
+    odd.param_groups[0]["where"] = Path("x")
+    save("a setting that is no plain value", model, odd, new)
+    save("extra that is a shard", model, optimizer, new, extra={"p": parameters[0].detach()})
+    save("extra that is no dict", model, optimizer, new, extra=5)
+    save("a URL", model, optimizer, "s3://bucket/new")
+    save("a hidden name", model, optimizer, root / ".new")
+    save("an optimizer on one rank only", model, optimizer if dist.get_rank() else None, new)
     save("another folder on one rank", model, optimizer, root / f"new-{dist.get_rank() // 3}")
     save("keep_last of none", model, optimizer, new, keep_last=0)
     save("a foreign optimizer", model, torch.optim.AdamW([nn.Parameter(torch.ones(2))]), new)
@@ -518,6 +598,13 @@ MISMATCHED = {
     "a file that is there": ("FileExistsError", "exists and is not empty, and is not overwritten"),
     "inside of a file": ("NotADirectoryError", "file"),
     "extra that is no plain value": ("ValueError", "extra['path'] holds what torch.load(weights_only=True)"),
+    "a state that is a list of parts": ("ValueError", "keeps the state 'history' of"),
+    "a setting that is no plain value": ("ValueError", "an optimizer has settings or states that"),
+    "extra that is a shard": ("ValueError", "'extra' holds a DTensor"),
+    "extra that is no dict": ("TypeError", "extra is a int: give a dict"),
+    "a URL": ("ValueError", "is a URL: only local paths"),
+    "a hidden name": ("ValueError", "a name that starts with a dot"),
+    "an optimizer on one rank only": ("ValueError", "optimizers is [] on rank 0 and ['0'] on rank 1"),
     "another folder on one rank": ("ValueError", "new-1' on rank 3: call it with the same on every rank"),
     "keep_last of none": ("ValueError", "keep_last=0"),
     "a foreign optimizer": ("ValueError", "that is not the model's"),

@@ -147,6 +147,7 @@ def refused(folder: Path) -> dict[str, Any]:
         "a file that is there": attempt(export_merged, parallelize(adapted(), mesh, config), folder / "file"),
         "not parallelized": attempt(export_merged, adapted(), folder / "new"),
         "dora": attempt(export_merged, parallelize(adapted(use_dora=True), mesh, config), folder / "new"),
+        "merged already": attempt(export_merged, merged(parallelize(adapted(), mesh, config)), folder / "new"),
         "tied": attempt(export_merged, parallelize(tied, mesh, config), folder / "new"),
     }
     model = parallelize(adapted(), mesh, config)
@@ -162,6 +163,13 @@ def refused(folder: Path) -> dict[str, Any]:
     return found
 
 
+def merged(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if hasattr(module, "merged_adapters"):
+            module.merged_adapters.append("default")  # as merge_adapter() does
+    return model
+
+
 def no_space(tensors: Any) -> bytes:
     raise OSError(28, "No space left on device")
 
@@ -171,6 +179,7 @@ REFUSED = {
     "a file that is there": ("FileExistsError", "is not empty"),
     "not parallelized": ("ValueError", "was not parallelized"),
     "dora": ("ValueError", "cannot be merged part by part"),
+    "merged already": ("ValueError", "would be merged twice"),
     "tied": ("ValueError", "are one weight, and an adapter is on one of them only"),
     "no space": ("OSError", "No space left"),
 }
