@@ -22,6 +22,7 @@ from lightning_lora.namespace import TrainerNamespace
 from lightning_lora.one_file import pack, unpacked
 from lightning_lora.optimizers import refuse_stale
 from lightning_lora.precision import PrecisionLogic
+from lightning_lora.requeue import watch
 from lightning_lora.roots import find_roots
 from lora_parallel import no_sync
 from lora_parallel.agreement import agreed
@@ -125,6 +126,7 @@ class StrategyLogic(BaseLogic, Base):
         self._prediction = UnevenPrediction(self.device_mesh, self.root_device)
         self.barrier()
         if trainer.state.fn == self.lightning.fitting:
+            watch(trainer, self.lightning, self.root_device)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == self.lightning.fitting:

@@ -43,6 +43,8 @@ class TrainerNamespace(Namespace):
     interrupted: Any
     """`TrainerStatus.INTERRUPTED`."""
     optimizers_to_device: Any
+    Callback: Any
+    SLURMEnvironment: Any
 
 
 def fabric_namespace(fabric: str) -> Namespace:
@@ -59,6 +61,8 @@ def trainer_namespace(pytorch: str, fabric: str) -> TrainerNamespace:
         LightningOptimizer=import_module(f"{pytorch}.core.optimizer").LightningOptimizer,
         fitting=states.TrainerFn.FITTING,
         interrupted=states.TrainerStatus.INTERRUPTED,
+        Callback=import_module(f"{pytorch}.callbacks").Callback,
+        SLURMEnvironment=import_module(f"{fabric}.plugins.environments").SLURMEnvironment,
         optimizers_to_device=import_module(f"{fabric}.utilities.optimizer")._optimizers_to_device,
     )
 

@@ -1,0 +1,101 @@
+"""A SLURM job that is told that its time is over, on one rank or on all, in the midst of a step."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from torch import Tensor
+
+from lightning_lora import LoRAParallelStrategy
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import QUIET, ROWS, Resumable, Tokens, loader, tidy, tuner
+from tests.oracle import full, trained
+from tests.workers import COLLECTIVE_TIMEOUT
+
+
+class Pool(SLURMEnvironment):
+    """This process's group as a SLURM job."""
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+    def validate_settings(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Told(tuner()):  # type: ignore[misc]
+    """Is told on some ranks, in the midst of its second forward."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__(m.adapted)
+        self.ranks, self.calls = ranks, 0
+        self.model.get_base_model().model.layers[1].register_forward_hook(self.tell)
+
+    def tell(self, *args: Any) -> None:
+        self.calls += 1
+        if self.calls == 2 and dist.get_rank() in self.ranks:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def run(folder: str, ranks: tuple[int, ...], accumulate: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+    module = Told(ranks)
+    made = pl.Trainer(
+        **QUIET,
+        strategy=LoRAParallelStrategy(2, timeout_seconds=COLLECTIVE_TIMEOUT),
+        plugins=[Pool(requeue_signal=signal.SIGUSR1)],
+        devices=4,
+        max_epochs=1,
+        default_root_dir=folder,
+        accumulate_grad_batches=accumulate,
+    )
+    made.fit(module, loader(Tokens(6 * ROWS), "2x2", kind=Resumable), ckpt_path=ckpt_path)
+    return {name: full(p) for name, p in trained(module).items()}
+
+
+def told(folder: str, ranks: tuple[int, ...], accumulate: int) -> list[Any]:
+    """The job that was told trains on until SLURM ends it; what it saved goes on to the same end."""
+    with tidy():
+        os.environ.update(SLURM_JOB_ID="123", PATH=f"{folder}:{os.environ['PATH']}")
+        os.environ.pop("SLURM_ARRAY_JOB_ID", None)
+        whole = run(folder, ranks, accumulate)
+        resumed = run(folder, (), accumulate, "hpc")
+    step = torch.load(f"{folder}/hpc_ckpt_1.ckpt/extra.pt", weights_only=True)["trainer"]["global_step"]
+    return [step, all(torch.equal(resumed[name], whole[name]) for name in whole)]
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [((0, 1, 2, 3), 1), ((2,), 1), ((1,), 3)])
+def test_a_job_that_is_told_is_saved_and_requeued(pool, tmp_path, ranks, accumulate):
+    script = tmp_path / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    script.chmod(0o755)
+    for step, same in pool.run(4, told, str(tmp_path), ranks, accumulate):
+        assert step == (2 if accumulate == 1 else 1)
+        assert same
+    assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 123"]
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_lightnings_handler_is_registered_by_the_name_that_is_replaced(package):
+    connector = import_module(f"{package}.trainer.connectors.signal_connector")._SignalConnector
+    assert next(iter(inspect.signature(connector._slurm_sigusr_handler_fn).parameters)) == "self"
+    assert "self._slurm_sigusr_handler_fn" in inspect.getsource(connector.register_signal_handlers)
+    trainer = import_module(f"{package}.trainer.trainer")
+    body = inspect.getsource(trainer.Trainer._run)
+    assert body.index("self.strategy.setup(self)") < body.index("register_signal_handlers()")
