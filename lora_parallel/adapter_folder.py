@@ -47,7 +47,8 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
 
     Tensors are gathered a few at a time and kept on rank 0's CPU. Of the base, only what PEFT itself writes is
     gathered: embeddings that are adapted or resized. Rank 0 writes beside the target, reads back, compares, and
-    renames, so that a folder is complete or not there. Other files in a folder that exists stay as they are.
+    renames: a new folder is complete or not there. In a folder that exists each file is replaced whole, one after the
+    other, and what else is there stays.
 
     Args:
         model: What `parallelize` returned, or any model with PEFT layers (also in one process, unsharded).
@@ -101,6 +102,7 @@ class GatheredAdapter:
             RuntimeError: The written file does not hold every tensor as gathered.
             OSError: The folder cannot be written.
         """
+        directory = directory.resolve()  # a link to another file system: its folder is renamed there
         target = self.folder(directory)
         for path in {directory, target}:
             if path.is_file():
