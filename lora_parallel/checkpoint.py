@@ -5,20 +5,18 @@ Only what trains is gathered or written; the base never is.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import load_models, load_optimizers, read_checkpoint, resume_counting
-from lora_parallel.checkpoint_writer import write_checkpoint
+from lora_parallel.checkpoint_writer import check_plain, write_checkpoint
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.train_state import TrainState
 
@@ -72,7 +70,8 @@ def save_checkpoint(
             raise ValueError(f"keep_last={keep_last!r}: give a positive int, or None to keep all.")
         if not state.models:
             raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
-        _check_plain(dict(extra or {}))
+        for key, value in (extra or {}).items():
+            check_plain(f"extra[{key!r}] holds what", value, "save plain values and tensors, such as a state_dict().")
     return write_checkpoint(
         path, state, {"extra": dict(extra or {})}, _WRITER, keep_last=keep_last, async_save=async_save
     )
@@ -124,19 +123,3 @@ def _numbered(optimizer: Optimizer | list[Optimizer] | None) -> dict[str, Optimi
         if not isinstance(each, Optimizer):
             raise TypeError(f"optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, a list, or None.")
     return {str(index): each for index, each in enumerate(given)}
-
-
-def _check_plain(extra: dict[str, Any]) -> None:
-    """Better refused now than when a job resumes."""
-    for key, value in extra.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"extra[{key!r}] holds what torch.load(weights_only=True) does not read back "
-                f"({(str(error).splitlines() or [type(error).__name__])[0]}): save plain values and tensors, such as a "
-                "state_dict()."
-            ) from error

@@ -27,13 +27,13 @@ from lora_parallel.atomic import Scratch, sweep
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.gather import reshard
 from lora_parallel.identity import base_fingerprints
-from lora_parallel.optimizer_state import optimizer_state
+from lora_parallel.optimizer_state import OptimizerState, optimizer_state
 from lora_parallel.random_state import gather_random_states
 from lora_parallel.retention import complete_checkpoints, prune, read_meta
 from lora_parallel.train_state import TrainState
 from lora_parallel.upstream import is_rectangle
 
-__all__ = ["may_be_replaced", "wait_for_save", "write_checkpoint"]
+__all__ = ["check_plain", "may_be_replaced", "wait_for_save", "write_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class _Save:
         self._scratch = Scratch(path)
         self._rank = dist.get_rank()
         self._adapters: list[tuple[Path, GatheredAdapter]] = []
+        self._optimizers: dict[str, OptimizerState] = {}
         self._record = b""
         self._meta: dict[str, Any] = {}
 
@@ -106,8 +107,10 @@ class _Save:
     def begin(self) -> None:
         """Make the folder to write in."""
         target = self._scratch.target
-        for optimizer in self._state.optimizers.values():
-            optimizer_state(optimizer, self._state.parameter_names())  # raises before anything is made
+        for model in self._state.models.values():
+            reshard(model)  # a forward may have left whole parameters in place of the optimizers'
+        names = self._state.parameter_names()
+        self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
         if self._rank != 0:
             return
         if not may_be_replaced(target) if self._replace else _is_taken(target):
@@ -127,9 +130,7 @@ class _Save:
 
     def collect(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
         """Gather what rank 0 writes; return what every rank writes its shards of. Collective."""
-        models, mesh = self._state.models, self._state.parallel.mesh
-        for model in models.values():
-            reshard(model)
+        models, mesh, states = self._state.models, self._state.parallel.mesh, self._optimizers
         parameters: dict[str, str] = {}
         for name, model in models.items():
             for adapter in peft_configs(model):
@@ -138,9 +139,6 @@ class _Save:
                 file = (gathered.folder(folder) / WEIGHTS).relative_to(self.folder)
                 own = {key: f"{name}.{each}" if name else each for key, each in gathered.names.items()}
                 parameters |= {f"{file}:{key}": each for key, each in own.items()}
-        names = self._state.parameter_names()
-        with agreed():
-            states = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
         record = {
             **extra,
             "models": list(models),
@@ -170,7 +168,8 @@ class _Save:
                 written = io.BytesIO()
                 torch.save(record, written)
                 self._record = written.getvalue()
-                _check_plain({key: value for key, value in record.items() if key not in extra})
+                own = {key: value for key, value in record.items() if key not in extra}
+                check_plain("an optimizer has settings or states that", own, "use plain values and tensors.")
         return tensors
 
     def finish(self) -> None:
@@ -226,17 +225,21 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_plain(record: dict[str, Any]) -> None:
-    """Better refused now than when a job resumes."""
+def check_plain(what: str, value: Any, remedy: str) -> None:
+    """Check that weights_only=True reads a value back: better refused now than when a job resumes.
+
+    Raises:
+        ValueError: It does not.
+    """
     try:
         buffer = io.BytesIO()
-        torch.save(record, buffer)
+        torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise ValueError(
-            "an optimizer has settings or states that torch.load(weights_only=True) does not read back "
-            f"({(str(error).splitlines() or [type(error).__name__])[0]}): use plain values and tensors."
+            f"{what} torch.load(weights_only=True) does not read back "
+            f"({(str(error).splitlines() or [type(error).__name__])[0]}): {remedy}"
         ) from error
 
 

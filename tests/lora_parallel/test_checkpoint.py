@@ -140,6 +140,24 @@ def test_empty_shards_and_parameters_without_a_gradient(pool, tmp_path):
     assert pool.run(2, untouched_parameters, tmp_path) == [[True, True]] * 2
 
 
+def after_a_forward(folder: Path) -> list[bool]:
+    """The root's unit, which holds the adapters of embedding and head, stays gathered after a forward."""
+    model, optimizer = made("2x1", FILLED["embeddings"][0])
+    want = snapshot(model, optimizer)
+    model(input_ids=torch.arange(12)[None])
+    gathered = any(not isinstance(p, DTensor) for p in trained(model).values())
+    save_checkpoint(model, optimizer, folder / "a")
+    optimizer.state.clear()
+    load_checkpoint(model, optimizer, folder / "a")
+    return [gathered, same(want, snapshot(model, optimizer))]
+
+
+def test_a_save_after_a_forward_that_no_backward_follows(pool, tmp_path):
+    for gathered, equal in pool.run(2, after_a_forward, tmp_path):
+        assert equal
+        assert gathered, "nothing was in the way"
+
+
 def before_the_first_step(folder: Path) -> list[bool]:
     model, optimizer = made("2x1", steps=0)
     before = snapshot(model, optimizer)
