@@ -36,6 +36,7 @@ __all__ = [
     "put",
     "read_adapter",
     "save_adapter",
+    "save_as_peft",
 ]
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -63,17 +64,23 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         RuntimeError: The written file does not hold every adapter tensor as gathered.
         OSError: The folder cannot be written. All on every rank.
     """
+    return save_as_peft(model, directory, adapter_name, "auto")
+
+
+def save_as_peft(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    adapter_name: str,
+    save_embedding_layers: Literal["auto"] | bool,
+) -> Path:
+    """`save_adapter`, with PEFT's own argument."""
     with agreed():
         place = local_path(directory)
-    gathered = gather_adapter(model, adapter_name)
+    gathered = gather_adapter(model, adapter_name, save_embedding_layers)
     with agreed():
-        if _is_writer():
+        if not dist.is_initialized() or dist.get_rank() == 0:
             gathered.write(place)
     return gathered.folder(place)
-
-
-def _is_writer() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from lora_parallel.gather import persistent_buffers
+
 __all__ = ["adapted_model", "adapter_parameters", "adapter_tensors", "peft_configs"]
 
 
@@ -63,8 +65,6 @@ def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
             copies = getattr(module, attribute, None)
             if not isinstance(copies, nn.ModuleDict) or adapter_name not in copies:
                 continue
-            for inner, part in copies[adapter_name].named_modules():
-                for key, buffer in part._buffers.items():
-                    if buffer is not None and key not in part._non_persistent_buffers_set:
-                        found[".".join(filter(None, (prefix, attribute, adapter_name, inner, key)))] = buffer
+            for name, buffer in persistent_buffers(copies[adapter_name]).items():
+                found[".".join(filter(None, (prefix, attribute, adapter_name, name)))] = buffer
     return found

@@ -144,9 +144,9 @@ def whole_tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path / file, framework="pt") as stored:
             tensors |= {name: stored.get_tensor(key) for key, name in names.items()}
     source = DcpDirectory(path / STATE)
-    loose = [key for key in (source.list() if source.path.is_dir() else ()) if key.startswith(loose_key(""))]
+    leaves = source.list() if source.path.is_dir() else {}
+    loose = [key for key in leaves if key.startswith(loose_key(""))]
     if loose:
-        leaves = source.list()
         with source.open() as reader:
             tensors |= {key.removeprefix(loose_key("")): reader(key, whole(leaves[key].shape)) for key in loose}
     return tensors
@@ -181,9 +181,14 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
     return [lambda: put(values)]
 
 
+def _elsewhere(found: Contents, state: TrainState) -> tuple[str, ...]:
+    """How names in the models begin that were saved and are not asked for: a front end may load some of them."""
+    return tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+
+
 def _read_buffers(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
     here = state.buffers()
-    elsewhere = tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+    elsewhere = _elsewhere(found, state)
     stored = {name: value for name, value in found.record["buffers"].items() if not name.startswith(elsewhere)}
     wrong = [name for name in stored if name not in here or here[name].shape != stored[name].shape]
     if wrong or here.keys() - stored.keys():
@@ -196,8 +201,7 @@ def _read_buffers(found: Contents, state: TrainState) -> list[tuple[Tensor, Tens
 
 def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
     loose = state.loose_parameters()
-    # A front end may load some of the models that were saved.
-    elsewhere = tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+    elsewhere = _elsewhere(found, state)
     source = DcpDirectory(found.path / STATE)
     stored = {
         key.removeprefix(loose_key("")): leaf

@@ -16,7 +16,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from lora_parallel.sources import Source, open_checkpoint
-from lora_parallel.stored import Leaf, Node, StoredTensor, leaves
+from lora_parallel.stored import Leaf, Node, StoredTensor, describe, leaves
 from lora_parallel.waiting import Waiting
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "check_fresh",
     "checkpoints_in",
     "defer",
-    "describe",
     "forget",
     "fresh_of",
     "has_deferred",
@@ -274,12 +273,6 @@ def check_fit(name: str, wanted: Tensor, stored: Node) -> None:
             "config is not the checkpoint's. A layer of another size (a resized embedding, a new head) must be saved "
             "with the model first, or the model loaded outside of meta_init."
         )
-
-
-def describe(stored: Node) -> str:
-    """Where a stored tensor is, for an error."""
-    first = next(leaves(stored))
-    return f"{first.source.path}: {first.key}"
 
 
 def check_checkpoints(model: nn.Module, materialize: bool) -> None:

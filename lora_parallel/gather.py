@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.upstream import local_region
 
-__all__ = ["class_of", "gather_on_rank_zero", "local", "region_of", "reshard"]
+__all__ = ["class_of", "gather_on_rank_zero", "local", "persistent_buffers", "region_of", "reshard"]
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -34,6 +34,16 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
     """The region of the full tensor that this rank's part of `tensor` is."""
     data = tensor.detach()
     return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state dict has, by name."""
+    return {
+        f"{prefix}.{key}" if prefix else key: buffer
+        for prefix, inner in module.named_modules()
+        for key, buffer in inner._buffers.items()
+        if buffer is not None and key not in inner._non_persistent_buffers_set
+    }
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

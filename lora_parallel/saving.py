@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 from peft import PeftModel
 from torch import nn
 
-from lora_parallel.adapter_folder import gather_adapter
+from lora_parallel.adapter_folder import save_as_peft
 from lora_parallel.adapters import adapted_model, peft_configs
 from lora_parallel.agreement import agreed
 from lora_parallel.export import export_merged
@@ -85,7 +83,4 @@ def _save_pretrained(
         export_merged(model, save_directory, max_shard_size)
         return
     for name in chosen:
-        gathered = gather_adapter(model, name, save_embedding_layers)
-        with agreed():
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                gathered.write(Path(save_directory))
+        save_as_peft(model, save_directory, name, save_embedding_layers)

@@ -20,7 +20,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lora_parallel.upstream import no_torch_function, storageless
 
-__all__ = ["Computed", "Leaf", "Node", "Piece", "Region", "StoredTensor", "leaves", "read", "read_block", "whole"]
+__all__ = [
+    "Computed",
+    "Leaf",
+    "Node",
+    "Piece",
+    "Region",
+    "StoredTensor",
+    "describe",
+    "leaves",
+    "read",
+    "read_block",
+    "whole",
+]
 
 Region = tuple[slice, ...]
 """A rectangle of a tensor: one slice with start and stop a dim."""
@@ -223,6 +235,12 @@ def leaves(node: Node) -> Iterator[Leaf]:
             yield from leaves(part)
     else:
         yield from leaves(node.parent)  # type: ignore[attr-defined]
+
+
+def describe(node: Node) -> str:
+    """Where a stored tensor is, for an error."""
+    first = next(leaves(node))
+    return f"{first.source.path}: {first.key}"
 
 
 class StoredTensor(Tensor):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lora_parallel.adapters import adapter_parameters
+from lora_parallel.gather import persistent_buffers
 from lora_parallel.state import ParallelState, parallelized, state_of
 
 __all__ = ["TrainState"]
@@ -46,12 +47,7 @@ class TrainState:
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a state dict has (running statistics, counters), by name. They are whole on every rank."""
-        found = {}
-        for prefix, module in self.module.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and key not in module._non_persistent_buffers_set:
-                    found[f"{prefix}.{key}" if prefix else key] = buffer
-        return found
+        return persistent_buffers(self.module)
 
     def loose_parameters(self) -> dict[str, nn.Parameter]:
         """What trains and belongs to no adapter, by name."""

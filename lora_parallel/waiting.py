@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_parallel.stored import Node, StoredTensor, leaves
+from lora_parallel.stored import Node, StoredTensor, describe
 
 __all__ = ["Waiting"]
 
@@ -36,7 +36,7 @@ class Waiting(Tensor):
         return self.source.node
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"Waiting(shape={tuple(self.shape)}, dtype={self.dtype}, from {_where(self.node)})"
+        return f"Waiting(shape={tuple(self.shape)}, dtype={self.dtype}, from {describe(self.node)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Waiting:
         copied = Waiting.of(self.node, getattr(self, "_is_param", False), self.requires_grad)
@@ -63,16 +63,16 @@ class Waiting(Tensor):
         written = kwargs.get("out", target if _writes(function) else None)
         if isinstance(written, Waiting):
             raise ValueError(
-                f"{_name(function)} would write into a weight that is still on disk ({_where(written.node)}): on the "
+                f"{_name(function)} would write into a weight that is still on disk ({describe(written.node)}): on the "
                 "meta device the value is lost. Give it by load_state_dict, do it after parallelize, or load the model "
                 "outside of meta_init."
             )
         if _name(function) in _COMPUTES:
             waits = next(each for each in (*args, *kwargs.values()) if isinstance(each, Waiting))
             raise ValueError(
-                f"{_name(function)} would compute with a weight that is still on disk ({_where(waits.node)}), and the "
-                "meta device has no values: parallelize the model first (in Fabric: fabric.setup), or load it outside "
-                "of meta_init."
+                f"{_name(function)} would compute with a weight that is still on disk ({describe(waits.node)}), and "
+                "the meta device has no values: parallelize the model first (in Fabric: fabric.setup), or load it "
+                "outside of meta_init."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
@@ -173,8 +173,3 @@ def _writes(function: Any) -> bool:
 
 def _name(function: Any) -> str:
     return "an assignment to .data" if function == _SET_DATA else getattr(function, "__name__", str(function))
-
-
-def _where(node: Node) -> str:
-    first = next(leaves(node))
-    return f"{first.source.path}: {first.key}"

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from lora_parallel.deferred import describe, forget, stored_of
+from lora_parallel.deferred import forget, stored_of
 from lora_parallel.gather import local, region_of
 from lora_parallel.sources import Source
-from lora_parallel.stored import Computed, Leaf, Node, Piece, Region, leaves, read_block, whole
+from lora_parallel.stored import Computed, Leaf, Node, Piece, Region, describe, leaves, read_block, whole
 
 __all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
 

@@ -50,6 +50,7 @@ def save_all(mesh_text: str, folder: Path) -> dict[str, Any]:
     return {
         "no such adapter": attempt(model.save_pretrained, folder / "none", selected_adapters=["third"]),
         "a pickle": attempt(model.save_pretrained, folder / "none", safe_serialization=False),
+        "a URL": attempt(model.save_pretrained, "s3://bucket/none"),
         "to the hub": attempt(model.save_pretrained, folder / "none", push_to_hub=True),
     }
 
@@ -57,6 +58,7 @@ def save_all(mesh_text: str, folder: Path) -> dict[str, Any]:
 REFUSED = {
     "no such adapter": ("ValueError", "no adapter 'third'"),
     "a pickle": ("TypeError", "safe_serialization=False"),
+    "a URL": ("ValueError", "is a URL"),
     "to the hub": ("TypeError", "push_to_hub"),
 }
 
