@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lora_parallel.agreement import agreed
-from lora_parallel.atomic import remove_folder
+from lora_parallel.atomic import remove_folder, replace_by
 from lora_parallel.checkpoint_reader import whole_tensors
 
 __all__ = ["PACKED", "pack", "unpacked"]
@@ -58,11 +58,10 @@ def _write(state: dict[str, Any], path: Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        if path.is_dir() and not path.is_symlink():
-            remove_folder(path)
-        os.replace(scratch, path)
-    finally:
+        replace_by(scratch, path)
+    except BaseException:
         scratch.unlink(missing_ok=True)
+        raise
 
 
 def unpacked(path: Path, weights_only: bool | None) -> tempfile.TemporaryDirectory[str] | None:

@@ -8,7 +8,16 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["Scratch", "local_path", "remove_folder", "restore_replaced", "sweep"]
+__all__ = [
+    "Scratch",
+    "check_free",
+    "is_taken",
+    "local_path",
+    "remove_folder",
+    "replace_by",
+    "restore_replaced",
+    "sweep",
+]
 
 _WRITING, _REPLACED, _REMOVING, _LOCK = ".writing", ".replaced", ".removing", ".lock"
 
@@ -57,27 +66,10 @@ class Scratch:
                 and `replace` is False.
         """
         _sync(self.path)
-        old = self.target.with_name(f".{self.target.name}{_REPLACED}")
-        there = self.target.exists() or self.target.is_symlink()
-        if there and not replace and not _is_empty(self.target):
-            raise FileExistsError(
-                f"{self.target} exists and is not empty, and is not overwritten: choose another place."
-            )
-        if there and _exchanged(self.path, self.target):
-            old = self.path
-        else:
-            _remove(old)
-            if there:
-                os.replace(self.target, old)
-            try:
-                os.replace(self.path, self.target)
-            except OSError:
-                if there:
-                    os.replace(old, self.target)
-                raise
+        if not replace:
+            check_free(self.target)
+        replace_by(self.path, self.target)
         (self.target / _LOCK).unlink()  # not before: without it others may sweep the folder away
-        _sync_entry(self.target.parent)
-        _remove(old)
         self._release()
 
     def place_files(self) -> None:
@@ -110,6 +102,45 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if "://" in str(path):
         raise ValueError(f"{path} is a URL: only local paths are supported. Mount it, or copy the folder afterwards.")
     return Path(os.path.abspath(path))
+
+
+def is_taken(path: Path) -> bool:
+    """Whether something stands at `path` that a new folder would take away."""
+    return path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def check_free(path: Path) -> None:
+    """Check that nothing does.
+
+    Raises:
+        FileExistsError: Something does.
+    """
+    if is_taken(path):
+        raise FileExistsError(f"{path} exists and is not empty, and is not overwritten: choose another place.")
+
+
+def replace_by(path: Path, target: Path) -> None:
+    """Rename a file or folder to `target`; what stands there, file or folder, is removed afterwards.
+
+    Raises:
+        OSError: That fails; what stood there still does.
+    """
+    old = target.with_name(f".{target.name}{_REPLACED}")
+    there = target.exists() or target.is_symlink()
+    if there and _exchanged(path, target):
+        old = path
+    else:
+        _remove(old)
+        if there:
+            os.replace(target, old)
+        try:
+            os.replace(path, target)
+        except OSError:
+            if there:
+                os.replace(old, target)
+            raise
+    _sync_entry(target.parent)
+    _remove(old)
 
 
 def restore_replaced(path: Path) -> None:
@@ -181,10 +212,6 @@ def _locked(lock: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _remove(path: Path) -> None:

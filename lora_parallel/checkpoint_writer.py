@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_adapter
 from lora_parallel.adapters import peft_configs
 from lora_parallel.agreement import agreed, check_alike
-from lora_parallel.atomic import Scratch, sweep
+from lora_parallel.atomic import Scratch, check_free, is_taken, sweep
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.gather import reshard
 from lora_parallel.identity import base_fingerprints
@@ -113,8 +113,8 @@ class _Save:
         self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
         if self._rank != 0:
             return
-        if not may_be_replaced(target) if self._replace else _is_taken(target):
-            raise FileExistsError(f"{target} exists and is not empty, and is not overwritten: choose another place.")
+        if not (self._replace and may_be_replaced(target)):
+            check_free(target)
         if target.parent not in _swept:
             sweep(target.parent)
             _swept.add(target.parent)
@@ -204,15 +204,11 @@ def may_be_replaced(path: Path) -> bool:
     nothing, or a file that is named as one.
     """
     return (
-        not _is_taken(path)
+        not is_taken(path)
         or path.is_symlink()
         or (path / META).is_file()
         or (path.is_file() and path.suffix == ".ckpt")
     )
-
-
-def _is_taken(path: Path) -> bool:
-    return path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:

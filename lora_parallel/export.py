@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lora_parallel.agreement import agreed
-from lora_parallel.atomic import Scratch, local_path
+from lora_parallel.atomic import Scratch, check_free, local_path
 from lora_parallel.gather import class_of, local, region_of, reshard
 from lora_parallel.safetensors_writer import write_safetensors
 from lora_parallel.sources import INDEX, Reader, Source
@@ -66,8 +66,7 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
             base = model.get_base_model() if isinstance(model, PeftModel) else model
             weights = _weights(base)
             if writer:
-                if target.is_file() or (target.is_dir() and any(target.iterdir())):
-                    raise FileExistsError(f"{target} exists and is not empty, and is not overwritten: choose another.")
+                check_free(target)
                 scratch.make()
         source = _ShardedModel(Path(class_of(base).__name__), weights)
         stored = _as_saved(base, source.list())
@@ -248,6 +247,8 @@ class _ShardedModel(Source):
     weights: Mapping[str, _Weight]
     regions: list[dict[str, Region]] = field(default_factory=list)
     """What each rank holds of each."""
+    factors: dict[str, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """Of the weight that is being read, which may be read in many regions."""
 
     def list(self) -> dict[str, Leaf]:
         mine = {name: region_of(weight.tensor) for name, weight in self.weights.items()}
@@ -267,7 +268,9 @@ class _ShardedModel(Source):
 
     def _read(self, key: str, region: Region) -> Tensor:
         weight = self.weights[key]
-        factors = _factors(weight.layer) if weight.layer is not None else {}
+        if weight.layer is not None and key not in self.factors:
+            self.factors.clear()
+            self.factors[key] = _factors(weight.layer)
         rank = dist.get_rank() if dist.is_initialized() else 0
         block = torch.empty([part.stop - part.start for part in region], dtype=weight.tensor.dtype)
         done: list[Region] = []
@@ -278,7 +281,7 @@ class _ShardedModel(Source):
             done.append(shared)
             inside = tuple(slice(s.start - r.start, s.stop - r.start) for s, r in zip(shared, region, strict=True))
             if rank == owner:
-                part = self._merged(key, shared, factors)
+                part = self._merged(key, shared)
                 if rank == 0:
                     block[inside] = part.cpu()
                 else:
@@ -289,7 +292,7 @@ class _ShardedModel(Source):
                 block[inside] = part.cpu()
         return block
 
-    def _merged(self, key: str, region: Region, factors: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    def _merged(self, key: str, region: Region) -> Tensor:
         """This rank's values of a region that it holds, with the adapters merged as PEFT merges them."""
         weight = self.weights[key]
         held = region_of(weight.tensor)
@@ -299,7 +302,7 @@ class _ShardedModel(Source):
         if weight.layer is None:
             return mine
         merged = mine.clone()
-        for adapter, (a, b) in factors.items():
+        for adapter, (a, b) in self.factors[key].items():
             merged += _delta(weight.layer, adapter, a, b, region)
         return merged
 

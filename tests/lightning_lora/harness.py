@@ -43,11 +43,27 @@ QUIET: dict[str, Any] = {
 # ---------------------------------------------------------------------- the pool's processes as a cluster
 
 
+class PoolRanks:
+    """The part of a ClusterEnvironment that says which process this is."""
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
 def environment(fabric: str = "lightning.fabric") -> Any:
     """A ClusterEnvironment of the given namespace that describes the process group this process is in."""
     base = import_module(f"{fabric}.plugins.environments").ClusterEnvironment
 
-    class PoolEnvironment(base):
+    class PoolEnvironment(PoolRanks, base):
         creates_processes_externally = True
         main_address = "127.0.0.1"
         main_port = 1
@@ -55,18 +71,6 @@ def environment(fabric: str = "lightning.fabric") -> Any:
         @staticmethod
         def detect() -> bool:
             return False
-
-        def world_size(self) -> int:
-            return dist.get_world_size()
-
-        def global_rank(self) -> int:
-            return dist.get_rank()
-
-        def local_rank(self) -> int:
-            return dist.get_rank()
-
-        def node_rank(self) -> int:
-            return 0
 
         def set_world_size(self, size: int) -> None:
             assert size == dist.get_world_size()

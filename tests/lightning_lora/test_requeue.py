@@ -17,25 +17,13 @@ from torch import Tensor
 
 from lightning_lora import LoRAParallelStrategy
 from tests.lightning_lora import modules as m
-from tests.lightning_lora.harness import QUIET, ROWS, Resumable, Tokens, loader, tidy, tuner
+from tests.lightning_lora.harness import QUIET, ROWS, PoolRanks, Resumable, Tokens, loader, tidy, tuner
 from tests.oracle import full, trained
 from tests.workers import COLLECTIVE_TIMEOUT
 
 
-class Pool(SLURMEnvironment):
+class Pool(PoolRanks, SLURMEnvironment):
     """This process's group as a SLURM job."""
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
 
     def validate_settings(self, *args: Any, **kwargs: Any) -> None: ...
 

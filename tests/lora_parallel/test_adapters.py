@@ -55,6 +55,7 @@ def two_adapters():
     return model
 
 
+EMBEDDING_SAVED = {"modules_to_save": ["embed_tokens"]}
 # What PEFT saves in one process: (model, adapter to save).
 KINDS = {
     "task type": (peft_model, "default"),
@@ -68,6 +69,16 @@ KINDS = {
     "bfloat16": (lambda: peft_model().to(torch.bfloat16), "default"),
     "bfloat16 base": (lambda: peft_model(base=causal_lm(dtype=torch.bfloat16)), "default"),
     "head saved": (lambda: peft_model(modules_to_save=["lm_head"]), "default"),
+    "tied embedding saved": (
+        lambda: peft_model(base=causal_lm(dtype=torch.float32, tie_word_embeddings=True), **EMBEDDING_SAVED),
+        "default",
+    ),
+    "tied embedding and head saved": (
+        lambda: peft_model(
+            base=causal_lm(dtype=torch.float32, tie_word_embeddings=True), **EMBEDDING_SAVED, ensure_weight_tying=True
+        ),
+        "default",
+    ),
     "biases": (
         lambda: peft_model(base=causal_lm(dtype=torch.float32, attention_bias=True), bias="lora_only"),
         "default",
