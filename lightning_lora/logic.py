@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lora.base import BaseLogic
@@ -29,6 +29,7 @@ from lora_parallel.agreement import agreed
 from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import may_be_replaced, write_checkpoint
+from lora_parallel.gather import local
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.state import state_of
 from lora_parallel.train_state import TrainState
@@ -225,7 +226,8 @@ class StrategyLogic(BaseLogic, Base):
         name = self.broadcast(str(filepath))
         with agreed():
             path = local_path(name)
-        checkpoint_state.pop("state_dict")
+        with agreed():
+            self._check_untouched(checkpoint_state.pop("state_dict"))
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
         state = self._train_state({} if weights_only else self._optimizers_by_name())
         extra = {"trainer": checkpoint_state, "weights_only": weights_only}
@@ -238,6 +240,24 @@ class StrategyLogic(BaseLogic, Base):
         folder = path.with_name(f"{path.name}.folder")
         write_checkpoint(folder, state, extra, TRAINER, replace=True)
         pack(folder, path, checkpoint_state)
+
+    def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
+        """Tensors are written from the module; what a hook put among them would be lost."""
+        own = self.lightning_module_state_dict()
+        foreign = [
+            name
+            for name, value in state_dict.items()
+            if name not in own
+            or not isinstance(value, Tensor)
+            or local(value).data_ptr() != local(own[name]).data_ptr()
+        ]
+        if foreign:
+            raise ValueError(
+                f"a hook (on_save_checkpoint, perhaps) put {len(foreign)} values into the checkpoint's state_dict "
+                f"(first: {foreign[0]}). {type(self).__name__} writes the trained parameters from the module, and "
+                "nothing from there: put them under a key of their own, checkpoint['mine'] = ..., as plain values and "
+                "full tensors."
+            )
 
     def _train_state(self, optimizers: Mapping[str, Optimizer] = MappingProxyType({})) -> TrainState:
         assert self.lightning_module is not None

@@ -774,3 +774,41 @@ def test_state_of_callbacks_and_hooks(pool, tmp_path):
         assert "weights_only=False" in failure.message
     state = torch.load(tmp_path / "noted.ckpt" / "extra.pt", weights_only=True)["trainer"]
     assert state["hyper_parameters"] == {"width": 3}
+
+
+class Meddling(Scheduled):
+    """Its hook does something to the state_dict of a checkpoint."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        given = checkpoint["state_dict"]
+        first = next(iter(given))
+        if self.what == "drops":
+            del given[first]
+        elif self.what == "adds" or dist.get_rank() == 1:
+            given["average"] = torch.ones(2)
+        elif self.what == "changes":
+            given[first] = given[first].clone()
+
+
+def hooked(folder: str) -> dict[str, Any]:
+    answers = {}
+    with tidy():
+        for what in ("drops", "adds", "adds on one rank", "changes"):
+            run = trainer("2x2", max_epochs=1, **DOUBLE)
+            run.fit(Meddling(what), resumable("2x2"))
+            answers[what] = attempt(run.save_checkpoint, f"{folder}/{what}.ckpt")
+    return answers
+
+
+def test_what_a_hook_puts_into_the_state_dict_is_refused(pool, tmp_path):
+    """It is written from the module: what stands there would be lost."""
+    for answers in pool.run(4, hooked, str(tmp_path)):
+        assert not isinstance(answers.pop("drops"), Failure)
+        for failure in answers.values():
+            assert failure.kind == "ValueError"
+            assert "checkpoint['mine']" in failure.message
+    assert [path.name for path in tmp_path.iterdir()] == ["drops.ckpt"]
