@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -138,7 +138,18 @@ def _weights(base: nn.Module) -> dict[str, _Weight]:
                 assert layer is not None
                 _check_kind(name, layer)
             found[name] = _Weight(tensor, layer if merged else None)
+    _check_all_merged(base, found)
     return found
+
+
+def _check_all_merged(base: nn.Module, weights: Mapping[str, _Weight]) -> None:
+    """An adapter of something else than a layer's `weight` (PEFT's `target_parameters`) would be left out."""
+    merged = {weight.layer for weight in weights.values()}
+    for prefix, module in base.named_modules():
+        if not isinstance(module, LoraLayer) or module in merged or _is_left_out(base, prefix):
+            continue
+        if _active(module):
+            _refuse(_plain(prefix), f"a {type(module).__name__} layer")
 
 
 def _is_left_out(base: nn.Module, prefix: str) -> bool:
@@ -201,10 +212,14 @@ def _check_kind(name: str, layer: LoraLayer) -> None:
         elif layer.lora_bias.get(adapter):
             problem = "lora_bias=True"
     if problem is not None:
-        raise ValueError(
-            f"export_merged: the adapter of {name} ({problem}) cannot be merged part by part. Save the adapter "
-            "(save_adapter) and merge it in one process with PEFT's merge_and_unload."
-        )
+        _refuse(name, problem)
+
+
+def _refuse(name: str, problem: str) -> NoReturn:
+    raise ValueError(
+        f"export_merged: the adapter of {name} ({problem}) cannot be merged part by part. Save the adapter "
+        "(save_adapter) and merge it in one process with PEFT's merge_and_unload."
+    )
 
 
 def _as_saved(base: nn.Module, merged: Mapping[str, Leaf]) -> dict[str, StoredTensor]:

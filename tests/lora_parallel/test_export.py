@@ -41,13 +41,13 @@ def two_active() -> nn.Module:
     return model
 
 
-def family(name: str) -> nn.Module:
+def family(name: str, **lora: Any) -> nn.Module:
     torch.manual_seed(0)
     made: Any = FAMILIES[name]
     import transformers
 
     base = made.model_class()(getattr(transformers, made.config)(**made.settings))
-    model = get_peft_model(base, LoraConfig(r=3, target_modules=made.targets))
+    model = get_peft_model(base, LoraConfig(**{"r": 3, "target_modules": made.targets, **lora}))
     fill_adapters(model)
     return model.eval()
 
@@ -142,7 +142,9 @@ def in_small_pieces(folder: Path) -> None:
 def refused(folder: Path) -> dict[str, Any]:
     mesh, config = on_mesh("2x1")
     tied = adapted(causal_lm("qwen3", torch.float32, tie_word_embeddings=True), target_modules=["lm_head", "q_proj"])
+    experts = family("mixtral", target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     found = {
+        "an adapter of a parameter": attempt(export_merged, parallelize(experts, mesh, config), folder / "new"),
         "a folder that is there": attempt(export_merged, parallelize(adapted(), mesh, config), folder / "there"),
         "a file that is there": attempt(export_merged, parallelize(adapted(), mesh, config), folder / "file"),
         "not parallelized": attempt(export_merged, adapted(), folder / "new"),
@@ -175,6 +177,7 @@ def no_space(tensors: Any) -> bytes:
 
 
 REFUSED = {
+    "an adapter of a parameter": ("ValueError", "experts (a ParamWrapper layer) cannot be merged part by part"),
     "a folder that is there": ("FileExistsError", "is not empty"),
     "a file that is there": ("FileExistsError", "is not empty"),
     "not parallelized": ("ValueError", "was not parallelized"),
