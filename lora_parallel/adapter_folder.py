@@ -7,6 +7,7 @@ is written here, by PEFT's own functions, from tensors gathered a few at a time.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lora_parallel.adapters import adapted_model, adapter_parameters, adapter_tensors, peft_configs
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, local_path
 from lora_parallel.gather import class_of, gather_on_rank_zero, local, region_of, reshard
 
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_BLOCKS, _BLOCK_BYTES = 16, 4096
 WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
 
 
@@ -262,7 +264,8 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
     Raises:
         FileNotFoundError: There is no such folder or file.
         ValueError: The file cannot be read, is of another PEFT type, holds values that are not finite numbers, or its
-            keys and shapes are not exactly the adapter's. All on every rank.
+            keys and shapes are not exactly the adapter's; or ranks name different adapters or read different folders.
+            All on every rank.
     """
     put(read_adapter(model, directory, adapter_name))
 
@@ -271,6 +274,7 @@ def read_adapter(
     model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default"
 ) -> list[tuple[Tensor, Tensor]]:
     """What `load_adapter` fills the model with: this rank's part of each parameter, and its values. Collective."""
+    check_alike(adapter_name=adapter_name)
     reshard(model)
     with agreed():
         holder = adapted_model(model)
@@ -281,6 +285,8 @@ def read_adapter(
         if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
             folder = folder / adapter_name
         _check_config(folder, configs[adapter_name])
+        digest = _digest(folder)
+    check_alike(directory=f"a folder with digest {digest}")
     parameters = _tensors(model)
     targets = {key: parameters[name] for key, name in _on_disk(model, holder, adapter_name).items()}
     with agreed():
@@ -314,6 +320,19 @@ def _check_config(folder: Path, own: PeftConfig) -> None:
                     f"{folder} was trained with {field}={theirs!r}, the model's adapter has {field}={ours!r}: build "
                     "the adapter with the folder's own config."
                 )
+
+
+def _digest(folder: Path) -> str:
+    """Of what is in a folder, wherever it is mounted: of the weights size, header and some blocks."""
+    found = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=6)
+    with open(folder / WEIGHTS, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header = int.from_bytes(file.read(8), "little")
+        found.update(str(size).encode() + file.read(min(header, size)))
+        for index in range(_BLOCKS):
+            file.seek(max(size - _BLOCK_BYTES, 0) * index // (_BLOCKS - 1))
+            found.update(file.read(_BLOCK_BYTES))
+    return found.hexdigest()
 
 
 def _read_slices(file: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:

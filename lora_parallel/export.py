@@ -149,7 +149,7 @@ def _check_all_merged(base: nn.Module, weights: Mapping[str, _Weight]) -> None:
         if not isinstance(module, LoraLayer) or module in merged or _is_left_out(base, prefix):
             continue
         if _active(module):
-            _refuse(_plain(prefix), f"a {type(module).__name__} layer")
+            _refuse(_plain(prefix), f"a {class_of(base.get_submodule(prefix)).__name__} layer")
 
 
 def _is_left_out(base: nn.Module, prefix: str) -> bool:

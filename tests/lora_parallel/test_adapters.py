@@ -339,6 +339,7 @@ def spoil(good, root):
         root / "ia3"
     )
     folders["foreign type"] = root / "ia3"
+    rewrite("other values", lambda t: [tensor.add_(1) for tensor in t.values()])
     folders["no such folder"] = root / "nowhere"
     folders["a file"] = good / CONFIG
     return folders
@@ -368,6 +369,8 @@ SPOILT = {
     "a file": ("FileNotFoundError", "is no PEFT adapter folder"),
     "no such adapter": ("ValueError", "no adapter 'other' in the model; it has: default"),
     "only on rank 1": ("FileNotFoundError", "is no PEFT adapter folder"),
+    "other values on rank 1": ("ValueError", "directory is 'a folder with digest "),
+    "other name on rank 1": ("ValueError", "adapter_name is 'default' on rank 0 and 'other' on rank 1"),
 }
 
 
@@ -376,22 +379,27 @@ def load_spoilt(mesh_text, good, folders):
     model = parallelize(built("task type"), mesh, config)
     before = {name: local(p).clone() for name, p in model.named_parameters()}
     found = {}
-    calls = {what: (folder, "default") for what, folder in folders.items()}
+    odd = dist.get_rank() == 1
+    calls = {what: (folder, "default") for what, folder in folders.items() if what != "other values"}
     calls["no such adapter"] = (good, "other")
-    calls["only on rank 1"] = (folders["no such folder"] if dist.get_rank() == 1 else good, "default")
+    calls["only on rank 1"] = (folders["no such folder"] if odd else good, "default")
+    calls["other values on rank 1"] = (folders["other values"] if odd else good, "default")
+    calls["other name on rank 1"] = (good, "other" if odd else "default")
     for what, (folder, name) in calls.items():
         error = attempt(load_adapter, model, folder, name)
         same = all(torch.equal(local(p), before[n]) for n, p in model.named_parameters())
         found[what] = error, same
     for parameter in adapter_parameters(model).values():
         local(parameter).zero_()
-    load_adapter(model, good)  # no rank is out of step, and the good one loads
+    # No rank is out of step, and the good one loads, wherever it is mounted.
+    load_adapter(model, folders["no such folder"].with_name("copy") if odd else good)
     return found, all(torch.equal(local(p), before[n]) for n, p in model.named_parameters())
 
 
 def test_a_folder_that_does_not_fit_is_refused_on_every_rank(pool, tmp_path):
     built("task type").save_pretrained(tmp_path / "good")
     folders = spoil(tmp_path / "good", tmp_path)
+    shutil.copytree(tmp_path / "good", tmp_path / "copy")
     for rank, (found, loaded) in enumerate(pool.run(4, load_spoilt, "2x2", tmp_path / "good", folders)):
         assert found.keys() == SPOILT.keys()
         assert loaded
@@ -401,7 +409,7 @@ def test_a_folder_that_does_not_fit_is_refused_on_every_rank(pool, tmp_path):
             assert error.kind == kind, (what, error)
             assert message in error.message, (what, error.message)
             assert same, what
-            assert ("on rank 1: " in error.message) == (what == "only on rank 1" and rank != 1)
+            assert error.message.startswith("on rank 1: ") == (what == "only on rank 1" and rank != 1)
 
 
 class WriteError(OSError):
