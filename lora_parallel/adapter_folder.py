@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_parallel.adapters import adapted_model, adapter_parameters, adapter_tensors, peft_configs
+from lora_parallel.adapters import adapted_model, adapter_parameters, adapter_tensors, check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, local_path
 from lora_parallel.gather import class_of, gather_on_rank_zero, local, region_of, reshard
@@ -158,6 +158,7 @@ def gather_adapter(
     """
     reshard(model)
     with agreed():
+        check_unmerged(model)
         configs = peft_configs(model)
         if adapter_name not in configs:
             raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
@@ -277,6 +278,7 @@ def read_adapter(
     check_alike(adapter_name=adapter_name)
     reshard(model)
     with agreed():
+        check_unmerged(model)
         holder = adapted_model(model)
         configs = peft_configs(model)
         if holder is None or adapter_name not in configs:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lora_parallel.gather import persistent_buffers
 
-__all__ = ["adapted_model", "adapter_parameters", "adapter_tensors", "peft_configs"]
+__all__ = ["adapted_model", "adapter_parameters", "adapter_tensors", "check_unmerged", "peft_configs"]
 
 
 def peft_configs(model: nn.Module) -> dict[str, PeftConfig]:
@@ -24,6 +24,20 @@ def adapted_model(model: nn.Module) -> nn.Module | None:
         if isinstance(module, PeftModel) or isinstance(module.__dict__.get("peft_config"), dict):
             return module
     return None
+
+
+def check_unmerged(model: nn.Module) -> None:
+    """Check that no adapter is merged into the base: the base would not be what the adapter was trained on.
+
+    Raises:
+        ValueError: One is.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.merged_adapters:
+            raise ValueError(
+                f"the adapter {module.merged_adapters[0]!r} is merged into the base of {name}: call unmerge_adapter() "
+                "first."
+            )
 
 
 def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dict[str, nn.Parameter]:

@@ -18,13 +18,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lora_parallel.adapter_folder import put, read_adapter
-from lora_parallel.adapters import peft_configs
+from lora_parallel.adapters import check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import restore_replaced
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.checkpoint_writer import wait_for_save
 from lora_parallel.gather import local, region_of
-from lora_parallel.identity import base_fingerprints, check_base
+from lora_parallel.identity import check_base, fingerprints_of
 from lora_parallel.optimizer_state import check_optimizer, restored
 from lora_parallel.retention import damage, read_meta
 from lora_parallel.sources import DcpDirectory, Reader
@@ -161,10 +161,10 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
     Raises:
         ValueError: The base, the adapters or what else trains are not those of the checkpoint, on every rank.
     """
-    mesh = state.parallel.mesh
-    present = {name: base_fingerprints(model, mesh) for name, model in state.models.items()}
+    present = {name: fingerprints_of(model) for name, model in state.models.items()}
     with agreed():
         for name, model in state.models.items():
+            check_unmerged(model)
             if name not in found.record["models"]:
                 raise ValueError(f"{found.path} holds no model {name!r}; it holds {found.record['models']}.")
             saved, here = found.record["adapters"][name], list(peft_configs(model))

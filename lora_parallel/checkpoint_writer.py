@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_adapter
-from lora_parallel.adapters import peft_configs
+from lora_parallel.adapters import check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, is_taken, sweep
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.gather import reshard
-from lora_parallel.identity import base_fingerprints
+from lora_parallel.identity import fingerprints_of
 from lora_parallel.optimizer_state import OptimizerState, optimizer_state
 from lora_parallel.random_state import gather_random_states
 from lora_parallel.retention import complete_checkpoints, prune, read_meta
@@ -108,6 +108,7 @@ class _Save:
         """Make the folder to write in."""
         target = self._scratch.target
         for model in self._state.models.values():
+            check_unmerged(model)
             reshard(model)  # a forward may have left whole parameters in place of the optimizers'
         names = self._state.parameter_names()
         self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
@@ -155,7 +156,7 @@ class _Save:
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "base": {name: _base_name(model) for name, model in models.items()},
             "parameters": parameters,
-            "fingerprints": {name: base_fingerprints(model, mesh) for name, model in models.items()},
+            "fingerprints": {name: fingerprints_of(model) for name, model in models.items()},
             "versions": {name: version(name) for name in ("torch", "peft", "lightning-lora") if _installed(name)},
         }
         tensors = {loose_key(name): p.detach() for name, p in self._state.loose_parameters().items()}

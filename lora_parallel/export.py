@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from lora_parallel.adapters import check_unmerged
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import Scratch, check_free, local_path
 from lora_parallel.gather import class_of, local, region_of, reshard
@@ -63,6 +64,7 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
             state = state_of(model)
             if state is None:
                 raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+            check_unmerged(model)
             base = model.get_base_model() if isinstance(model, PeftModel) else model
             weights = _weights(base)
             if writer:
@@ -197,11 +199,6 @@ def _active(layer: LoraLayer) -> list[str]:
 
 
 def _check_kind(name: str, layer: LoraLayer) -> None:
-    if layer.merged_adapters:
-        raise ValueError(
-            f"export_merged: the adapter of {name} is merged into its base already ({layer.merged_adapters}), and "
-            "would be merged twice: call unmerge_adapter() first."
-        )
     problem = None
     kind: Any = class_of(layer)  # type: ignore[arg-type]
     if kind not in (Linear, Embedding):

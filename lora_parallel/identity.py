@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from lora_parallel.adapters import adapter_parameters
 from lora_parallel.gather import local, region_of, reshard
 from lora_parallel.mesh import AXES
+from lora_parallel.state import state_of
 
-__all__ = ["base_fingerprints", "check_base"]
+__all__ = ["base_fingerprints", "check_base", "fingerprints_of"]
 
 _SAMPLES = 16
 
@@ -47,12 +48,25 @@ def base_fingerprints(model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
     }
 
 
+def fingerprints_of(model: nn.Module) -> dict[str, str]:
+    """The `base_fingerprints` of a parallelized model as it was then: merging and unmerging an adapter changes the base
+    by rounding. Collective where the model was left on meta, which only now has values.
+    """
+    state = state_of(model)
+    assert state is not None
+    if state.fingerprints is not None:
+        return state.fingerprints
+    trained = {_plain(name) for name in state.trained}
+    present = base_fingerprints(model, state.mesh)
+    return {name: each for name, each in present.items() if name not in trained}
+
+
 def check_base(stored: Mapping[str, str], present: Mapping[str, str], model: nn.Module, where: str) -> None:
     """Check that the base is the one that adapters were trained on.
 
     Args:
-        stored: The `base_fingerprints` then.
-        present: The `base_fingerprints` now.
+        stored: The `fingerprints_of` the model then.
+        present: The `fingerprints_of` it now.
         model: The model now.
         where: What `stored` is from, for the error.
 

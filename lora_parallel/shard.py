@@ -22,6 +22,7 @@ from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred,
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
+from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, inject_adapter
 from lora_parallel.layers import TPContext, apply_style, shared_parameters, unit_tensors
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
@@ -127,6 +128,9 @@ def parallelize(
     styles = {name: names[id(style)] for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize)
     verify(model, state)
+    state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    if materialize:
+        state.fingerprints = base_fingerprints(model, mesh)
     state.attach(model)
     return model
 

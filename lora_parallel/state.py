@@ -34,6 +34,12 @@ class ParallelState:
     materialized: bool = True
     """False: base weights were left on meta."""
 
+    trained: frozenset[str] = frozenset()
+    """The parameters that trained when the model was parallelized, by name."""
+
+    fingerprints: dict[str, str] | None = None
+    """Of the base as it was then (see `lora_parallel.identity`); None where it was left on meta."""
+
     def attach(self, model: nn.Module) -> None:
         """Remember this state on `model`."""
         model.__dict__[_ATTRIBUTE] = self

@@ -50,6 +50,14 @@ class TrainState:
         return persistent_buffers(self.module)
 
     def loose_parameters(self) -> dict[str, nn.Parameter]:
-        """What trains and belongs to no adapter, by name."""
+        """What trains, or did when it was parallelized and was frozen since, and belongs to no adapter, by name."""
         held = {parameter for model in self.models.values() for parameter in adapter_parameters(model).values()}
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in held}
+        trained = {
+            parameter
+            for model_name, model in self.models.items()
+            for name, parameter in model.named_parameters()
+            if name in self.states[model_name].trained
+        }
+        return {
+            name: p for name, p in self.module.named_parameters() if (p.requires_grad or p in trained) and p not in held
+        }

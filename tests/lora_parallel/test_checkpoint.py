@@ -25,8 +25,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lora_parallel import (
     latest_checkpoint,
+    load_adapter,
     load_checkpoint,
     parallelize,
+    save_adapter,
     save_checkpoint,
     wait_for_save,
 )
@@ -523,6 +525,28 @@ def test_a_larger_base_is_another_one(pool, tmp_path):
         assert "was trained on another base model" in failure.message
 
 
+def frozen_later(folder: Path) -> list[bool]:
+    """What trained for a while, and is frozen now, is no part of the base."""
+
+    def build(steps: int) -> Pair:
+        model, optimizer = made("2x1", Case(adapters=False), steps=steps, require_adapters=False)
+        embeddings = model.get_input_embeddings().weight.requires_grad_(False)
+        optimizer.param_groups[0]["params"].remove(embeddings)
+        optimizer.state.pop(embeddings, None)
+        return model, optimizer
+
+    (model, optimizer), (fresh, other) = build(1), build(0)
+    want, got = (local(each.get_input_embeddings().weight) for each in (model, fresh))
+    changed = not torch.equal(want, got)
+    save_checkpoint(model, optimizer, folder / "a")
+    load_checkpoint(fresh, other, folder / "a")
+    return [changed, torch.equal(want, got), same(snapshot(model, optimizer), snapshot(fresh, other))]
+
+
+def test_what_was_frozen_after_it_trained_is_restored(pool, tmp_path):
+    assert pool.run(2, frozen_later, tmp_path) == [[True, True, True]] * 2
+
+
 def save_one_of_case(path: Path) -> None:
     model, optimizer = made("2x2")
     save_checkpoint(model, optimizer, path)
@@ -596,10 +620,24 @@ def mismatched(good: Path, root: Path) -> dict[str, tuple[Any, bool]]:
     save("a model that is not", get_peft_model(causal_lm(), lora_config()), None, new)
     save("no optimizer, but something", model, "optimizer", new)
     load_checkpoint(model, optimizer, good)
+
+    model.merge_adapter()
+    save("while merged", model, optimizer, new)
+    load("into what is merged", model, optimizer)
+    found["an adapter while merged"] = attempt(save_adapter, model, new), not new.exists()
+    found["an adapter into what is merged"] = attempt(load_adapter, model, good / "adapter"), True
+    model.unmerge_adapter()  # not quite what it was, and yet the same base
+    save_checkpoint(model, optimizer, root / "unmerged")
+    load_checkpoint(*made("2x2"), root / "unmerged")
     return found
 
 
+_MERGED = ("ValueError", "is merged into the base of base_model.model.model.layers.0.self_attn.q_proj: call unmerge_ad")
 MISMATCHED = {
+    "while merged": _MERGED,
+    "into what is merged": _MERGED,
+    "an adapter while merged": _MERGED,
+    "an adapter into what is merged": _MERGED,
     "another base": ("ValueError", "was trained on another base model"),
     "a base of another dtype": ("ValueError", "was trained on another base model"),
     "a base of other sizes": ("ValueError", "was trained on another base model"),

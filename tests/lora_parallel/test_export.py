@@ -182,7 +182,7 @@ REFUSED = {
     "a file that is there": ("FileExistsError", "is not empty"),
     "not parallelized": ("ValueError", "was not parallelized"),
     "dora": ("ValueError", "cannot be merged part by part"),
-    "merged already": ("ValueError", "would be merged twice"),
+    "merged already": ("ValueError", "is merged into the base of"),
     "tied": ("ValueError", "are one weight, and an adapter is on one of them only"),
     "no space": ("OSError", "No space left"),
 }
