@@ -62,7 +62,8 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         The folder that holds `adapter_model.safetensors` and `adapter_config.json`.
 
     Raises:
-        ValueError: The model has no such adapter.
+        ValueError: The model has no such adapter, or one that is merged into its base; or ranks call with different
+            arguments.
         RuntimeError: The written file does not hold every adapter tensor as gathered.
         OSError: The folder cannot be written. All on every rank.
     """
@@ -78,6 +79,7 @@ def save_as_peft(
     """`save_adapter`, with PEFT's own argument."""
     with agreed():
         place = local_path(directory)
+    check_alike(directory=str(place), adapter_name=adapter_name, save_embedding_layers=save_embedding_layers)
     gathered = gather_adapter(model, adapter_name, save_embedding_layers)
     with agreed():
         if not dist.is_initialized() or dist.get_rank() == 0:

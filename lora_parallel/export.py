@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lora_parallel.adapters import check_unmerged
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, local_path
 from lora_parallel.gather import class_of, local, region_of, reshard
 from lora_parallel.safetensors_writer import write_safetensors
@@ -33,6 +34,9 @@ from lora_parallel.state import state_of
 from lora_parallel.stored import Leaf, Region, StoredTensor
 
 __all__ = ["export_merged"]
+
+_SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
+"""What huggingface_hub takes, and is not zero."""
 
 
 def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
@@ -53,11 +57,15 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
 
     Raises:
         FileExistsError: `directory` exists and is not empty.
-        ValueError: The model was not parallelized, or has adapter layers that cannot be merged part by part.
+        ValueError: The model was not parallelized, or has adapter layers that cannot be merged part by part or are
+            merged already; `max_shard_size` is no positive size; or ranks call with different arguments.
         OSError: It cannot be written. All on every rank.
     """
-    target, writer = local_path(directory), not dist.is_initialized() or dist.get_rank() == 0
-    scratch = Scratch(target)
+    with agreed():
+        target = local_path(directory)
+        _check_size(max_shard_size)
+    check_alike(directory=str(target), max_shard_size=max_shard_size)
+    scratch, writer = Scratch(target), not dist.is_initialized() or dist.get_rank() == 0
     reshard(model)
     try:
         with agreed():
@@ -71,13 +79,15 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
                 check_free(target)
                 scratch.make()
         source = _ShardedModel(Path(class_of(base).__name__), weights)
-        stored = _as_saved(base, source.list())
-        files = split_state_dict_into_shards_factory(
-            stored,
-            get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
+        leaves = source.list()
+        with agreed():
+            stored = _as_saved(base, leaves)
+            files = split_state_dict_into_shards_factory(
+                stored,
+                get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
         total = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
         with tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=not writer) as progress:
             for name, keys in files.filename_to_tensors.items():
@@ -99,6 +109,15 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
         scratch.discard()
         raise
     return target
+
+
+def _check_size(size: Any) -> None:
+    if isinstance(size, str):
+        positive = _SIZE.fullmatch(size) is not None
+    else:
+        positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if not positive:
+        raise ValueError(f"max_shard_size={size!r}: give a positive number of bytes, or a text such as '5GB'.")
 
 
 # ---------------------------------------------------------------------- which tensors

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from inspect import signature
+from typing import Any
 
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedModel
 
 from lora_parallel.adapter_folder import save_as_peft
 from lora_parallel.adapters import adapted_model, peft_configs
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.export import export_merged
 
 __all__ = ["allow_save_pretrained"]
+
+_SUPPORTED = frozenset(
+    {"is_main_process", "selected_adapters", "save_embedding_layers", "max_shard_size", "state_dict"}
+)
 
 
 def allow_save_pretrained(model: nn.Module) -> None:
@@ -28,59 +34,60 @@ def allow_save_pretrained(model: nn.Module) -> None:
         model.get_base_model() if isinstance(model, PeftModel) else model,
     }:
         if hasattr(holder, "save_pretrained"):
-            holder.__dict__["save_pretrained"] = partial(_save_pretrained, model, holder)
+            own: Any = holder.save_pretrained
+            holder.__dict__["save_pretrained"] = partial(_save_pretrained, model, own)
 
 
-def _save_pretrained(
-    model: nn.Module,
-    holder: nn.Module,
-    save_directory: str | os.PathLike[str],
-    is_main_process: bool = True,
-    selected_adapters: list[str] | None = None,
-    save_embedding_layers: Literal["auto"] | bool = "auto",
-    safe_serialization: bool = True,
-    max_shard_size: int | str = "5GB",
-    state_dict: dict[str, Any] | None = None,
-    **others: Any,
-) -> None:
+def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Write the adapters' folders in PEFT's format, or a model without adapters. Collective: call it on every rank.
+
+    With `state_dict`, of tensors that were gathered already, it is PEFT's or transformers' own, on the process that
+    asks. `is_main_process` is ignored: rank 0 writes.
 
     Args:
         model: What `parallelize` returned.
-        holder: The module whose `save_pretrained` it stands in for.
-        save_directory: As in PEFT and transformers.
-        is_main_process: Ignored: rank 0 writes.
-        selected_adapters: As in PEFT.
-        save_embedding_layers: As in PEFT.
-        safe_serialization: Only True.
-        max_shard_size: As in transformers, for a model without adapters.
-        state_dict: Tensors that were gathered already: PEFT or transformers write them, on the process that asks.
-        others: None is supported.
+        own: What it stands in for: PEFT's or transformers' method.
+        args: As that takes them.
+        kwargs: As PEFT's and transformers' take them; `selected_adapters`, `save_embedding_layers` and
+            `max_shard_size` may differ from what they have without.
 
     Raises:
         TypeError: An argument that is not supported.
-        ValueError: There is no such adapter. On every rank.
+        ValueError: There is no such adapter, or ranks call with different arguments. All on every rank.
     """
-    if state_dict is not None:
-        arguments = {"is_main_process": is_main_process, "state_dict": state_dict, **others}
-        if isinstance(holder, PeftModel):
-            arguments |= {"selected_adapters": selected_adapters, "save_embedding_layers": save_embedding_layers}
-        own: Any = type(holder)
-        own.save_pretrained(holder, save_directory, **arguments)
+    names = list(signature(own).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("state_dict") is not None:
+        own(*args, **kwargs)
         return
     configs = peft_configs(model)
     with agreed():
-        unsupported = sorted(key for key, value in others.items() if value)
-        if not safe_serialization:
-            unsupported.append("safe_serialization=False")
-        if unsupported:
-            raise TypeError(f"save_pretrained of a sharded model does not support {', '.join(unsupported)}.")
-        chosen = list(configs) if selected_adapters is None else selected_adapters
+        signature(own).bind(*args, **kwargs)
+        directory = given.pop(names[0])
+        _check_supported(given)
+        arguments = {**_defaults(), **given}
+        chosen = list(configs) if arguments["selected_adapters"] is None else list(arguments["selected_adapters"])
         unknown = [name for name in chosen if name not in configs]
         if unknown:
             raise ValueError(f"no adapter {unknown[0]!r} in the model; it has: {', '.join(configs) or 'none'}.")
+    check_alike(selected_adapters=chosen)
     if not configs:
-        export_merged(model, save_directory, max_shard_size)
+        export_merged(model, directory, arguments["max_shard_size"])
         return
     for name in chosen:
-        save_as_peft(model, save_directory, name, save_embedding_layers)
+        save_as_peft(model, directory, name, arguments["save_embedding_layers"])
+
+
+def _defaults() -> dict[str, Any]:
+    """Of all that PEFT's and transformers' `save_pretrained` take."""
+    found = {**signature(PreTrainedModel.save_pretrained).parameters, **signature(PeftModel.save_pretrained).parameters}
+    return {name: each.default for name, each in found.items() if each.default is not each.empty}
+
+
+def _check_supported(given: Mapping[str, Any]) -> None:
+    defaults = _defaults()
+    unsupported = [
+        f"{key}={value!r}" for key, value in given.items() if key not in _SUPPORTED and value != defaults.get(key)
+    ]
+    if unsupported:
+        raise TypeError(f"save_pretrained of a sharded model does not support {', '.join(unsupported)}.")

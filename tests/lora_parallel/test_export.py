@@ -139,6 +139,9 @@ def in_small_pieces(folder: Path) -> None:
         writer_module._CHUNK_BYTES = own
 
 
+NO_SIZES = (0, -1, None, 1.5, True, "lots", "0GB", "-5GB")
+
+
 def refused(folder: Path) -> dict[str, Any]:
     mesh, config = on_mesh("2x1")
     tied = adapted(causal_lm("qwen3", torch.float32, tie_word_embeddings=True), target_modules=["lm_head", "q_proj"])
@@ -153,6 +156,13 @@ def refused(folder: Path) -> dict[str, Any]:
         "tied": attempt(export_merged, parallelize(tied, mesh, config), folder / "new"),
     }
     model = parallelize(adapted(), mesh, config)
+    odd = dist.get_rank() == 1
+    for size in NO_SIZES:
+        found[f"a size of {size!r}"] = attempt(export_merged, model, folder / "new", size)
+    found["a bad size on one rank"] = attempt(export_merged, model, folder / "new", "lots" if odd else "5GB")
+    found["a URL on one rank"] = attempt(export_merged, model, "s3://bucket/new" if odd else folder / "new")
+    found["another size on one rank"] = attempt(export_merged, model, folder / "new", "5KB" if odd else "5GB")
+    found["another folder on one rank"] = attempt(export_merged, model, folder / ("other" if odd else "new"))
     own = writer_module._header
     if dist.get_rank() == 0:
         writer_module._header = no_space  # type: ignore[assignment]
@@ -177,6 +187,11 @@ def no_space(tensors: Any) -> bytes:
 
 
 REFUSED = {
+    **{f"a size of {size!r}": ("ValueError", f"max_shard_size={size!r}: give a positive number") for size in NO_SIZES},
+    "a bad size on one rank": ("ValueError", "max_shard_size='lots': give a positive number"),
+    "a URL on one rank": ("ValueError", "is a URL"),
+    "another size on one rank": ("ValueError", "max_shard_size is '5GB' on rank 0 and '5KB' on rank 1"),
+    "another folder on one rank": ("ValueError", "directory is '"),
     "an adapter of a parameter": ("ValueError", "experts (a ParamWrapper layer) cannot be merged part by part"),
     "a folder that is there": ("FileExistsError", "is not empty"),
     "a file that is there": ("FileExistsError", "is not empty"),

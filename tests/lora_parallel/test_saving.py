@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lora_parallel import parallelize
+from lora_parallel import parallelize, save_adapter
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh
 from tests.workers import Failure, attempt
 
@@ -46,8 +46,23 @@ def save_all(mesh_text: str, folder: Path) -> dict[str, Any]:
     added = parallelize(with_add_adapter(), mesh, config)
     added.save_pretrained(folder / "added")
     whole = parallelize(causal_lm(dtype=torch.float32), mesh, config)
-    whole.save_pretrained(folder / "whole", max_shard_size="30KB")
+    whole.save_pretrained(folder / "whole", True, None, False, "30KB")
+    model.save_pretrained(folder / "by position", True, ["second"], False, True, push_to_hub=False, variant=None)
+    odd = mesh.get_rank() == 1
     return {
+        "another adapter on one rank": attempt(
+            model.save_pretrained, folder / "none", selected_adapters=["second" if odd else "default"]
+        ),
+        "another folder on one rank": attempt(model.save_pretrained, folder / ("other" if odd else "none")),
+        "embeddings on one rank": attempt(model.save_pretrained, folder / "none", save_embedding_layers=odd),
+        "too many on one rank": attempt(model.save_pretrained, *([folder / "none"] * (9 if odd else 1))),
+        "another adapter by save_adapter": attempt(
+            save_adapter, model, folder / "none", "second" if odd else "default"
+        ),
+        "a pickle by position": attempt(model.save_pretrained, folder / "none", False),
+        "of another format": attempt(whole.save_pretrained, folder / "none", save_original_format=False),
+        "of another format for PEFT": attempt(added.save_pretrained, folder / "none", save_peft_format=False),
+        "a variant": attempt(whole.save_pretrained, folder / "none", True, None, False, "5GB", "fp16"),
         "no such adapter": attempt(model.save_pretrained, folder / "none", selected_adapters=["third"]),
         "a pickle": attempt(model.save_pretrained, folder / "none", safe_serialization=False),
         "a URL": attempt(model.save_pretrained, "s3://bucket/none"),
@@ -56,6 +71,18 @@ def save_all(mesh_text: str, folder: Path) -> dict[str, Any]:
 
 
 REFUSED = {
+    "another adapter on one rank": (
+        "ValueError",
+        "selected_adapters is ['default'] on rank 0 and ['second'] on rank 1",
+    ),
+    "another folder on one rank": ("ValueError", "directory is '"),
+    "embeddings on one rank": ("ValueError", "save_embedding_layers is False on rank 0 and True on rank 1"),
+    "too many on one rank": ("TypeError", "too many positional arguments"),
+    "another adapter by save_adapter": ("ValueError", "adapter_name is 'default' on rank 0 and 'second' on rank 1"),
+    "a pickle by position": ("TypeError", "safe_serialization=False"),
+    "of another format": ("TypeError", "save_original_format=False"),
+    "of another format for PEFT": ("TypeError", "save_peft_format=False"),
+    "a variant": ("TypeError", "variant='fp16'"),
     "no such adapter": ("ValueError", "no adapter 'third'"),
     "a pickle": ("TypeError", "safe_serialization=False"),
     "a URL": ("ValueError", "is a URL"),
@@ -87,6 +114,8 @@ def test_what_users_call(pool, tmp_path, mesh):
         assert {path.name for path in ours.iterdir()} == names, part
     same(tmp_path / "ours" / "gathered" / WEIGHTS, tmp_path / "theirs" / "peft" / WEIGHTS)
     assert not (tmp_path / "ours" / "none").exists()
+    assert [path.name for path in (tmp_path / "ours" / "by position").glob("*/*.safetensors")] == [WEIGHTS]
+    assert not (tmp_path / "ours" / "by position" / WEIGHTS).exists()
 
     ids = torch.arange(12)[None]
     loaded = PeftModel.from_pretrained(causal_lm(dtype=torch.float32), tmp_path / "ours" / "peft").eval()
