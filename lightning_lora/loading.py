@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_lora.one_file import PACKED
-from lora_parallel.checkpoint_reader import is_checkpoint, open_checkpoint_folder, whole_tensors
+from lora_parallel.checkpoint_reader import is_checkpoint, open_checkpoint_folder, state_dict_of
 
 __all__ = ["TRAINER", "load_folders"]
 
@@ -47,7 +47,7 @@ def _reading(own: Any) -> Any:
         found = open_checkpoint_folder(Path(path), TRAINER, weights_only)
         checkpoint: dict[str, Any] = found.record["trainer"]
         checkpoint["state_dict"] = {}
-        checkpoint[_TRAINED] = {**whole_tensors(Path(path)), **found.record["buffers"]}
+        checkpoint[_TRAINED] = state_dict_of(found)
         return checkpoint
 
     return load
@@ -64,7 +64,8 @@ def _filling(own: Any) -> Any:
             module = own(cls, checkpoint, strict=False, **kwargs)
         parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
         parameters |= dict(module.named_buffers(remove_duplicate=False))
-        unknown = [name for name in trained if name not in parameters]
+        others = {name: value for name, value in trained.items() if name not in parameters}
+        unknown = module.load_state_dict(others, strict=False).unexpected_keys
         untouched = [name for name, p in parameters.items() if p.requires_grad and name not in trained]
         if strict is not False and (unknown or untouched):
             raise ValueError(

@@ -239,7 +239,7 @@ class StrategyLogic(BaseLogic, Base):
                 raise FileExistsError(f"{path} exists and is not empty, and is not overwritten: choose another place.")
         folder = path.with_name(f"{path.name}.folder")
         write_checkpoint(folder, state, extra, TRAINER, replace=True)
-        pack(folder, path, checkpoint_state)
+        pack(folder, path, checkpoint_state, TRAINER)
 
     def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
         """Tensors are written from the module; what a hook put among them would be lost."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import remove_folder, replace_by
-from lora_parallel.checkpoint_reader import whole_tensors
+from lora_parallel.checkpoint_reader import open_checkpoint_folder, state_dict_of
 
 __all__ = ["PACKED", "pack", "unpacked"]
 
@@ -22,7 +22,7 @@ PACKED = "lora_parallel_files"
 """Where in the file the folder's files are: a tensor of bytes each, by their path in the folder."""
 
 
-def pack(folder: Path, path: Path, state: dict[str, Any]) -> None:
+def pack(folder: Path, path: Path, state: dict[str, Any], writer: str) -> None:
     """Put the checkpoint in `folder` into the file `path`, and remove the folder. Collective; rank 0 writes.
 
     What stands at `path` is replaced.
@@ -30,7 +30,9 @@ def pack(folder: Path, path: Path, state: dict[str, Any]) -> None:
     Args:
         folder: A checkpoint.
         path: The file.
-        state: What Lightning puts into a file; the trained parameters are added in full, as its `state_dict`.
+        state: What Lightning puts into a file; the trained parameters, buffers and other states are added in full, as
+            its `state_dict`.
+        writer: Who wrote the folder.
 
     Raises:
         OSError: It cannot be written, on every rank. What stood at `path` is still there.
@@ -38,7 +40,8 @@ def pack(folder: Path, path: Path, state: dict[str, Any]) -> None:
     with agreed():
         if dist.get_rank() == 0:
             try:
-                _write({**state, "state_dict": whole_tensors(folder), PACKED: _files(folder)}, path)
+                found = open_checkpoint_folder(folder, writer, weights_only=False)
+                _write({**state, "state_dict": state_dict_of(found), PACKED: _files(folder)}, path)
             finally:
                 remove_folder(folder)
 

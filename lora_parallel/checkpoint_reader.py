@@ -39,7 +39,7 @@ __all__ = [
     "open_checkpoint_folder",
     "read_checkpoint",
     "resume_counting",
-    "whole_tensors",
+    "state_dict_of",
 ]
 
 
@@ -130,11 +130,15 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
     return Contents(path, meta, record)
 
 
-_ENTRIES = ("models", "adapters", "forward_counts", "optimizers", "random", "buffers")
+_ENTRIES = ("models", "adapters", "forward_counts", "optimizers", "random", "buffers", "other_state")
 
 
-def whole_tensors(path: Path) -> dict[str, Tensor]:
-    """All trained parameters of a checkpoint in full, by their names in the module that was saved: for one process."""
+def state_dict_of(found: Contents) -> dict[str, Any]:
+    """What a checkpoint has of the state dict of the module that was saved, in full: for one process."""
+    return {**_whole_tensors(found.path), **found.record["buffers"], **found.record["other_state"]}
+
+
+def _whole_tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     files: dict[str, dict[str, str]] = {}
     for place, name in read_meta(path)["parameters"].items():
@@ -178,7 +182,15 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
     with agreed():
         values += _read_loose(found, state)
         values += _read_buffers(found, state)
-    return [lambda: put(values)]
+        others = _other_state(found, state)
+
+    def commit() -> None:
+        put(values)
+        if others:
+            with agreed():
+                state.load_other_state(others)
+
+    return [commit]
 
 
 def _elsewhere(found: Contents, state: TrainState) -> tuple[str, ...]:
@@ -197,6 +209,18 @@ def _read_buffers(found: Contents, state: TrainState) -> list[tuple[Tensor, Tens
             "not in both, or has another shape."
         )
     return [(here[name], value) for name, value in stored.items()]
+
+
+def _other_state(found: Contents, state: TrainState) -> dict[str, Any]:
+    here = state.other_state()
+    elsewhere = _elsewhere(found, state)
+    stored = {name: value for name, value in found.record["other_state"].items() if not name.startswith(elsewhere)}
+    if stored.keys() != here.keys():
+        raise ValueError(
+            f"the state dict has other entries than in {found.path}: {sorted(stored.keys() ^ here.keys())[0]} is not "
+            "in both."
+        )
+    return stored
 
 
 def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:

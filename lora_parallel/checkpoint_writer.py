@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_adapter
 from lora_parallel.adapters import check_unmerged, peft_configs
@@ -91,6 +91,7 @@ class _Save:
         self._rank = dist.get_rank()
         self._adapters: list[tuple[Path, GatheredAdapter]] = []
         self._optimizers: dict[str, OptimizerState] = {}
+        self._other_state: dict[str, Any] = {}
         self._record = b""
         self._meta: dict[str, Any] = {}
 
@@ -112,6 +113,9 @@ class _Save:
             reshard(model)  # a forward may have left whole parameters in place of the optimizers'
         names = self._state.parameter_names()
         self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
+        self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), self._state.other_state())
+        for name, value in self._other_state.items():
+            _check_other(name, value)
         if self._rank != 0:
             return
         if not (self._replace and may_be_replaced(target)):
@@ -148,6 +152,7 @@ class _Save:
             "optimizers": {name: state.record for name, state in states.items()},
             "random": gather_random_states(mesh),
             "buffers": {name: buffer.detach().cpu() for name, buffer in self._state.buffers().items()},
+            "other_state": self._other_state,
         }
         self._meta = {
             "format": FORMAT,
@@ -238,6 +243,15 @@ def check_plain(what: str, value: Any, remedy: str) -> None:
             f"{what} torch.load(weights_only=True) does not read back "
             f"({(str(error).splitlines() or [type(error).__name__])[0]}): {remedy}"
         ) from error
+
+
+def _check_other(name: str, value: Any) -> None:
+    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+        raise ValueError(
+            f"{name} in the state dict is or holds a DTensor and is no parameter, and of it only rank 0's shard would "
+            "be saved: keep it as a plain tensor that all ranks have, or in a buffer that is not persistent."
+        )
+    check_plain(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
 
 
 _swept: set[Path] = set()

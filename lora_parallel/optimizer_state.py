@@ -34,7 +34,7 @@ class OptimizerState:
 
     record: dict[str, Any] = field(default_factory=dict)
     """The rest, the same on every rank: class, groups (names of the parameters, settings), values that are no shards
-    (step counts), and the dtype of each tensor in `tensors`."""
+    (step counts), those that are of no parameter, and the dtype of each tensor in `tensors`."""
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerState:
@@ -69,6 +69,13 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
                     )
                 else:
                     values.setdefault(name, {})[key] = value.cpu().clone() if isinstance(value, Tensor) else value
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    for key, value in shared.items():
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"{kind} keeps a state {key!r} of no parameter that holds a tensor: it cannot be told what of it "
+                "belongs to which rank, so it cannot be saved. Keep plain values there."
+            )
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
@@ -79,7 +86,9 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
         for group in optimizer.param_groups
     ]
     dtypes = {name: {key: value.dtype for key, value in states.items()} for name, states in tensors.items()}
-    return OptimizerState(tensors, {"class": kind, "groups": groups, "values": values, "tensors": dtypes})
+    return OptimizerState(
+        tensors, {"class": kind, "groups": groups, "values": values, "shared": shared, "tensors": dtypes}
+    )
 
 
 _OF_PARAMETERS = ("params", "param_names")
@@ -151,6 +160,7 @@ def restored(
     def put() -> None:
         optimizer.state.clear()
         optimizer.state.update(state)
+        optimizer.state.update(copy.deepcopy(record["shared"]))
         for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
             group.update(copy.deepcopy(saved["settings"]))
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lora_parallel.adapters import adapter_parameters
 from lora_parallel.gather import persistent_buffers
 from lora_parallel.state import ParallelState, parallelized, state_of
 
 __all__ = ["TrainState"]
+
+_EXTRA_STATE = "_extra_state"
+"""How torch ends the name of what `get_extra_state` returns."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,24 @@ class TrainState:
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a state dict has (running statistics, counters), by name. They are whole on every rank."""
         return persistent_buffers(self.module)
+
+    def other_state(self) -> dict[str, Any]:
+        """What else a state dict has (`get_extra_state`, persistent states of metrics), by name; this rank's."""
+        # nn.Module's own: one that a module overrides may take other arguments, or leave out and rename.
+        everything = nn.Module.state_dict(self.module, keep_vars=True)
+        named = {**dict(self.module.named_parameters(remove_duplicate=False)), **self.buffers()}
+        known = {id(tensor) for tensor in named.values()}
+        return {name: value for name, value in everything.items() if name not in named and id(value) not in known}
+
+    def load_other_state(self, values: Mapping[str, Any]) -> None:
+        """Give it back to the modules that it is from."""
+        device = self.parallel.mesh.device_type
+        # Modules place their extra state themselves.
+        placed = {
+            name: value if name.endswith(_EXTRA_STATE) else tree_map_only(Tensor, lambda each: each.to(device), value)
+            for name, value in values.items()
+        }
+        nn.Module.load_state_dict(self.module, placed, strict=False)
 
     def loose_parameters(self) -> dict[str, nn.Parameter]:
         """What trains, or did when it was parallelized and was frozen since, and belongs to no adapter, by name."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, loader, tidy, trainer, tuner
@@ -27,6 +28,12 @@ class Saved(tuner()):  # type: ignore[misc]
         fill_adapters(self.model, seed)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name or "model.norm" in name)
+        self.seen = MeanMetric()
+        self.seen.persistent(True)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen.update(batch_idx)
+        return super().training_step(batch, batch_idx)
 
 
 class Plain(tuner()):  # type: ignore[misc]
@@ -59,6 +66,7 @@ def test_a_folder_is_loaded(saved):
     assert any("norm" in name for name in found)
     for name, tensor in values.items():
         assert torch.equal(found[name], tensor), name
+    assert module.seen.weight == 2
     again = Saved.load_from_checkpoint(str(path), width=9)
     assert again.hparams["width"] == 9
 
@@ -74,6 +82,7 @@ def one_file(folder: str) -> dict[str, Any]:
             run = trainer("2x2", options, max_epochs=2, callbacks=[saver] * (path is None), enable_checkpointing=True)
             run.fit(module, loader(Tokens(2 * ROWS), "2x2"), ckpt_path=path)
             found[name] = {n: full(p) for n, p in trained(module).items()}
+            found[f"{name}, seen"] = module.seen.weight.item()
             if path is None:
                 run.save_checkpoint(f"{folder}/epoch=1.ckpt")  # over the file
                 found["entries"] = sorted(path.name for path in Path(folder).iterdir())
@@ -86,11 +95,13 @@ def test_one_file(pool, tmp_path):
         for name, tensor in found["whole"].items():
             assert torch.equal(found["resumed"][name], tensor), name
     state = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["state_dict"]
+    assert found["whole, seen"] == found["resumed, seen"] == state["seen.weight"] == 4
     first, last = (Saved.load_from_checkpoint(tmp_path / f"epoch={epoch}.ckpt") for epoch in (0, 1))
     for name, tensor in found["whole"].items():
         assert torch.equal(state[name], tensor), name
         assert torch.equal(last.get_parameter(name).detach(), tensor), name
         assert not torch.equal(first.get_parameter(name).detach(), tensor), name
+    assert (first.seen.weight, last.seen.weight) == (2, 4)
 
 
 def test_a_module_that_does_not_fit_is_refused(saved):

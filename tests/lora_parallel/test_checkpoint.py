@@ -459,6 +459,31 @@ def test_ranks_that_found_different_checkpoints(pool, tmp_path):
         assert "'step-1 (" in failure.message
 
 
+class Counted(nn.Module):
+    """A state that is no buffer."""
+
+    calls, rows = 0, torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.rows = self.rows + len(x)
+        return x
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "rows": self.rows}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls, self.rows = state["calls"], state["rows"]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a state that is of no parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index]
+
+
 class Normed(nn.Module):
     """Running statistics, in the base and in a module that is saved with the adapter."""
 
@@ -466,7 +491,7 @@ class Normed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8)
+        self.norm = nn.Sequential(nn.BatchNorm1d(8), Counted())
         self.head = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
         self.register_buffer("seen", torch.tensor(0))
 
@@ -482,7 +507,7 @@ def normed() -> nn.Module:
 def with_buffers(folder: Path) -> list[bool]:
     mesh, config = on_mesh("2x1")
     model, fresh = parallelize(normed(), mesh, config), parallelize(normed(), mesh, config)
-    optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
+    optimizer = Counting(trained(model).values(), lr=0.1)
     # A schedule's rate may be a number of NumPy's.
     optimizer.param_groups[0]["lr"] = np.float64(0.05)
     for _ in range(3):
@@ -491,14 +516,44 @@ def with_buffers(folder: Path) -> list[bool]:
     buffers = dict(model.named_buffers())
     changed = [name for name, b in fresh.named_buffers() if not torch.equal(b, buffers[name])]
     save_checkpoint(model, optimizer, folder / "a")
-    rate = torch.optim.SGD(trained(fresh).values(), lr=9)
+    rate = Counting(trained(fresh).values(), lr=9)
     load_checkpoint(fresh, rate, folder / "a")
+    counted, was = fresh.get_submodule("base_model.model.norm.1"), model.get_submodule("base_model.model.norm.1")
+    counts = [was.calls, counted.calls == was.calls, torch.equal(counted.rows, was.rows), rate.state["steps"]]
     back = all(torch.equal(b, buffers[name]) for name, b in fresh.named_buffers())
-    return [len(changed) >= 7, back, rate.param_groups[0]["lr"] == 0.05]
+    failures = []
+    for part in (nn.Identity(), Counted()):
+        other = normed()
+        other.base_model.model.norm[1] = part
+        other.base_model.model.up.base_layer.mine = Counted() if isinstance(part, Counted) else None
+        failures.append(attempt(load_checkpoint, parallelize(other, mesh, config), None, folder / "a"))
+    was.rows = next(p.detach() for p in trained(model).values())
+    failures.append(attempt(save_checkpoint, model, None, folder / "b"))
+    was.rows = object()
+    failures.append(attempt(save_checkpoint, model, None, folder / "b"))
+    optimizer.state["mine"] = torch.zeros(2)  # type: ignore[index]
+    was.rows = None
+    failures.append(attempt(save_checkpoint, model, optimizer, folder / "b"))
+    return [len(changed) >= 7, back, rate.param_groups[0]["lr"] == 0.05, counts, failures]
+
+
+STATE_REFUSED = [
+    "base_model.model.norm.1._extra_state is not in both",
+    "base_model.model.up.base_layer.mine._extra_state is not in both",
+    "base_model.model.norm.1._extra_state in the state dict is or holds a DTensor",
+    "base_model.model.norm.1._extra_state in the state dict is what torch.load(weights_only=True) does not read back",
+    "Counting keeps a state 'mine' of no parameter that holds a tensor",
+]
 
 
 def test_buffers_go_on_where_they_were(pool, tmp_path):
-    assert pool.run(2, with_buffers, tmp_path) == [[True, True, True]] * 2
+    for *kept, failures in pool.run(2, with_buffers, tmp_path):
+        assert kept == [True, True, True, [3, True, True, 3]]
+        for failure, text in zip(failures, STATE_REFUSED, strict=True):
+            assert isinstance(failure, Failure), text
+            assert failure.kind == "ValueError"
+            assert text in failure.message
+    assert not (tmp_path / "b").exists()
     own = normed()
     own.save_pretrained(tmp_path / "peft")
     want, got = (
