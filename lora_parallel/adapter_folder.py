@@ -256,7 +256,8 @@ def _compare(file: Path, state: dict[str, Tensor]) -> None:
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> None:
     """Fill the model's adapter from a PEFT folder, each rank with its own slices. Collective.
 
-    The adapter must be there with the same layers and r; nothing is changed unless everything fits.
+    The adapter must be there with the same layers and r; nothing is changed unless everything fits. Values are
+    converted to the dtypes of the model's adapter.
 
     Args:
         model: What `parallelize` returned, on any mesh, or an unsharded model with PEFT layers.
@@ -274,9 +275,12 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
 
 
 def read_adapter(
-    model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default"
+    model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default", same_dtypes: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
-    """What `load_adapter` fills the model with: this rank's part of each parameter, and its values. Collective."""
+    """What `load_adapter` fills the model with: this rank's part of each parameter, and its values. Collective.
+
+    With `same_dtypes`, where optimizer states belong to them, values of another dtype are refused.
+    """
     check_alike(adapter_name=adapter_name)
     reshard(model)
     with agreed():
@@ -295,6 +299,13 @@ def read_adapter(
     targets = {key: parameters[name] for key, name in _on_disk(model, holder, adapter_name).items()}
     with agreed():
         values = _read_slices(folder / WEIGHTS, targets)
+        for key, parameter in targets.items():
+            if same_dtypes and values[key].dtype != parameter.dtype:
+                raise ValueError(
+                    f"{folder / WEIGHTS}: {key} has dtype {values[key].dtype}, the model's has {parameter.dtype}: "
+                    "build the adapter with the dtype that it was trained with (autocast_adapter_dtype, perhaps), or "
+                    "fill it with load_adapter and start anew."
+                )
     return [(local(parameter), values[key]) for key, parameter in targets.items()]
 
 

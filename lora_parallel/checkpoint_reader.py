@@ -178,7 +178,7 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
     values: list[tuple[Tensor, Tensor]] = []
     for name, model in state.models.items():
         for adapter in peft_configs(model):
-            values += read_adapter(model, found.adapter_folder(name), adapter)
+            values += read_adapter(model, found.adapter_folder(name), adapter, same_dtypes=True)
     with agreed():
         values += _read_loose(found, state)
         values += _read_buffers(found, state)
@@ -233,9 +233,11 @@ def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor
         if key.startswith(loose_key("")) and not key.removeprefix(loose_key("")).startswith(elsewhere)
     }
     for name, leaf in stored.items():
-        if name in loose and leaf.shape != tuple(loose[name].shape):
+        here = loose.get(name)
+        if here is not None and (leaf.shape, leaf.dtype) != (tuple(here.shape), here.dtype):
             raise ValueError(
-                f"{name} has shape {leaf.shape} in {found.path}, the model's has {tuple(loose[name].shape)}."
+                f"{name} has shape {leaf.shape} and dtype {leaf.dtype} in {found.path}, the model's has "
+                f"{tuple(here.shape)} and {here.dtype}."
             )
     if stored.keys() != loose.keys():
         raise ValueError(

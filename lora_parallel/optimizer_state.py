@@ -109,7 +109,8 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], rec
     """Check that a record is of an optimizer like this one.
 
     Raises:
-        ValueError: Another class, other groups, or other parameters in them.
+        ValueError: Another class, other groups, other parameters in them, or a state that cannot be divided as its
+            parameter is.
     """
     kind, groups = type(optimizer).__name__, record["groups"]
     if record["class"] != kind:
@@ -127,6 +128,15 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], rec
                 f"(first: {sorted(mine - theirs)[:1]}) and lacks {len(theirs - mine)} of it (first: "
                 f"{sorted(theirs - mine)[:1]}): make it with the same groups."
             )
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        name = names[parameter]
+        for key, value in record["values"].get(name, {}).items():
+            if any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"the {kind} that was saved keeps the state {key!r} of {name} in tensors that are not of the "
+                    "parameter's shape: they were saved on one rank, and cannot be divided among several. Resume on "
+                    "one rank, or leave the optimizer out."
+                )
 
 
 def restored(

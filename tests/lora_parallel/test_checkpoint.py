@@ -642,6 +642,10 @@ def mismatched(good: Path, root: Path) -> dict[str, tuple[Any, bool]]:
     two = CASE.model()
     two.add_adapter("second", lora_config(r=2))
     load("one adapter more", *made("2x2", model=two, require_adapters=False))
+    narrow = CASE.model()
+    for parameter in trained(narrow).values():
+        parameter.data = parameter.data.float()
+    load("an adapter of another dtype", *made("2x2", model=narrow, steps=0))
     model, optimizer = made("2x2")
     parameters = list(trained(model).values())
     load("another optimizer", model, torch.optim.SGD(parameters, lr=1))
@@ -689,6 +693,10 @@ def mismatched(good: Path, root: Path) -> dict[str, tuple[Any, bool]]:
 
 _MERGED = ("ValueError", "is merged into the base of base_model.model.model.layers.0.self_attn.q_proj: call unmerge_ad")
 MISMATCHED = {
+    "an adapter of another dtype": (
+        "ValueError",
+        "lora_A.weight has dtype torch.float64, the model's has torch.float32",
+    ),
     "while merged": _MERGED,
     "into what is merged": _MERGED,
     "an adapter while merged": _MERGED,
@@ -741,6 +749,55 @@ def test_what_does_not_fit_is_refused(pool, tmp_path):
             assert unchanged, name
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine"]
     assert (tmp_path / "file").read_text() == "mine too"
+
+
+WHOLE: dict[str, Any] = {
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=1e-2, max_iter=2),
+}
+
+
+def saved_whole(folder: Path) -> None:
+    """Optimizers whose states are of other shapes than the parameters, where these are whole."""
+    for name, make in WHOLE.items():
+        model, _ = made("1x1", steps=0)
+        optimizer = make(trained(model).values())
+
+        def loss(model: nn.Module = model) -> torch.Tensor:
+            value = model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+        save_checkpoint(model, optimizer, folder / name)
+        load_checkpoint(model, optimizer, folder / name)
+    save_checkpoint(*made("1x1", Case(adapters=False), require_adapters=False), folder / "everything")
+
+
+def loaded_sharded(folder: Path) -> list[tuple[Any, bool]]:
+    found = []
+    for name, make in WHOLE.items():
+        model, _ = made("2x1", steps=0)
+        optimizer = make(trained(model).values())
+        before = snapshot(model, optimizer)
+        failure = attempt(load_checkpoint, model, optimizer, folder / name)
+        found.append((failure, same(before, snapshot(model, optimizer))))
+    model, _ = made("2x1", Case(adapters=False, dtype=torch.float32), steps=0, require_adapters=False)
+    return [*found, (attempt(load_checkpoint, model, None, folder / "everything"), True)]
+
+
+def test_what_was_whole_is_not_put_beside_shards(pool, tmp_path):
+    pool.run(1, saved_whole, tmp_path)
+    texts = [
+        "Adafactor that was saved keeps the state",
+        "LBFGS that was saved keeps the state",
+        "and dtype torch.float64",
+    ]
+    for found in pool.run(2, loaded_sharded, tmp_path):
+        for (failure, unchanged), text in zip(found, texts, strict=True):
+            assert isinstance(failure, Failure), text
+            assert (failure.kind, unchanged) == ("ValueError", True)
+            assert text in failure.message
 
 
 def packed(folder: Path) -> Any:
