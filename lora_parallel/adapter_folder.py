@@ -27,14 +27,15 @@ from lora_parallel.adapters import adapted_model, adapter_parameters, adapter_te
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, local_path
 from lora_parallel.gather import class_of, gather_on_rank_zero, local, region_of, reshard
+from lora_parallel.identity import renew_fingerprints
 
 __all__ = [
     "CARD",
     "WEIGHTS",
     "GatheredAdapter",
+    "ReadAdapter",
     "gather_adapter",
     "load_adapter",
-    "put",
     "read_adapter",
     "save_adapter",
     "save_as_peft",
@@ -187,7 +188,7 @@ def gather_adapter(
 
 
 def _on_disk(
-    model: nn.Module, holder: nn.Module, adapter_name: str, save_embedding_layers: Literal["auto"] | bool = "auto"
+    model: nn.Module, holder: nn.Module, adapter_name: str, save_embedding_layers: Literal["auto"] | bool
 ) -> dict[str, str]:
     """What PEFT writes for the adapter: the name in `model` of the parameter under each key. Collective.
 
@@ -257,7 +258,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
     """Fill the model's adapter from a PEFT folder, each rank with its own slices. Collective.
 
     The adapter must be there with the same layers and r; nothing is changed unless everything fits. Values are
-    converted to the dtypes of the model's adapter.
+    converted to the dtypes of the model's adapter. As in PEFT, embeddings that are in the folder are the base's then.
 
     Args:
         model: What `parallelize` returned, on any mesh, or an unsharded model with PEFT layers.
@@ -271,13 +272,33 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
             keys and shapes are not exactly the adapter's; or ranks name different adapters or read different folders.
             All on every rank.
     """
-    put(read_adapter(model, directory, adapter_name))
+    read_adapter(model, directory, adapter_name).put()
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    """An adapter that has been read and is not yet in the model."""
+
+    model: nn.Module
+    values: list[tuple[Tensor, Tensor]]
+    """This rank's part of each parameter, and what goes there."""
+
+    base: list[str]
+    """The parameters among them that are the base's: embeddings, which PEFT writes and loads with an adapter."""
+
+    def put(self) -> None:
+        """Put it into the model. Collective."""
+        with torch.no_grad():
+            for target, value in self.values:
+                target.copy_(value)
+        if self.base:
+            renew_fingerprints(self.model, self.base)
 
 
 def read_adapter(
     model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default", same_dtypes: bool = False
-) -> list[tuple[Tensor, Tensor]]:
-    """What `load_adapter` fills the model with: this rank's part of each parameter, and its values. Collective.
+) -> ReadAdapter:
+    """Read what `load_adapter` fills the model with. Collective.
 
     With `same_dtypes`, where optimizer states belong to them, values of another dtype are refused.
     """
@@ -296,8 +317,13 @@ def read_adapter(
         digest = _digest(folder)
     check_alike(directory=f"a folder with digest {digest}")
     parameters = _tensors(model)
-    targets = {key: parameters[name] for key, name in _on_disk(model, holder, adapter_name).items()}
+    own = _on_disk(model, holder, adapter_name, save_embedding_layers=False)
+    # Whoever wrote the folder chose whether embeddings are in it.
+    with_embeddings = hasattr(holder, "get_input_embeddings")
+    more = _on_disk(model, holder, adapter_name, save_embedding_layers=True) if with_embeddings else {}
     with agreed():
+        keys = {**own, **{key: more[key] for key in _keys(folder / WEIGHTS) if key in more}}
+        targets = {key: parameters[name] for key, name in keys.items()}
         values = _read_slices(folder / WEIGHTS, targets)
         for key, parameter in targets.items():
             if same_dtypes and values[key].dtype != parameter.dtype:
@@ -306,14 +332,8 @@ def read_adapter(
                     "build the adapter with the dtype that it was trained with (autocast_adapter_dtype, perhaps), or "
                     "fill it with load_adapter and start anew."
                 )
-    return [(local(parameter), values[key]) for key, parameter in targets.items()]
-
-
-def put(values: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy values into the tensors that they are for."""
-    with torch.no_grad():
-        for target, value in values:
-            target.copy_(value)
+    base = sorted(set(keys.values()) - set(own.values()))
+    return ReadAdapter(model, [(local(parameter), values[key]) for key, parameter in targets.items()], base)
 
 
 def _check_config(folder: Path, own: PeftConfig) -> None:
@@ -350,12 +370,20 @@ def _digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _read_slices(file: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+def _keys(file: Path) -> list[str]:
+    with _opened(file) as stored:
+        return list(stored.keys())
+
+
+def _opened(file: Path) -> Any:
     try:
-        reader = safe_open(file, framework="pt")
+        return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
-    with reader as stored:
+
+
+def _read_slices(file: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+    with _opened(file) as stored:
         keys = set(stored.keys())
         missing, unexpected = sorted(set(targets) - keys), sorted(keys - set(targets))
         if missing or unexpected:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from lora_parallel.adapter_folder import put, read_adapter
+from lora_parallel.adapter_folder import read_adapter
 from lora_parallel.adapters import check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import restore_replaced
@@ -174,18 +174,24 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
             saved, here = found.record["adapters"][name], list(peft_configs(model))
             if sorted(saved) != sorted(here):
                 raise ValueError(f"{found.path} holds the adapters {sorted(saved)}, the model has {sorted(here)}.")
-            check_base(found.meta["fingerprints"][name], present[name], model, str(found.path))
-    values: list[tuple[Tensor, Tensor]] = []
-    for name, model in state.models.items():
-        for adapter in peft_configs(model):
-            values += read_adapter(model, found.adapter_folder(name), adapter, same_dtypes=True)
+            start = f"{name}." if name else ""
+            held = [each.removeprefix(start) for each in found.meta["parameters"].values() if each.startswith(start)]
+            check_base(found.meta["fingerprints"][name], present[name], model, str(found.path), held)
+    adapters = [
+        read_adapter(model, found.adapter_folder(name), adapter, same_dtypes=True)
+        for name, model in state.models.items()
+        for adapter in peft_configs(model)
+    ]
     with agreed():
-        values += _read_loose(found, state)
-        values += _read_buffers(found, state)
+        values = [*_read_loose(found, state), *_read_buffers(found, state)]
         others = _other_state(found, state)
 
     def commit() -> None:
-        put(values)
+        for adapter in adapters:
+            adapter.put()
+        with torch.no_grad():
+            for target, value in values:
+                target.copy_(value)
         if others:
             with agreed():
                 state.load_other_state(others)

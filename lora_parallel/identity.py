@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from lora_parallel.gather import local, region_of, reshard
 from lora_parallel.mesh import AXES
 from lora_parallel.state import state_of
 
-__all__ = ["base_fingerprints", "check_base", "fingerprints_of"]
+__all__ = ["base_fingerprints", "check_base", "fingerprints_of", "renew_fingerprints"]
 
 _SAMPLES = 16
 
@@ -61,7 +61,18 @@ def fingerprints_of(model: nn.Module) -> dict[str, str]:
     return {name: each for name, each in present.items() if name not in trained}
 
 
-def check_base(stored: Mapping[str, str], present: Mapping[str, str], model: nn.Module, where: str) -> None:
+def renew_fingerprints(model: nn.Module, names: Iterable[str]) -> None:
+    """Take note that these parameters were given other values. Collective."""
+    state = state_of(model)
+    if state is not None and state.fingerprints is not None:
+        present = base_fingerprints(model, state.mesh)
+        plain = {_plain(name) for name in names}
+        state.fingerprints |= {name: each for name, each in present.items() if name in plain}
+
+
+def check_base(
+    stored: Mapping[str, str], present: Mapping[str, str], model: nn.Module, where: str, held: Iterable[str]
+) -> None:
     """Check that the base is the one that adapters were trained on.
 
     Args:
@@ -69,11 +80,16 @@ def check_base(stored: Mapping[str, str], present: Mapping[str, str], model: nn.
         present: The `fingerprints_of` it now.
         model: The model now.
         where: What `stored` is from, for the error.
+        held: Parameters, by name, that it holds the values of, whatever they are now.
 
     Raises:
         ValueError: A weight is missing, or has other values, another shape or another dtype.
     """
     names = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    exempt = {_plain(name) for name in held}
+    stored, present = (
+        {name: each for name, each in prints.items() if name not in exempt} for prints in (stored, present)
+    )
     missing = [name for name in stored if name not in names]
     other = [name for name in stored if name in present and present[name] != stored[name]]
     more = [name for name in present if name not in stored]

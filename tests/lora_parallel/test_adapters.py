@@ -13,9 +13,10 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 import lora_parallel.adapter_folder
-from lora_parallel import load_adapter, parallelize, save_adapter
+from lora_parallel import load_adapter, load_checkpoint, parallelize, save_adapter, save_checkpoint
 from lora_parallel.adapters import adapter_parameters
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
 from tests.workers import Failure, attempt
@@ -290,6 +291,79 @@ def check_loaded(pool, mesh, folders):
             for name in want:
                 assert found[kind][name].dtype == want[name].dtype, (kind, name)
                 assert torch.equal(found[kind][name], want[name]), (kind, name)
+
+
+EMBEDDED = {"with embeddings": {}, "without": {"target_modules": ["q_proj", "embed_tokens"]}}
+EMBEDDING = "base_model.model.model.embed_tokens"
+
+
+def other_embeddings(folder):
+    """Fill models from folders of whose embeddings their writer decided; then a resume on what came of it."""
+    mesh, config = on_mesh("2x1")
+    found = {}
+    for name, lora in EMBEDDED.items():
+        model = parallelize(peft_model(**lora), mesh, config)
+        for parameter in adapter_parameters(model).values():
+            local(parameter).zero_()
+        load_adapter(model, folder / name)
+        found[name] = {n: full(p) for n, p in model.named_parameters()}
+        if name == "with embeddings":
+            save_checkpoint(model, None, folder / "checkpoint")
+            fresh = parallelize(peft_model(**lora), mesh, config)
+            found["another base"] = attempt(load_checkpoint, fresh, None, folder / "checkpoint")
+            load_adapter(fresh, folder / name)
+            load_checkpoint(fresh, None, folder / "checkpoint")
+    return found
+
+
+def test_whoever_wrote_a_folder_decides_about_embeddings(pool, tmp_path):
+    want = {}
+    for name, lora in EMBEDDED.items():
+        model = peft_model(**lora)
+        if name == "with embeddings":
+            model.get_parameter(f"{EMBEDDING}.weight").data += 1
+        model.save_pretrained(tmp_path / name, save_embedding_layers=name == "with embeddings")
+        keys = load_file(tmp_path / name / WEIGHTS).keys()
+        assert any("embed_tokens" in key and "lora" not in key for key in keys) == (name == "with embeddings")
+        want[name] = {n: full(p) for n, p in model.named_parameters()}
+    for found in pool.run(2, other_embeddings, tmp_path):
+        failure = found.pop("another base")
+        assert "1 have other values, shapes or dtypes (first: ['model.embed_tokens.weight'])" in failure.message
+        for name, tensors in want.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(found[name][key], tensor), (name, key)
+
+
+def resized(base):
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(137)
+    return peft_model(base=model)
+
+
+def base_moved(folder):
+    """PEFT asks the base's folder whether the vocabulary was resized; by the time of a resume it may be gone."""
+    mesh, config = on_mesh("2x1")
+    model = parallelize(resized(folder / "base"), mesh, config)
+    embedding = model.get_parameter(f"{EMBEDDING}.weight")
+    save_checkpoint(model, None, folder / "checkpoint")
+    fresh = resized(folder / "base")
+    fresh.get_parameter(f"{EMBEDDING}.weight").data[131:] = 5  # new rows are drawn anew
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "base").rename(folder / "moved")
+    dist.barrier()
+    fresh = parallelize(fresh, mesh, config)
+    filled = fresh.get_parameter(f"{EMBEDDING}.weight")
+    same = [torch.equal(full(filled), full(embedding))]
+    load_checkpoint(fresh, None, folder / "checkpoint")
+    load_adapter(fresh, folder / "checkpoint" / "adapter")
+    return [*same, torch.equal(full(filled), full(embedding))]
+
+
+def test_a_resume_does_not_ask_for_the_bases_folder(pool, tmp_path):
+    causal_lm(dtype=torch.float32).save_pretrained(tmp_path / "base")
+    assert pool.run(2, base_moved, tmp_path) == [[False, True]] * 2
 
 
 # What does not fit: each refused on every rank, nothing changed.
