@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
@@ -112,6 +113,7 @@ class GatheredAdapter:
 
         Raises:
             RuntimeError: The written file does not hold every tensor as gathered.
+            ValueError: A model card that is there cannot be read.
             OSError: The folder cannot be written.
         """
         directory = directory.resolve()  # a link to another file system: its folder is renamed there
@@ -126,9 +128,7 @@ class GatheredAdapter:
             self._write_config(scratch.path)
             _compare(scratch.path / WEIGHTS, self.tensors)
             if isinstance(self.holder, PeftModel):
-                if (directory / CARD).is_file():  # PEFT adds to what the user wrote
-                    shutil.copyfile(directory / CARD, scratch.path / CARD)
-                self.holder.create_or_update_model_card(str(scratch.path))
+                self._write_card(directory / CARD, scratch.path)
                 if target != directory:
                     os.replace(scratch.path / CARD, directory / CARD)
             if target.exists():
@@ -137,6 +137,19 @@ class GatheredAdapter:
                 scratch.place()
         finally:
             scratch.discard()
+
+    def _write_card(self, present: Path, folder: Path) -> None:
+        """PEFT's model card; it adds to what the user wrote."""
+        if present.is_file():
+            try:
+                ModelCard.load(present)
+            except Exception as error:
+                raise ValueError(
+                    f"{present} is no model card that PEFT can add to ({error}): write it in UTF-8, with metadata in "
+                    "YAML, or move it away."
+                ) from error
+            shutil.copyfile(present, folder / CARD)
+        self.holder.create_or_update_model_card(str(folder))  # type: ignore[operator]
 
     def _write_config(self, directory: Path) -> None:
         """`adapter_config.json`, with the changes that `PeftModel.save_pretrained` makes on the way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ _COLUMNS = 4096
 def agreed() -> Iterator[None]:
     """Run a block without collectives; if it fails on any rank, raise on every rank.
 
-    The failing rank raises its own error; the others raise one of the same type that names the rank and its message. So
-    no rank is left waiting in a later collective for one that has gone.
+    The failing rank raises its own error; the others raise one of the same type, or a RuntimeError, that names the rank
+    and its message. So no rank is left waiting in a later collective for one that has gone.
     """
     error: Exception | None = None
     try:
@@ -38,10 +38,16 @@ def agreed() -> Iterator[None]:
         raise error
     for rank, failure in enumerate(everyone):
         if failure is not None:
-            kind = getattr(builtins, failure[0], RuntimeError)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = RuntimeError
-            raise kind(f"on rank {rank}: {failure[1]}")
+            raise _error(failure[0], f"on rank {rank}: {failure[1]}")
+
+
+def _error(name: str, text: str) -> Exception:
+    """One of the builtin class of this name; another class, or one that wants more than a text, stays unknown here."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(TypeError):
+            return kind(text)
+    return RuntimeError(text)
 
 
 def check_alike(**arguments: object) -> None:

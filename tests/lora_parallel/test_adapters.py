@@ -532,6 +532,7 @@ def failing_saves(root):
     found["parent is a file"] = attempt(save_adapter, model, Path(root) / "file" / "adapter")
     found["target is a file"] = attempt(save_adapter, model, Path(root) / "file")
     found["no such adapter"] = attempt(save_adapter, model, target, "other")
+    found["a card in Latin-1"] = attempt(save_adapter, model, Path(root) / "card")
     old = {path.name: path.read_bytes() for path in target.iterdir()}
     left = sorted(path.name for path in Path(root).iterdir())
     dist.barrier()
@@ -548,6 +549,7 @@ FAILED = {
     "parent is a file": ("OSError", "file"),
     "target is a file": ("NotADirectoryError", "is a file: give a folder"),
     "no such adapter": ("ValueError", "no adapter 'other' in the model"),
+    "a card in Latin-1": ("ValueError", "card/README.md is no model card that PEFT can add to ('utf-8' codec can't"),
 }
 
 
@@ -555,6 +557,8 @@ def test_a_failed_save_raises_on_every_rank_and_leaves_the_old_folder(pool, tmp_
     target = tmp_path / "adapter"
     target.mkdir()
     (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "README.md").write_bytes("café".encode("latin-1"))
     before = {WEIGHTS: b"old weights", CONFIG: b"old config", "README.md": b"kept", "optimizer.bin": b"kept too"}
     for name, data in before.items():
         (target / name).write_bytes(data)
@@ -574,7 +578,7 @@ def test_a_failed_save_raises_on_every_rank_and_leaves_the_old_folder(pool, tmp_
             else:
                 assert error.kind == kind, (what, error)
         assert old == before
-        assert left == ["adapter", "file", "second"]  # nothing half written is left beside
+        assert left == ["adapter", "card", "file", "second"]  # nothing half written is left beside
     assert "kept" in (target / "README.md").read_text().splitlines()  # PEFT adds its tags to a card that is there
     assert (target / "optimizer.bin").read_bytes() == b"kept too"
     want = {key.replace(".default", ""): full(p) for key, p in adapter_parameters(built("task type")).items()}

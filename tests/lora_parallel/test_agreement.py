@@ -24,15 +24,25 @@ def failing(kind, here):
     return "went on"
 
 
+def undecoded():
+    """An error that is not made from a text alone."""
+    with agreed():
+        if dist.get_rank() == 2:
+            b"caf\xe9".decode()
+
+
 def failures():
     """By kind of error: what each rank sees of a failure on rank 2, and on all of them."""
     found = [(attempt(failing, kind, (2,)), attempt(failing, kind, (0, 1, 2, 3))) for kind in KINDS]
-    return found, failing(ValueError, ())
+    return found, failing(ValueError, ()), attempt(undecoded)
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(pool):
-    for rank, (found, after) in enumerate(pool.run(4, failures)):
+    for rank, (found, after, decoding) in enumerate(pool.run(4, failures)):
         assert after == "went on"
+        assert decoding.kind == ("UnicodeDecodeError" if rank == 2 else "RuntimeError")
+        assert decoding.message.startswith("" if rank == 2 else "on rank 2: ")
+        assert "codec can't decode byte 0xe9" in decoding.message
         for kind, (one, everywhere) in zip(KINDS, found, strict=True):
             assert isinstance(one, Failure)
             assert "the reason" in one.message
