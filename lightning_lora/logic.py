@@ -30,6 +30,7 @@ from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import may_be_replaced, write_checkpoint
 from lora_parallel.gather import local
+from lora_parallel.plain import plain
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.state import state_of
 from lora_parallel.train_state import TrainState
@@ -228,6 +229,7 @@ class StrategyLogic(BaseLogic, Base):
             path = local_path(name)
         with agreed():
             self._check_untouched(checkpoint_state.pop("state_dict"))
+        checkpoint_state = plain(checkpoint_state)
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
         state = self._train_state({} if weights_only else self._optimizers_by_name())
         extra = {"trainer": checkpoint_state, "weights_only": weights_only}

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import load_models, load_optimizers, read_checkpoint, resume_counting
-from lora_parallel.checkpoint_writer import check_plain, write_checkpoint
+from lora_parallel.checkpoint_writer import write_checkpoint
+from lora_parallel.plain import check_plain, plain
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.train_state import TrainState
 
@@ -70,11 +71,10 @@ def save_checkpoint(
             raise ValueError(f"keep_last={keep_last!r}: give a positive int, or None to keep all.")
         if not state.models:
             raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
-        for key, value in (extra or {}).items():
+        values = plain(dict(extra or {}))
+        for key, value in values.items():
             check_plain(f"extra[{key!r}] holds what", value, "save plain values and tensors, such as a state_dict().")
-    return write_checkpoint(
-        path, state, {"extra": dict(extra or {})}, _WRITER, keep_last=keep_last, async_save=async_save
-    )
+    return write_checkpoint(path, state, {"extra": values}, _WRITER, keep_last=keep_last, async_save=async_save)
 
 
 def load_checkpoint(

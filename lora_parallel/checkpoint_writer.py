@@ -28,12 +28,13 @@ from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_
 from lora_parallel.gather import reshard
 from lora_parallel.identity import fingerprints_of
 from lora_parallel.optimizer_state import OptimizerState, optimizer_state
+from lora_parallel.plain import check_plain, plain
 from lora_parallel.random_state import gather_random_states
 from lora_parallel.retention import complete_checkpoints, prune, read_meta
 from lora_parallel.train_state import TrainState
 from lora_parallel.upstream import is_rectangle
 
-__all__ = ["check_plain", "may_be_replaced", "wait_for_save", "write_checkpoint"]
+__all__ = ["may_be_replaced", "wait_for_save", "write_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def write_checkpoint(
         async_save: As in `save_checkpoint`.
     """
     wait_for_save()
+    extra = plain(extra)
     _check_extra(extra)
     check_alike(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
     save = _Save(path, state, writer, replace, keep_last)
@@ -113,7 +115,8 @@ class _Save:
             reshard(model)  # a forward may have left whole parameters in place of the optimizers'
         names = self._state.parameter_names()
         self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
-        self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), self._state.other_state())
+        others = plain(self._state.other_state())
+        self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), others)
         for name, value in self._other_state.items():
             _check_other(name, value)
         if self._rank != 0:
@@ -225,24 +228,6 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{key!r} holds a DTensor, of which only rank 0's shard would be saved: save its full_tensor()."
                 )
-
-
-def check_plain(what: str, value: Any, remedy: str) -> None:
-    """Check that weights_only=True reads a value back: better refused now than when a job resumes.
-
-    Raises:
-        ValueError: It does not.
-    """
-    try:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"{what} torch.load(weights_only=True) does not read back "
-            f"({(str(error).splitlines() or [type(error).__name__])[0]}): {remedy}"
-        ) from error
 
 
 def _check_other(name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lora_parallel.gather import local, region_of
+from lora_parallel.plain import plain
 
 __all__ = ["OptimizerState", "check_optimizer", "optimizer_state", "restored"]
 
@@ -68,8 +69,10 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
                         "what of it belongs to which rank, so it cannot be saved."
                     )
                 else:
-                    values.setdefault(name, {})[key] = value.cpu().clone() if isinstance(value, Tensor) else value
-    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+                    values.setdefault(name, {})[key] = (
+                        value.cpu().clone() if isinstance(value, Tensor) else plain(value)
+                    )
+    shared = {key: plain(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for key, value in shared.items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise ValueError(
@@ -79,9 +82,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
-            "settings": copy.deepcopy(
-                {key: _plain(value) for key, value in group.items() if key not in _OF_PARAMETERS}
-            ),
+            "settings": copy.deepcopy({key: plain(value) for key, value in group.items() if key not in _OF_PARAMETERS}),
         }
         for group in optimizer.param_groups
     ]
@@ -98,11 +99,6 @@ def _is_part(value: Any, parameter: nn.Parameter) -> bool:
     if isinstance(value, DTensor):
         return True
     return isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.numel() > 1
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's numbers (a schedule's) as Python's, which weights_only=True reads."""
-    return value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> None:

@@ -515,9 +515,9 @@ def with_buffers(folder: Path) -> list[bool]:
         optimizer.step()
     buffers = dict(model.named_buffers())
     changed = [name for name, b in fresh.named_buffers() if not torch.equal(b, buffers[name])]
-    save_checkpoint(model, optimizer, folder / "a")
+    save_checkpoint(model, optimizer, folder / "a", {"scheduler": {"rates": [np.float64(0.05)], "step": np.int64(3)}})
     rate = Counting(trained(fresh).values(), lr=9)
-    load_checkpoint(fresh, rate, folder / "a")
+    extra = load_checkpoint(fresh, rate, folder / "a")
     counted, was = fresh.get_submodule("base_model.model.norm.1"), model.get_submodule("base_model.model.norm.1")
     counts = [was.calls, counted.calls == was.calls, torch.equal(counted.rows, was.rows), rate.state["steps"]]
     back = all(torch.equal(b, buffers[name]) for name, b in fresh.named_buffers())
@@ -534,7 +534,7 @@ def with_buffers(folder: Path) -> list[bool]:
     optimizer.state["mine"] = torch.zeros(2)  # type: ignore[index]
     was.rows = None
     failures.append(attempt(save_checkpoint, model, optimizer, folder / "b"))
-    return [len(changed) >= 7, back, rate.param_groups[0]["lr"] == 0.05, counts, failures]
+    return [len(changed) >= 7, back, rate.param_groups[0]["lr"] == 0.05, extra, counts, failures]
 
 
 STATE_REFUSED = [
@@ -548,7 +548,7 @@ STATE_REFUSED = [
 
 def test_buffers_go_on_where_they_were(pool, tmp_path):
     for *kept, failures in pool.run(2, with_buffers, tmp_path):
-        assert kept == [True, True, True, [3, True, True, 3]]
+        assert kept == [True, True, True, {"scheduler": {"rates": [0.05], "step": 3}}, [3, True, True, 3]]
         for failure, text in zip(failures, STATE_REFUSED, strict=True):
             assert isinstance(failure, Failure), text
             assert failure.kind == "ValueError"
