@@ -242,6 +242,7 @@ class FabricLogic(BaseLogic, Base):
             replace=True,
         )
 
+    @torch.inference_mode(False)  # what is made inside of it could not be trained with
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
     return save_as_peft(model, directory, adapter_name, "auto")
 
 
+@torch.inference_mode(False)  # inside of which a DTensor cannot be detached
 def save_as_peft(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -267,6 +268,7 @@ def _compare(file: Path, state: dict[str, Tensor]) -> None:
         )
 
 
+@torch.inference_mode(False)  # inside of which a DTensor cannot be detached
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> None:
     """Fill the model's adapter from a PEFT folder, each rank with its own slices. Collective.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -77,6 +78,7 @@ def save_checkpoint(
     return write_checkpoint(path, state, {"extra": values}, _WRITER, keep_last=keep_last, async_save=async_save)
 
 
+@torch.inference_mode(False)  # what is made inside of it could not be trained with
 def load_checkpoint(
     model: nn.Module, optimizer: Optimizer | list[Optimizer] | None, directory: str | os.PathLike[str]
 ) -> dict[str, Any]:

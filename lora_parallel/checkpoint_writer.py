@@ -39,6 +39,7 @@ __all__ = ["may_be_replaced", "wait_for_save", "write_checkpoint"]
 _log = logging.getLogger(__name__)
 
 
+@torch.inference_mode(False)  # inside of which a DTensor cannot be detached
 def write_checkpoint(
     path: Path,
     state: TrainState,

@@ -39,6 +39,7 @@ _SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 """What huggingface_hub takes, and is not zero."""
 
 
+@torch.inference_mode(False)  # inside of which a DTensor cannot be detached
 def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
     """Write the model with its active adapters merged into the base, as `merge_and_unload` and `save_pretrained` would
     in one process. Collective.

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lora_parallel import (
+    export_merged,
     latest_checkpoint,
     load_adapter,
     load_checkpoint,
@@ -158,6 +159,28 @@ def test_a_save_after_a_forward_that_no_backward_follows(pool, tmp_path):
     for gathered, equal in pool.run(2, after_a_forward, tmp_path):
         assert equal
         assert gathered, "nothing was in the way"
+
+
+def in_inference_mode(folder: Path) -> list[bool]:
+    """As after an evaluation, in the same context."""
+    model, optimizer = made("2x1", Case(dtype=torch.float32))
+    with torch.inference_mode():
+        save_adapter(model, folder / "adapter")
+        save_checkpoint(model, optimizer, folder / "checkpoint")
+        export_merged(model, folder / "merged")
+        inside = torch.is_inference_mode_enabled()
+    other, fresh = made("2x1", Case(dtype=torch.float32), steps=0)
+    with torch.inference_mode():
+        load_adapter(other, folder / "adapter")
+        load_checkpoint(other, fresh, folder / "checkpoint")
+    kept = same(snapshot(model, optimizer), snapshot(other, fresh))
+    other(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()
+    fresh.step()
+    return [inside, kept, not same(snapshot(model, optimizer), snapshot(other, fresh))]
+
+
+def test_inference_mode_is_no_hindrance(pool, tmp_path):
+    assert pool.run(2, in_inference_mode, tmp_path) == [[True, True, True]] * 2
 
 
 def before_the_first_step(folder: Path) -> list[bool]:
