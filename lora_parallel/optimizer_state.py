@@ -150,12 +150,12 @@ def restored(
         read: From the name of a parameter, of a state of it, and a region of the full tensor to its values.
     """
     state: dict[Tensor, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
+    for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
         for parameter in group["params"]:
             name = names[parameter]
             found: dict[str, Any] = {}
             for key, value in record["values"].get(name, {}).items():
-                found[key] = _on_device(key, value, parameter, group)
+                found[key] = _on_device(key, value, parameter, saved["settings"])
             for key, dtype in record["tensors"].get(name, {}).items():
                 found[key] = torch.empty_like(parameter.detach(), dtype=dtype)
                 if local(found[key]).numel():
@@ -173,10 +173,12 @@ def restored(
     return put
 
 
-def _on_device(key: str, value: Any, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
-    """Where torch's `Optimizer.load_state_dict` puts it: step counts stay on the CPU unless the kernels want them."""
+def _on_device(key: str, value: Any, parameter: nn.Parameter, settings: Mapping[str, Any]) -> Any:
+    """Where torch's `Optimizer.load_state_dict` puts it: step counts stay on the CPU unless the kernels want them. The
+    saved settings tell, since the optimizer goes on with these.
+    """
     if not isinstance(value, Tensor):
         return value
-    if key == "step" and not (group.get("capturable") or group.get("fused")):
+    if key == "step" and not (settings.get("capturable") or settings.get("fused")):
         return value.clone()
     return value.to(parameter.device, copy=True)

@@ -63,7 +63,8 @@ def write(folder: str, lightning: str) -> dict[str, Any]:
         whole = loop.train(2, 4).outcome()
         resumed = Loop("2x2", seed=9, lightning=lightning)
         state = resumed.state(0)
-        remainder = resumed.fabric.load(path, state)
+        with torch.inference_mode():  # as an evaluation's; what is made in it could not be trained with
+            remainder = resumed.fabric.load(path, state)
         return {
             "whole": whole,
             "resumed": resumed.train(2, 4).outcome(),

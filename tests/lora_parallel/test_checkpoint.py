@@ -34,6 +34,7 @@ from lora_parallel import (
     wait_for_save,
 )
 from lora_parallel.gather import local
+from lora_parallel.optimizer_state import optimizer_state, restored
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, trained
 from tests.workers import Failure, attempt
 
@@ -821,6 +822,18 @@ def test_what_was_whole_is_not_put_beside_shards(pool, tmp_path):
             assert isinstance(failure, Failure), text
             assert (failure.kind, unchanged) == ("ValueError", True)
             assert text in failure.message
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_counts_go_where_the_saved_settings_want_them(fused):
+    """Those of a fused optimizer beside the parameter (the meta device stands in for a GPU), whatever is resumed."""
+    names = {nn.Parameter(torch.empty(2, device="meta")): "p"}
+    saved, fresh = (torch.optim.AdamW(names) for _ in range(2))
+    saved.param_groups[0]["fused"], fresh.param_groups[0]["fused"] = fused, not fused
+    saved.state[next(iter(names))]["step"] = torch.tensor(3.0)
+    restored(fresh, names, optimizer_state(saved, names).record, lambda *_: torch.empty(0))()
+    assert fresh.param_groups[0]["fused"] == fused
+    assert fresh.state[next(iter(names))]["step"].device.type == ("meta" if fused else "cpu")
 
 
 def packed(folder: Path) -> Any:
