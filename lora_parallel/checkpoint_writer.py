@@ -203,12 +203,24 @@ def may_be_replaced(path: Path) -> bool:
     """Whether a front end whose users expect it may replace what stands at `path`: a checkpoint or a link to one,
     nothing, or a file that is named as one.
     """
-    return (
-        not is_taken(path)
-        or path.is_symlink()
-        or (path / META).is_file()
-        or (path.is_file() and path.suffix == ".ckpt")
-    )
+    if path.is_symlink():
+        return _is_ours(path.resolve()) if path.exists() else path.suffix == _SUFFIX
+    return not is_taken(path) or _is_ours(path)
+
+
+_SUFFIX = ".ckpt"
+"""What Lightning's users name checkpoints."""
+
+
+def _is_ours(path: Path) -> bool:
+    """Others have files called meta.json too."""
+    if path.is_file():
+        return path.suffix == _SUFFIX
+    try:
+        read_meta(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:

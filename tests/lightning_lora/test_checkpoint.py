@@ -656,24 +656,39 @@ def fail_to_save(folder: str) -> dict[str, Any]:
     return found
 
 
-def over_others(folder: str) -> list[Any]:
+def over_others(folder: str, names: list[str]) -> list[Any]:
+    """Attempts to save in the place of what is no checkpoint, and over links that may be replaced."""
     with tidy():
         run = trainer("2x2", max_epochs=1, **DOUBLE)
         run.fit(Scheduled(), resumable("2x2"))
-        return [
-            attempt(run.save_checkpoint, path) for path in (f"{folder}/mine", f"{folder}/notes.txt", "s3://a/b.ckpt")
-        ]
+        found = [attempt(run.save_checkpoint, f"{folder}/{name}") for name in names]
+        for name in ("good.ckpt", "last.ckpt", "dangling.ckpt"):
+            run.save_checkpoint(f"{folder}/{name}")
+        return [*found, attempt(run.save_checkpoint, "s3://a/b.ckpt")]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(pool, tmp_path):
-    (tmp_path / "mine" / "data").mkdir(parents=True)
-    (tmp_path / "mine" / "data" / "precious.txt").write_text("precious")
+    for name in ("mine", "described"):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / "precious.txt").write_text("precious")
+    (tmp_path / "described" / "meta.json").write_text('{"my": "own"}')
     (tmp_path / "notes.txt").write_text("precious too")
-    for folder, file, url in pool.run(4, over_others, str(tmp_path)):
-        assert folder.kind == file.kind == "FileExistsError"
+    (tmp_path / "results").symlink_to("mine")
+    (tmp_path / "link.ckpt").symlink_to("described")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "dangling.ckpt").symlink_to("nowhere")
+    (tmp_path / "last.ckpt").symlink_to("good.ckpt")
+    kept = ["mine", "described", "notes.txt", "results", "link.ckpt", "dangling"]
+    for *failures, url in pool.run(4, over_others, str(tmp_path), kept):
+        assert [failure.kind for failure in failures] == ["FileExistsError"] * len(kept)
         assert url.kind == "ValueError"
-    assert (tmp_path / "mine" / "data" / "precious.txt").read_text() == "precious"
+    for name in ("mine", "described", "results"):
+        assert (tmp_path / name / "data" / "precious.txt").read_text() == "precious"
     assert (tmp_path / "notes.txt").read_text() == "precious too"
+    assert all((tmp_path / name).is_symlink() for name in ("results", "link.ckpt", "dangling"))
+    for name in ("good.ckpt", "last.ckpt", "dangling.ckpt"):
+        assert (tmp_path / name).is_dir(), name
+        assert not (tmp_path / name).is_symlink(), name
 
 
 def test_failed_saves(pool, tmp_path):
