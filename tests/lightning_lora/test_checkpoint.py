@@ -309,6 +309,45 @@ def test_a_requeued_job(pool, tmp_path):
         assert found == {"entries": ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"], "resumed": True, "steps": 6}
 
 
+def requeued_after_a_kill(folder: str) -> dict[str, Any]:
+    """A save in one file that was killed while the file was written, and the job that comes after it."""
+    one_file, own = {"save_distributed_checkpoint": False}, atomic.Scratch.discard
+    with tidy():
+        first = Scheduled()
+        run = trainer("2x2", one_file, max_epochs=1, default_root_dir=folder, **DOUBLE)
+        run.fit(first, resumable("2x2"))
+        run.save_checkpoint(run._checkpoint_connector.hpc_save_path(folder))
+        real = torch.save
+        torch.save = FullDisk(real, "packed")  # type: ignore[assignment]
+        atomic.Scratch.discard = atomic.Scratch._release  # type: ignore[method-assign]
+        try:
+            killed = attempt(run.save_checkpoint, run._checkpoint_connector.hpc_save_path(folder))
+        finally:
+            torch.save, atomic.Scratch.discard = real, own  # type: ignore[method-assign]
+        dist.barrier()
+        left = sorted(os.listdir(folder))
+        again = Scheduled(seed=8)
+        run = trainer("2x2", one_file, max_epochs=2, default_root_dir=folder, **DOUBLE)
+        run.fit(again, resumable("2x2"), ckpt_path="hpc")
+        run.save_checkpoint(f"{folder}/later.ckpt")
+        return {
+            "killed": isinstance(killed, Failure),
+            "left": left,
+            "resumed": same(again.start, adapters(first)),
+            "entries": sorted(os.listdir(folder)),
+        }
+
+
+def test_a_requeued_job_after_a_killed_save_in_one_file(pool, tmp_path):
+    for found in pool.run(4, requeued_after_a_kill, str(tmp_path)):
+        assert found == {
+            "killed": True,
+            "left": [".hpc-ckpt-2.ckpt.writing", "hpc_ckpt_1.ckpt"],
+            "resumed": True,
+            "entries": ["hpc_ckpt_1.ckpt", "later.ckpt"],
+        }
+
+
 def best_and_last(folder: str) -> dict[str, Any]:
     """A monitored ModelCheckpoint that keeps one and a link to the last."""
     callback = ModelCheckpoint(
