@@ -31,6 +31,7 @@ __all__ = [
     "CARD",
     "WEIGHTS",
     "GatheredAdapter",
+    "check_config",
     "gather_adapter",
     "load_adapter",
     "put",
@@ -280,7 +281,7 @@ def read_adapter(
         folder = Path(directory)
         if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
             folder = folder / adapter_name
-        _check_config(folder, configs[adapter_name])
+        check_config(folder, configs[adapter_name])
     parameters = _tensors(model)
     targets = {key: parameters[name] for key, name in _on_disk(model, holder, adapter_name).items()}
     with agreed():
@@ -295,7 +296,13 @@ def put(values: list[tuple[Tensor, Tensor]]) -> None:
             target.copy_(value)
 
 
-def _check_config(folder: Path, own: PeftConfig) -> None:
+def check_config(folder: Path, own: PeftConfig) -> None:
+    """Check that an adapter folder holds an adapter like the model's.
+
+    Raises:
+        FileNotFoundError: It is no adapter folder.
+        ValueError: It was trained with another type, r, alpha or scaling.
+    """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is no PEFT adapter folder: it has no {name}.")
