@@ -101,7 +101,7 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
         )
     try:
         stated = json.loads((path / META).read_text()).get("format")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path / META} is damaged ({error}).") from error
     if stated != FORMAT:
         raise ValueError(

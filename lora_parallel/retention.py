@@ -40,13 +40,13 @@ def complete_checkpoints(directory: Path) -> list[Path]:
         return []
     found = []
     for path in directory.iterdir():
-        if path.name.startswith(".") or path.is_symlink() or not (path / META).is_file():
+        if path.name.startswith(".") or path.is_symlink():
             continue
         try:
             meta = read_meta(path)
             if damage(path, meta) is None:
                 found.append((meta["number"], path.name, path))
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # nothing of ours, or nothing that this user may read
             continue
     return [path for *_, path in sorted(found)]
 
@@ -62,7 +62,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         for key, kind in _ENTRIES.items():
             if not isinstance(meta[key], kind):
                 raise TypeError(f"{key} is a {type(meta[key]).__name__}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / META} is damaged ({type(error).__name__}: {error}).") from error
     return meta
 

@@ -230,7 +230,9 @@ def test_the_newest_are_kept(pool, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "meta.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
-    others = ["adapter", "notes"]
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested" / "meta.json").write_text("[" * 200_000)
+    others = ["adapter", "nested", "notes"]
     for seen in pool.run(2, save_many, tmp_path):
         assert seen == [
             ("zeta", sorted([*others, "zeta"])),
@@ -253,6 +255,20 @@ def test_only_complete_ones_are_found(pool, tmp_path):
     (tmp_path / "beta" / "extra.pt").unlink()
     assert latest_checkpoint(tmp_path) == tmp_path / "omega"
     (tmp_path / "omega" / "meta.json").write_text("{")
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_what_may_not_be_read_is_passed_over(tmp_path, monkeypatch):
+    """As lost+found at the root of a disk, to whoever is not the superuser."""
+    (tmp_path / "lost+found").mkdir()
+    real = Path.stat
+
+    def stat(path: Path, **kwargs: Any) -> os.stat_result:
+        if path.parent.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", stat)
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -395,6 +411,11 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
     "nothing there": (shutil.rmtree, "FileNotFoundError", "there is no checkpoint at"),
     "no meta.json": (lambda path: (path / "meta.json").unlink(), "ValueError", "is not a checkpoint that this library"),
     "meta.json is cut": (lambda path: cut(path / "meta.json", 40), "ValueError", "meta.json is damaged"),
+    "meta.json nested too deep": (
+        lambda path: (path / "meta.json").write_text("[" * 200_000),
+        "ValueError",
+        "meta.json is damaged",
+    ),
     "meta.json of another kind": (lambda path: (path / "meta.json").write_text("[]"), "ValueError", "meta.json is"),
     "a later format": (lambda path: edited(path / "meta.json", format=2), "ValueError", "format 2; this version reads"),
     "another writer": (lambda path: edited(path / "meta.json", writer="Trainer"), "ValueError", "written by Trainer"),
@@ -570,6 +591,8 @@ def mismatched(good: Path, root: Path) -> dict[str, tuple[Any, bool]]:
     load("fewer parameters", model, torch.optim.AdamW(parameters[:3]))
     load("two optimizers", model, [optimizer, torch.optim.AdamW(parameters)])
     load("no optimizer at all", model, model)
+    failure = attempt(load_checkpoint, model, optimizer, latest_checkpoint(root / "nowhere"))
+    found["no checkpoint"] = failure, True
     load("not parallelized", get_peft_model(causal_lm(), lora_config()), None)
 
     new = root / "new"
@@ -611,6 +634,7 @@ MISMATCHED = {
     "fewer parameters": ("ValueError", "parameter group 0 of the AdamW"),
     "two optimizers": ("ValueError", "the state of 1 optimizers, and 2 are given"),
     "no optimizer at all": ("TypeError", "optimizer is a "),
+    "no checkpoint": ("FileNotFoundError", "directory is None: there is no checkpoint to load"),
     "not parallelized": ("ValueError", "was not parallelized"),
     "a folder that is there": ("FileExistsError", "exists and is not empty, and is not overwritten"),
     "a file that is there": ("FileExistsError", "exists and is not empty, and is not overwritten"),
