@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -303,7 +304,7 @@ def wait_for_save() -> None:
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
-        dist.destroy_process_group = _own_destroy
+        _replace_everywhere(_destroy_afterwards, _own_destroy)
         with agreed():
             pending.result()
 
@@ -319,12 +320,20 @@ def _start(save: _Save, tensors: dict[str, Tensor]) -> None:
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     _pending = thread.submit(_finish, save, written)
     thread.shutdown(wait=False)
-    dist.destroy_process_group = _destroy_afterwards
+    _replace_everywhere(_own_destroy, _destroy_afterwards)
+
+
+def _replace_everywhere(one: Any, other: Any) -> None:
+    """Of `destroy_process_group`, in torch and in every module that has imported it by name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("destroy_process_group") is one:
+            names["destroy_process_group"] = other
 
 
 def _destroy_afterwards(*args: Any, **kwargs: Any) -> None:
     """In place of torch's own while a save is in flight, whose group it would take away; scripts end with it."""
-    dist.destroy_process_group = _own_destroy
+    _replace_everywhere(_destroy_afterwards, _own_destroy)
     if _pending is not None:
         futures.wait([_pending])
     _own_destroy(*args, **kwargs)

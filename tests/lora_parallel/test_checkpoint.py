@@ -369,6 +369,7 @@ SCRIPT = """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed import destroy_process_group
     from tests.lora_parallel.test_checkpoint import made
     from lora_parallel import save_checkpoint
 
@@ -379,10 +380,14 @@ SCRIPT = """
     save_checkpoint(model, optimizer, sys.argv[1], async_save=True)
     if sys.argv[2] == "destroy":
         dist.destroy_process_group()
+    elif sys.argv[2] == "destroy by name":
+        destroy_process_group()
+        assert destroy_process_group is dist.destroy_process_group is dist.distributed_c10d.destroy_process_group
+        assert destroy_process_group.__module__ == "torch.distributed.distributed_c10d"
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "destroy"])
+@pytest.mark.parametrize("end", ["exit", "destroy", "destroy by name"])
 def test_a_save_in_flight_is_finished_at_exit(tmp_path, end):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
