@@ -25,12 +25,12 @@ from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_
 from lora_parallel.adapters import peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, is_taken, sweep
-from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
+from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, SHARDS, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.gather import reshard
 from lora_parallel.identity import base_fingerprints
 from lora_parallel.optimizer_state import OptimizerState, optimizer_state
 from lora_parallel.random_state import gather_random_states
-from lora_parallel.retention import complete_checkpoints, prune, read_meta
+from lora_parallel.retention import checksum, complete_checkpoints, prune, read_meta
 from lora_parallel.train_state import TrainState
 from lora_parallel.upstream import is_rectangle
 
@@ -187,6 +187,8 @@ class _Save:
             if each.is_file() and each != self._scratch.lock and each.name != CARD
         ]
         self._meta["files"] = {str(file.relative_to(self.folder)): file.stat().st_size for file in files}
+        own = [file for file in files if file.suffix != SHARDS]  # others' shards would be read over the network
+        self._meta["checksums"] = {str(file.relative_to(self.folder)): checksum(file) for file in own}
         before = complete_checkpoints(self._scratch.target.parent)
         self._meta["number"] = max((read_meta(each)["number"] for each in before), default=0) + 1
         (self.folder / META).write_text(json.dumps(self._meta, indent=2) + "\n")

@@ -567,6 +567,7 @@ def put_foreign(folder: Path, good: Path) -> dict[str, tuple[Path, str, str]]:
     (other / "adapter" / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
     meta = json.loads((other / "meta.json").read_text())
     meta["files"]["adapter/adapter_config.json"] = (other / "adapter" / "adapter_config.json").stat().st_size
+    del meta["checksums"]["adapter/adapter_config.json"]
     (other / "meta.json").write_text(json.dumps(meta))
     bad["another r"] = (other, "ValueError", "r=8")
     return bad

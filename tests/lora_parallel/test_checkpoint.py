@@ -197,6 +197,7 @@ def test_the_layout(pool, tmp_path):
     files = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
     assert files.keys() - meta["files"].keys() == {"meta.json", "adapter/README.md"}
     assert meta["files"].items() <= files.items()
+    assert meta["checksums"].keys() == {name for name in meta["files"] if not name.endswith(".distcp")}
     keys = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     assert keys
     assert all(".lora_" in key for key in keys), "the base is in it"
@@ -412,6 +413,21 @@ def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
+def flip(file: Path) -> None:
+    """Another byte in the middle, in the same length."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+
+
+def zero_the_end(path: Path, checked: bool) -> None:
+    """Of extra.pt, as a file system leaves it that lost what it had not written yet."""
+    data = (path / "extra.pt").read_bytes()
+    (path / "extra.pt").write_bytes(data[:-2000] + bytes(2000))
+    if not checked:
+        edited(path / "meta.json", checksums={})
+
+
 DAMAGE: dict[str, tuple[Any, str, str]] = {
     "nothing there": (shutil.rmtree, "FileNotFoundError", "there is no checkpoint at"),
     "no meta.json": (lambda path: (path / "meta.json").unlink(), "ValueError", "is not a checkpoint that this library"),
@@ -430,6 +446,18 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
         "adapter_model.safetensors has 99 bytes",
     ),
     "extra.pt is cut": (lambda path: cut(path / "extra.pt", 99), "ValueError", "extra.pt has 99 bytes"),
+    "a byte of the adapter": (
+        lambda path: flip(path / "adapter" / "adapter_model.safetensors"),
+        "ValueError",
+        "adapter_model.safetensors has other bytes than were written",
+    ),
+    "a byte of extra.pt": (lambda path: flip(path / "extra.pt"), "ValueError", "extra.pt has other bytes"),
+    "extra.pt ends in zeros": (lambda path: zero_the_end(path, True), "ValueError", "extra.pt has other bytes"),
+    "extra.pt without a checksum": (
+        lambda path: zero_the_end(path, False),
+        "ValueError",
+        "extra.pt cannot be read",
+    ),
     "state is cut": (
         lambda path: cut(next((path / "state").glob("*.distcp")), 99),
         "ValueError",
