@@ -128,9 +128,17 @@ def _check_models(found: Contents, module: nn.Module) -> None:
         configs = peft_configs(model)
         for adapter in found.record["adapters"][name]:
             check_config(folder if adapter == "default" else folder / adapter, configs[adapter])
-        stored = found.meta["fingerprints"][name]
-        if all(base_fingerprints(model, None, dtype) != stored for dtype in _PRECISIONS):
-            check_base(stored, base_fingerprints(model, None), model, "it")
+        _check_base(found.meta["fingerprints"][name], model)
+
+
+def _check_base(stored: dict[str, str], model: nn.Module) -> None:
+    errors = []
+    for dtype in _PRECISIONS:
+        try:
+            return check_base(stored, base_fingerprints(model, None, dtype), model, "it")
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 _PRECISIONS = (None, torch.bfloat16, torch.float64)
