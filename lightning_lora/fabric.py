@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from lightning_lora.base import BaseLogic
-from lightning_lora.fabric_state import FabricState, divide
+from lightning_lora.fabric_state import FabricState, divide, kinds
 from lightning_lora.namespace import is_lightning_module
 from lightning_lora.optimizers import HeldByName, refuse_stale
 from lightning_lora.precision import PrecisionLogic
 from lightning_lora.roots import find_roots
 from lora_parallel import clip_grad_norm_, no_sync
-from lora_parallel.agreement import agreed
+from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import write_checkpoint
@@ -234,6 +234,7 @@ class FabricLogic(BaseLogic, Base):
             found = divide(state)
             rest = found.rest_values()
             place = local_path(name)
+        check_alike(state=kinds(state))
         write_checkpoint(
             place,
             TrainState(found.models, found.optimizers),
@@ -268,6 +269,7 @@ class FabricLogic(BaseLogic, Base):
                 raise TypeError(
                     "fabric.load needs the objects to fill: fabric.load(path, {'model': model, 'optimizer': optimizer})"
                 )
+        check_alike(state=kinds(state), strict=strict, weights_only=weights_only)
         found = read_checkpoint(path, _WRITER, weights_only)
         rest = found.record["state"]
         with agreed():
@@ -275,23 +277,23 @@ class FabricLogic(BaseLogic, Base):
             missing = [key for key in state if key not in present]
             if missing and strict:
                 raise KeyError(
-                    f"state[{missing[0]!r}] is not in {path}, which holds {', '.join(sorted(present))}: drop it, or "
-                    "pass strict=False."
+                    f"state[{missing[0]!r}] is not in {path}, which holds {', '.join(sorted(map(str, present)))}: drop "
+                    "it, or pass strict=False."
                 )
             wanted = divide({key: value for key, value in state.items() if key in present})
             _check_kinds(wanted, found)
         target = TrainState(wanted.models, wanted.optimizers)
-        for commit in [*load_models(found, target), *load_optimizers(found, target)]:
+        commits = [*load_models(found, target), *load_optimizers(found, target)]
+        with agreed():  # before anything of the models changes: an object may refuse its state
+            for key, value in wanted.rest.items():
+                if isinstance(value, Stateful):
+                    value.load_state_dict(rest.pop(key))
+        for commit in commits:
             commit()
         resume_counting(found, target)
         if wanted.optimizers:
             restore_random_state(found.record["random"], self.device_mesh)
-        with agreed():
-            for key, value in wanted.rest.items():
-                if isinstance(value, Stateful):
-                    value.load_state_dict(rest.pop(key))
-                else:
-                    state[key] = rest.pop(key)
+        state.update({key: rest.pop(key) for key in wanted.rest if key in rest})
         return rest
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_lora.optimizers import refuse_stale
 from lora_parallel.state import parallelized
 
-__all__ = ["FabricState", "divide"]
+__all__ = ["FabricState", "divide", "kinds"]
 
 
 @dataclass
@@ -44,11 +44,20 @@ def divide(state: Mapping[str, Any]) -> FabricState:
     """Divide a dictionary, of which Fabric's wrappers have been taken off.
 
     Raises:
-        ValueError: It holds no sharded model, an optimizer of something else, or sharded things inside of containers.
+        ValueError: It holds no sharded model, one twice or under a key that is no name for it, an optimizer of
+            something else, or sharded things inside of containers.
     """
     found = FabricState()
+    holders: dict[nn.Module, str] = {}
     for key, value in state.items():
         if isinstance(value, nn.Module) and parallelized(value):
+            _check_name(key)
+            for model in parallelized(value).values():
+                if holders.setdefault(model, key) != key:
+                    raise ValueError(
+                        f"state[{holders[model]!r}] and state[{key!r}] are the same model, or hold it: put it in the "
+                        "state once."
+                    )
             found.models.add_module(key, value)
         elif isinstance(value, Optimizer):
             found.optimizers[key] = value
@@ -56,8 +65,8 @@ def divide(state: Mapping[str, Any]) -> FabricState:
             found.rest[key] = value
     if not found.roots:
         raise ValueError(
-            f"the state ({', '.join(state) or 'empty'}) holds no model that Fabric has set up: put the model that "
-            'fabric.setup returned in it, for example {"model": model, "optimizer": optimizer, "step": step}.'
+            f"the state ({', '.join(map(str, state)) or 'empty'}) holds no model that Fabric has set up: put the model "
+            'that fabric.setup returned in it, for example {"model": model, "optimizer": optimizer, "step": step}.'
         )
     refuse_stale(
         found.optimizers.values(),
@@ -72,6 +81,23 @@ def divide(state: Mapping[str, Any]) -> FabricState:
                     "directly, under keys of their own."
                 )
     return found
+
+
+def kinds(state: Mapping[str, Any]) -> dict[str, str]:
+    """What each key holds, as far as ranks must agree on it."""
+    return {
+        key: "model" if isinstance(value, nn.Module) else "optimizer" if isinstance(value, Optimizer) else "value"
+        for key, value in state.items()
+    }
+
+
+def _check_name(key: Any) -> None:
+    """A model's parameters are stored by names that begin with its key, and its adapters in a folder of that name."""
+    if not isinstance(key, str) or not key or "." in key or "/" in key or hasattr(nn.Module(), key):
+        raise ValueError(
+            f"state[{key!r}] is a model, and no model can have that name: give it a key like 'model', without dots and "
+            "slashes, that is no attribute of a module."
+        )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

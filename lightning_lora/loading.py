@@ -9,22 +9,39 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from lightning_lora.one_file import PACKED
-from lora_parallel.checkpoint_reader import is_checkpoint, open_checkpoint_folder, state_dict_of
+from lightning_lora.one_file import PACKED, TRAINER, unpack
+from lora_parallel.adapter_folder import check_config
+from lora_parallel.adapters import peft_configs
+from lora_parallel.checkpoint_reader import Contents, is_checkpoint, open_checkpoint_folder, state_dict_of
+from lora_parallel.identity import base_fingerprints, check_base
 
-__all__ = ["TRAINER", "load_folders"]
-
-TRAINER = "Trainer"
-"""Who wrote a checkpoint that Trainer's strategy reads."""
+__all__ = ["load_folders"]
 
 _TRAINED = "lora_parallel_trained"
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a checkpoint holds of a module."""
+
+    path: Any
+    """What the user gave."""
+
+    found: Contents
+    values: dict[str, Any]
+    """Parameters and buffers in full, and what else its state dict has."""
+
+    unpacked: Any = None
+    """The folder of a checkpoint in one file, for as long as this lives."""
 
 
 def load_folders() -> None:
@@ -39,16 +56,16 @@ def load_folders() -> None:
 def _reading(own: Any) -> Any:
     @wraps(own)
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if not (isinstance(path, (str, Path)) and is_checkpoint(Path(path))):
-            read = own(path, map_location=map_location, weights_only=weights_only)
-            if isinstance(read, dict) and read.pop(PACKED, None) is not None:
-                read[_TRAINED], read["state_dict"] = read["state_dict"], {}
+        if isinstance(path, (str, Path)) and is_checkpoint(Path(path)):
+            found = open_checkpoint_folder(Path(path), TRAINER, weights_only)
+            checkpoint: dict[str, Any] = found.record["trainer"]
+            return {**checkpoint, "state_dict": {}, _TRAINED: _Trained(path, found, state_dict_of(found))}
+        read = own(path, map_location=map_location, weights_only=weights_only)
+        if not isinstance(read, dict) or PACKED not in read:
             return read
-        found = open_checkpoint_folder(Path(path), TRAINER, weights_only)
-        checkpoint: dict[str, Any] = found.record["trainer"]
-        checkpoint["state_dict"] = {}
-        checkpoint[_TRAINED] = state_dict_of(found)
-        return checkpoint
+        folder = unpack(read.pop(PACKED), path)
+        found = open_checkpoint_folder(Path(folder.name), TRAINER, weights_only)
+        return {**read, "state_dict": {}, _TRAINED: _Trained(path, found, read["state_dict"], folder)}
 
     return load
 
@@ -56,29 +73,74 @@ def _reading(own: Any) -> Any:
 def _filling(own: Any) -> Any:
     @wraps(own)
     def load_state(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **kwargs: Any) -> Any:
-        trained = checkpoint.pop(_TRAINED, None)
+        trained: _Trained | None = checkpoint.pop(_TRAINED, None)
         if trained is None:
             return own(cls, checkpoint, **({} if strict is None else {"strict": strict}), **kwargs)
         with warnings.catch_warnings():  # of the base's keys, which the module has loaded itself
             warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
             module = own(cls, checkpoint, strict=False, **kwargs)
-        parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-        parameters |= dict(module.named_buffers(remove_duplicate=False))
-        others = {name: value for name, value in trained.items() if name not in parameters}
+        tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        tensors |= dict(module.named_buffers(remove_duplicate=False))
+        others = {name: value for name, value in trained.values.items() if name not in tensors}
         unknown = module.load_state_dict(others, strict=False).unexpected_keys
-        untouched = [name for name, p in parameters.items() if p.requires_grad and name not in trained]
-        if strict is not False and (unknown or untouched):
-            raise ValueError(
-                f"the checkpoint does not fit {cls.__name__}: {len(unknown)} of its parameters are not in the module "
-                f"(first: {unknown[:1]}), {len(untouched)} that train are not in it (first: {untouched[:1]}). Where "
-                "the strategy injected the adapter (lora_config), load the base and "
-                "PeftModel.from_pretrained(base, checkpoint / 'adapter')."
-            )
+        try:
+            if strict is not False:
+                _check_names(trained, tensors, unknown)
+            _check_shapes(trained, tensors)
+            if strict is not False:
+                _check_models(trained.found, module)
+        except ValueError as error:
+            raise ValueError(f"{trained.path} does not fit {cls.__name__}: {error}") from error
         with torch.no_grad():
-            for name, values in trained.items():
-                if name in parameters:
-                    parameters[name].copy_(values)
-        checkpoint["state_dict"] = trained  # Lightning looks at the device that they are on
+            for name, values in trained.values.items():
+                if name in tensors:
+                    tensors[name].copy_(values)
+        checkpoint["state_dict"] = trained.values  # Lightning looks at the device that they are on
         return module
 
     return load_state
+
+
+def _check_names(trained: _Trained, tensors: dict[str, Tensor], unknown: list[str]) -> None:
+    untouched = [name for name, p in tensors.items() if p.requires_grad and name not in trained.values]
+    if unknown or untouched:
+        raise ValueError(
+            f"{len(unknown)} of its parameters are not in the module (first: {unknown[:1]}), {len(untouched)} that "
+            f"train are not in it (first: {untouched[:1]}). Where the strategy injected the adapter (lora_config), "
+            "load the base and PeftModel.from_pretrained(base, checkpoint / 'adapter')."
+        )
+
+
+def _check_shapes(trained: _Trained, tensors: dict[str, Tensor]) -> None:
+    """Copying would broadcast."""
+    for name, value in trained.values.items():
+        if name in tensors and tensors[name].shape != value.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)} in it and {tuple(tensors[name].shape)} in the module: build "
+                "the module as it was trained."
+            )
+
+
+def _check_models(found: Contents, module: nn.Module) -> None:
+    """The adapters' scaling and the base, as where a run resumes; in this process alone."""
+    for name in found.record["models"]:
+        model, folder = module.get_submodule(name), found.adapter_folder(name)
+        configs = peft_configs(model)
+        for adapter in found.record["adapters"][name]:
+            check_config(folder if adapter == "default" else folder / adapter, configs[adapter])
+        _check_base(found, name, model)
+
+
+def _check_base(found: Contents, name: str, model: nn.Module) -> None:
+    stored, held = found.meta["fingerprints"][name], found.held_by(name)
+    errors = []
+    for dtype in _PRECISIONS:
+        try:
+            return check_base(stored, base_fingerprints(model, None, dtype), model, "it", held)
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+_PRECISIONS = (None, torch.bfloat16, torch.float64)
+"""What the base may have been cast to for training, where this process holds it as it was loaded."""

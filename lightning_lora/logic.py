@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_lora.base import BaseLogic
 from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
-from lightning_lora.loading import TRAINER
 from lightning_lora.namespace import TrainerNamespace
-from lightning_lora.one_file import pack, unpacked
+from lightning_lora.one_file import TRAINER, save_in_one_file, unpacked
 from lightning_lora.optimizers import refuse_stale
 from lightning_lora.precision import PrecisionLogic
 from lightning_lora.requeue import watch
@@ -28,7 +27,7 @@ from lora_parallel import no_sync
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
-from lora_parallel.checkpoint_writer import may_be_replaced, write_checkpoint
+from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.gather import local
 from lora_parallel.plain import plain
 from lora_parallel.random_state import restore_random_state
@@ -236,12 +235,7 @@ class StrategyLogic(BaseLogic, Base):
         if self._save_distributed_checkpoint:
             write_checkpoint(path, state, extra, TRAINER, replace=True)
             return
-        with agreed():
-            if not may_be_replaced(path):
-                raise FileExistsError(f"{path} exists and is not empty, and is not overwritten: choose another place.")
-        folder = path.with_name(f"{path.name}.folder")
-        write_checkpoint(folder, state, extra, TRAINER, replace=True)
-        pack(folder, path, checkpoint_state, TRAINER)
+        save_in_one_file(path, state, extra, checkpoint_state)
 
     def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
         """Tensors are written from the module; what a hook put among them would be lost."""

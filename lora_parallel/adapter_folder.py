@@ -35,6 +35,7 @@ __all__ = [
     "WEIGHTS",
     "GatheredAdapter",
     "ReadAdapter",
+    "check_config",
     "gather_adapter",
     "load_adapter",
     "read_adapter",
@@ -328,7 +329,7 @@ def read_adapter(
         folder = Path(directory)
         if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
             folder = folder / adapter_name
-        _check_config(folder, configs[adapter_name])
+        check_config(folder, configs[adapter_name])
         digest = _digest(folder)
     check_alike(directory=f"a folder with digest {digest}")
     parameters = _tensors(model)
@@ -351,7 +352,13 @@ def read_adapter(
     return ReadAdapter(model, [(local(parameter), values[key]) for key, parameter in targets.items()], base)
 
 
-def _check_config(folder: Path, own: PeftConfig) -> None:
+def check_config(folder: Path, own: PeftConfig) -> None:
+    """Check that an adapter folder holds an adapter like the model's.
+
+    Raises:
+        FileNotFoundError: It is no adapter folder.
+        ValueError: It was trained with another type, r, alpha or scaling.
+    """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is no PEFT adapter folder: it has no {name}.")

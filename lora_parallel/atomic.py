@@ -6,7 +6,9 @@ import ctypes
 import fcntl
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from weakref import WeakSet
 
 __all__ = [
     "Scratch",
@@ -25,7 +27,8 @@ _WRITING, _REPLACED, _REMOVING, _LOCK = ".writing", ".replaced", ".removing", ".
 class Scratch:
     """A folder beside `target` to write into. One process uses it.
 
-    A lock on a file in it, which the system drops with the process, tells others that it is still being written.
+    A lock on a file in it, which the system drops with the process, tells others that it is still being written; the
+    process's forked children do not keep it.
 
     Args:
         target: Where the folder is to stand.
@@ -33,8 +36,7 @@ class Scratch:
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        # Lightning takes every name with "hpc_ckpt_" in it for a checkpoint of a requeued job.
-        self.path = target.with_name(f".{target.name.replace('hpc_ckpt_', 'hpc-ckpt-')}{_WRITING}")
+        self.path = _beside(target, _WRITING)
         self._lock: int | None = None
 
     @property
@@ -50,9 +52,10 @@ class Scratch:
         """
         if self.path.exists() and _in_use(self.path):
             raise BlockingIOError(f"another process is writing {self.target} ({self.path} is locked).")
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         self.path.mkdir(parents=True)
         self._lock = os.open(self.lock, os.O_CREAT | os.O_RDWR)
+        _made.add(self)
         _locked(self._lock)  # where a file system has no locks, there is one writer less to warn
 
     def place(self, replace: bool = False) -> None:
@@ -81,6 +84,16 @@ class Scratch:
         _sync_entry(self.target)
         self.discard()
 
+    def place_file(self, name: str) -> None:
+        """Sync, and put one of its files in the target's place, where a file or folder may stand.
+
+        Raises:
+            OSError: That fails; what stood in the place of the target is still there.
+        """
+        _sync_entry(self.path / name)
+        replace_by(self.path / name, self.target)
+        self.discard()
+
     def discard(self) -> None:
         """Remove it if it was made here and not placed: a save that failed for want of space leaves none behind."""
         if self._lock is not None:
@@ -91,6 +104,18 @@ class Scratch:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+_made: WeakSet[Scratch] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A child (a dataloader's worker) may outlive the writer, and would hold the lock for it."""
+    for scratch in list(_made):
+        scratch._release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -152,10 +177,15 @@ def restore_replaced(path: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder such that no half of it is ever seen under its name."""
-    going = path.with_name(f".{path.name}{_REMOVING}")
+    going = _beside(path, _REMOVING)
     _remove(going)
     os.replace(path, going)
     _remove(going)
+
+
+def _beside(target: Path, ending: str) -> Path:
+    """A hidden name; Lightning takes every name with "hpc_ckpt_" in it for a checkpoint of a requeued job."""
+    return target.with_name(f".{target.name.replace('hpc_ckpt_', 'hpc-ckpt-')}{ending}")
 
 
 def sweep(parent: Path) -> None:
@@ -174,7 +204,8 @@ def sweep(parent: Path) -> None:
             else:
                 os.replace(path, target)
         elif path.name.endswith(_REMOVING) or (path.name.endswith(_WRITING) and not _in_use(path)):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                _remove(path)
 
 
 _LINUX_AT_FDCWD, _LINUX_RENAME_EXCHANGE = -100, 2

@@ -95,11 +95,13 @@ def load_checkpoint(
         What was saved as `extra`.
 
     Raises:
-        FileNotFoundError: There is nothing at `directory`.
+        FileNotFoundError: There is nothing at `directory`, or it is None: `latest_checkpoint` found none.
         ValueError: It is no complete checkpoint of this format; or of another base model, adapter or optimizer. All on
             every rank.
     """
     with agreed():
+        if directory is None:
+            raise FileNotFoundError("directory is None: there is no checkpoint to load (latest_checkpoint found none).")
         path = local_path(directory)
     found = read_checkpoint(path, _WRITER)
     with agreed():

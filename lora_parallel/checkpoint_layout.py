@@ -3,7 +3,8 @@
 adapter/     PEFT's folders; other adapters in subfolders of their names, several models in one of their own
 state/       torch DCP: optimizer states and trained parameters that no adapter holds, by parameter name
 extra.pt     what is no shard of a tensor: settings of optimizers, random states, whatever the caller adds
-meta.json    format version, mesh, fingerprints of the base, versions, the size of each file; written last
+meta.json    format version, mesh, fingerprints of the base, versions, the size of each file, checksums of rank 0's;
+             written last
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["EXTRA", "FORMAT", "META", "STATE", "adapter_folder", "loose_key", "optimizer_key"]
+__all__ = ["EXTRA", "FORMAT", "META", "SHARDS", "STATE", "adapter_folder", "loose_key", "optimizer_key"]
 
 FORMAT = 1
 EXTRA, STATE, META = "extra.pt", "state", "meta.json"
+SHARDS = ".distcp"
+"""How the files in state/ end that each rank writes its shards into."""
 
 
 def adapter_folder(path: Path, model: str, models: Iterable[str]) -> Path:

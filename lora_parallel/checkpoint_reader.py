@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import pickle
@@ -26,7 +27,7 @@ from lora_parallel.checkpoint_writer import wait_for_save
 from lora_parallel.gather import local, region_of
 from lora_parallel.identity import check_base, fingerprints_of
 from lora_parallel.optimizer_state import check_optimizer, restored
-from lora_parallel.retention import damage, read_meta
+from lora_parallel.retention import alteration, damage, read_meta
 from lora_parallel.sources import DcpDirectory, Reader
 from lora_parallel.stored import Region, whole
 from lora_parallel.train_state import TrainState
@@ -60,6 +61,11 @@ class Contents:
     def adapter_folder(self, model: str) -> Path:
         return adapter_folder(self.path, model, self.record["models"])
 
+    def held_by(self, model: str) -> list[str]:
+        """The parameters of a model that its adapter folders hold, by their names in it."""
+        start = f"{model}." if model else ""
+        return [each.removeprefix(start) for each in self.meta["parameters"].values() if each.startswith(start)]
+
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a complete checkpoint stands at `path`."""
@@ -73,7 +79,12 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
         if dist.get_rank() == 0:
             restore_replaced(path)
     with agreed():
-        found = open_checkpoint_folder(path, writer, weights_only)
+        meta = _complete(path, writer)
+    with agreed():
+        if dist.get_rank() == 0:
+            _check_contents(path, meta)
+    with agreed():
+        found = Contents(path, meta, _record(path, weights_only))
     # Ranks may have found another one the newest; the folder may be mounted elsewhere.
     digest = hashlib.blake2b((path / META).read_bytes(), digest_size=6).hexdigest()
     check_alike(checkpoint=f"{found.meta['name']} ({digest})")
@@ -90,8 +101,15 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: What stands there is no complete checkpoint of this format, or not of this writer.
+        ValueError: What stands there is no complete checkpoint of this format, or not of this writer; or is damaged.
     """
+    meta = _complete(path, writer)
+    _check_contents(path, meta)
+    return Contents(path, meta, _record(path, weights_only))
+
+
+def _complete(path: Path, writer: str) -> dict[str, Any]:
+    """The meta.json of a complete checkpoint of this format and writer."""
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}.")
     if not is_checkpoint(path):
@@ -101,7 +119,7 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
         )
     try:
         stated = json.loads((path / META).read_text()).get("format")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path / META} is damaged ({error}).") from error
     if stated != FORMAT:
         raise ValueError(
@@ -117,6 +135,17 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
             f"{path} was written by {meta['writer']}, whose loops and schedulers {writer} does not know. Load its "
             "adapter alone: lora_parallel.load_adapter(model, path / 'adapter')."
         )
+    return meta
+
+
+def _check_contents(path: Path, meta: dict[str, Any]) -> None:
+    fault = alteration(path, meta)
+    if fault is not None:
+        raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
+
+
+def _record(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What extra.pt holds."""
     try:
         record = torch.load(path / EXTRA, map_location="cpu", weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
@@ -124,10 +153,14 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
             f"{path / EXTRA} holds Python objects (hyperparameters, perhaps) that weights_only=True does not read. "
             f"If you trust the file, load with weights_only=False. Cause: {error}"
         ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # what a seek to a damaged offset is
+            raise
+        raise ValueError(f"{path / EXTRA} cannot be read ({error}): it is damaged. Resume from another one.") from error
     lacking = [key for key in _ENTRIES if key not in record] if isinstance(record, dict) else list(_ENTRIES)
     if lacking:
         raise ValueError(f"{path / EXTRA} is damaged: it lacks {lacking[0]!r}.")
-    return Contents(path, meta, record)
+    return record
 
 
 _ENTRIES = ("models", "adapters", "forward_counts", "optimizers", "random", "buffers", "other_state")
@@ -174,9 +207,7 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
             saved, here = found.record["adapters"][name], list(peft_configs(model))
             if sorted(saved) != sorted(here):
                 raise ValueError(f"{found.path} holds the adapters {sorted(saved)}, the model has {sorted(here)}.")
-            start = f"{name}." if name else ""
-            held = [each.removeprefix(start) for each in found.meta["parameters"].values() if each.startswith(start)]
-            check_base(found.meta["fingerprints"][name], present[name], model, str(found.path), held)
+            check_base(found.meta["fingerprints"][name], present[name], model, str(found.path), found.held_by(name))
     adapters = [
         read_adapter(model, found.adapter_folder(name), adapter, same_dtypes=True)
         for name, model in state.models.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,13 +25,13 @@ from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_
 from lora_parallel.adapters import check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, is_taken, sweep
-from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
+from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, SHARDS, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.gather import reshard
 from lora_parallel.identity import fingerprints_of
 from lora_parallel.optimizer_state import OptimizerState, optimizer_state
 from lora_parallel.plain import check_plain, plain
 from lora_parallel.random_state import gather_random_states
-from lora_parallel.retention import complete_checkpoints, prune, read_meta
+from lora_parallel.retention import checksum, complete_checkpoints, prune, read_meta
 from lora_parallel.train_state import TrainState
 from lora_parallel.upstream import is_rectangle
 
@@ -196,6 +197,8 @@ class _Save:
             if each.is_file() and each != self._scratch.lock and each.name != CARD
         ]
         self._meta["files"] = {str(file.relative_to(self.folder)): file.stat().st_size for file in files}
+        own = [file for file in files if file.suffix != SHARDS]  # others' shards would be read over the network
+        self._meta["checksums"] = {str(file.relative_to(self.folder)): checksum(file) for file in own}
         before = complete_checkpoints(self._scratch.target.parent)
         self._meta["number"] = max((read_meta(each)["number"] for each in before), default=0) + 1
         (self.folder / META).write_text(json.dumps(self._meta, indent=2) + "\n")
@@ -213,12 +216,24 @@ def may_be_replaced(path: Path) -> bool:
     """Whether a front end whose users expect it may replace what stands at `path`: a checkpoint or a link to one,
     nothing, or a file that is named as one.
     """
-    return (
-        not is_taken(path)
-        or path.is_symlink()
-        or (path / META).is_file()
-        or (path.is_file() and path.suffix == ".ckpt")
-    )
+    if path.is_symlink():
+        return _is_ours(path.resolve()) if path.exists() else path.suffix == _SUFFIX
+    return not is_taken(path) or _is_ours(path)
+
+
+_SUFFIX = ".ckpt"
+"""What Lightning's users name checkpoints."""
+
+
+def _is_ours(path: Path) -> bool:
+    """Others have files called meta.json too."""
+    if path.is_file():
+        return path.suffix == _SUFFIX
+    try:
+        read_meta(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:
@@ -292,7 +307,7 @@ def wait_for_save() -> None:
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
-        dist.destroy_process_group = _own_destroy
+        _replace_everywhere(_destroy_afterwards, _own_destroy)
         with agreed():
             pending.result()
 
@@ -308,12 +323,20 @@ def _start(save: _Save, tensors: dict[str, Tensor]) -> None:
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     _pending = thread.submit(_finish, save, written)
     thread.shutdown(wait=False)
-    dist.destroy_process_group = _destroy_afterwards
+    _replace_everywhere(_own_destroy, _destroy_afterwards)
+
+
+def _replace_everywhere(one: Any, other: Any) -> None:
+    """Of `destroy_process_group`, in torch and in every module that has imported it by name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("destroy_process_group") is one:
+            names["destroy_process_group"] = other
 
 
 def _destroy_afterwards(*args: Any, **kwargs: Any) -> None:
     """In place of torch's own while a save is in flight, whose group it would take away; scripts end with it."""
-    dist.destroy_process_group = _own_destroy
+    _replace_everywhere(_destroy_afterwards, _own_destroy)
     if _pending is not None:
         futures.wait([_pending])
     _own_destroy(*args, **kwargs)

@@ -22,12 +22,17 @@ __all__ = ["base_fingerprints", "check_base", "fingerprints_of", "renew_fingerpr
 _SAMPLES = 16
 
 
-def base_fingerprints(model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
+def base_fingerprints(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> dict[str, str]:
     """A fingerprint of each frozen weight, by its name without PEFT's additions. Collective.
 
     Of its shape, its dtype and 16 of its values, at places that depend on its name: enough to tell one model from
     another, or from a further trained one, without reading it all. Ranks contribute the values that they own; one
     all-reduce.
+
+    Args:
+        model: A model on a mesh, or a whole one.
+        mesh: The mesh; None for a whole model, of which this process alone asks.
+        dtype: As if the weights had been cast to it.
     """
     reshard(model)
     adapters = adapter_parameters(model)
@@ -36,14 +41,14 @@ def base_fingerprints(model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         for name, p in model.named_parameters()
         if not p.requires_grad and name not in adapters and p.numel()
     }
-    sampled = [_samples(name, parameter, mesh) for name, parameter in frozen.items()]
+    sampled = [_samples(name, parameter, mesh, dtype) for name, parameter in frozen.items()]
     if not sampled:
         return {}
     values = torch.stack(sampled)
-    if dist.is_initialized():
+    if mesh is not None and dist.is_initialized():
         dist.all_reduce(values)
     return {
-        name: _digest(f"{tuple(parameter.shape)} {parameter.dtype} {row}")
+        name: _digest(f"{tuple(parameter.shape)} {dtype or parameter.dtype} {row}")
         for (name, parameter), row in zip(frozen.items(), values.tolist(), strict=True)
     }
 
@@ -107,11 +112,11 @@ def _plain(name: str) -> str:
     return name
 
 
-def _samples(name: str, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+def _samples(name: str, parameter: Tensor, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> Tensor:
     """The bits of the sampled values that this rank contributes; zero for the others."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     flat = torch.randint(parameter.numel(), (_SAMPLES,), generator=generator)
-    bits = torch.zeros(_SAMPLES, dtype=torch.int64, device=mesh.device_type)
+    bits = torch.zeros(_SAMPLES, dtype=torch.int64, device="cpu" if mesh is None else mesh.device_type)
     mine = local(parameter)
     if not mine.numel() or not _contributes(parameter, mesh):
         return bits
@@ -120,14 +125,16 @@ def _samples(name: str, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     inside = torch.ones(_SAMPLES, dtype=torch.bool)
     for place, size in zip(places, mine.shape, strict=True):
         inside &= (place >= 0) & (place < size)
-    chosen = mine[tuple(place[inside].to(mine.device) for place in places)]
+    chosen = mine[tuple(place[inside].to(mine.device) for place in places)].to(dtype or parameter.dtype)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chosen.element_size()]
-    bits[inside.to(bits.device)] = chosen.contiguous().view(width).to(torch.int64).reshape(-1)
+    bits[inside.to(bits.device)] = chosen.contiguous().view(width).to(bits.device, torch.int64).reshape(-1)
     return bits
 
 
-def _contributes(parameter: Tensor, mesh: DeviceMesh) -> bool:
+def _contributes(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
     """Of the ranks that hold the same shard, one."""
+    if mesh is None:
+        return True
     sharded: set[str] = set()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()

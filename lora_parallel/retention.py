@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 from lora_parallel.atomic import remove_folder
 from lora_parallel.checkpoint_layout import META
 
-__all__ = ["complete_checkpoints", "damage", "latest_checkpoint", "prune", "read_meta"]
+__all__ = [
+    "alteration",
+    "checksum",
+    "complete_checkpoints",
+    "damage",
+    "latest_checkpoint",
+    "prune",
+    "read_meta",
+]
 
 
 _ENTRIES = {
@@ -40,13 +49,13 @@ def complete_checkpoints(directory: Path) -> list[Path]:
         return []
     found = []
     for path in directory.iterdir():
-        if path.name.startswith(".") or path.is_symlink() or not (path / META).is_file():
+        if path.name.startswith(".") or path.is_symlink():
             continue
         try:
             meta = read_meta(path)
             if damage(path, meta) is None:
                 found.append((meta["number"], path.name, path))
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # nothing of ours, or nothing that this user may read
             continue
     return [path for *_, path in sorted(found)]
 
@@ -62,7 +71,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         for key, kind in _ENTRIES.items():
             if not isinstance(meta[key], kind):
                 raise TypeError(f"{key} is a {type(meta[key]).__name__}")
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(meta.get("checksums", {}), dict):
+            raise TypeError("checksums is no dict")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / META} is damaged ({type(error).__name__}: {error}).") from error
     return meta
 
@@ -75,6 +86,26 @@ def damage(path: Path, meta: dict[str, Any]) -> str | None:
             return f"{file} is missing"
         if file.stat().st_size != size:
             return f"{file} has {file.stat().st_size} bytes, and was written with {size}: it is truncated or changed"
+    return None
+
+
+def checksum(file: Path) -> int:
+    """Of a file's bytes."""
+    total = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            total = zlib.crc32(block, total)
+    return total
+
+
+_BLOCK_BYTES = 2**24
+
+
+def alteration(path: Path, meta: dict[str, Any]) -> str | None:
+    """Which file has other bytes than were written, of those that have a checksum; None if none has."""
+    for name, written in meta.get("checksums", {}).items():
+        if checksum(path / name) != written:
+            return f"{path / name} has other bytes than were written: the disk or a copy damaged it, or it was edited"
     return None
 
 

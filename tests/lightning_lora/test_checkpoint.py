@@ -309,6 +309,45 @@ def test_a_requeued_job(pool, tmp_path):
         assert found == {"entries": ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"], "resumed": True, "steps": 6}
 
 
+def requeued_after_a_kill(folder: str) -> dict[str, Any]:
+    """A save in one file that was killed while the file was written, and the job that comes after it."""
+    one_file, own = {"save_distributed_checkpoint": False}, atomic.Scratch.discard
+    with tidy():
+        first = Scheduled()
+        run = trainer("2x2", one_file, max_epochs=1, default_root_dir=folder, **DOUBLE)
+        run.fit(first, resumable("2x2"))
+        run.save_checkpoint(run._checkpoint_connector.hpc_save_path(folder))
+        real = torch.save
+        torch.save = FullDisk(real, "packed")  # type: ignore[assignment]
+        atomic.Scratch.discard = atomic.Scratch._release  # type: ignore[method-assign]
+        try:
+            killed = attempt(run.save_checkpoint, run._checkpoint_connector.hpc_save_path(folder))
+        finally:
+            torch.save, atomic.Scratch.discard = real, own  # type: ignore[method-assign]
+        dist.barrier()
+        left = sorted(os.listdir(folder))
+        again = Scheduled(seed=8)
+        run = trainer("2x2", one_file, max_epochs=2, default_root_dir=folder, **DOUBLE)
+        run.fit(again, resumable("2x2"), ckpt_path="hpc")
+        run.save_checkpoint(f"{folder}/later.ckpt")
+        return {
+            "killed": isinstance(killed, Failure),
+            "left": left,
+            "resumed": same(again.start, adapters(first)),
+            "entries": sorted(os.listdir(folder)),
+        }
+
+
+def test_a_requeued_job_after_a_killed_save_in_one_file(pool, tmp_path):
+    for found in pool.run(4, requeued_after_a_kill, str(tmp_path)):
+        assert found == {
+            "killed": True,
+            "left": [".hpc-ckpt-2.ckpt.writing", "hpc_ckpt_1.ckpt"],
+            "resumed": True,
+            "entries": ["hpc_ckpt_1.ckpt", "later.ckpt"],
+        }
+
+
 def best_and_last(folder: str) -> dict[str, Any]:
     """A monitored ModelCheckpoint that keeps one and a link to the last."""
     callback = ModelCheckpoint(
@@ -528,6 +567,7 @@ def put_foreign(folder: Path, good: Path) -> dict[str, tuple[Path, str, str]]:
     (other / "adapter" / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
     meta = json.loads((other / "meta.json").read_text())
     meta["files"]["adapter/adapter_config.json"] = (other / "adapter" / "adapter_config.json").stat().st_size
+    del meta["checksums"]["adapter/adapter_config.json"]
     (other / "meta.json").write_text(json.dumps(meta))
     bad["another r"] = (other, "ValueError", "r=8")
     return bad
@@ -656,24 +696,39 @@ def fail_to_save(folder: str) -> dict[str, Any]:
     return found
 
 
-def over_others(folder: str) -> list[Any]:
+def over_others(folder: str, names: list[str]) -> list[Any]:
+    """Attempts to save in the place of what is no checkpoint, and over links that may be replaced."""
     with tidy():
         run = trainer("2x2", max_epochs=1, **DOUBLE)
         run.fit(Scheduled(), resumable("2x2"))
-        return [
-            attempt(run.save_checkpoint, path) for path in (f"{folder}/mine", f"{folder}/notes.txt", "s3://a/b.ckpt")
-        ]
+        found = [attempt(run.save_checkpoint, f"{folder}/{name}") for name in names]
+        for name in ("good.ckpt", "last.ckpt", "dangling.ckpt"):
+            run.save_checkpoint(f"{folder}/{name}")
+        return [*found, attempt(run.save_checkpoint, "s3://a/b.ckpt")]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(pool, tmp_path):
-    (tmp_path / "mine" / "data").mkdir(parents=True)
-    (tmp_path / "mine" / "data" / "precious.txt").write_text("precious")
+    for name in ("mine", "described"):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / "precious.txt").write_text("precious")
+    (tmp_path / "described" / "meta.json").write_text('{"my": "own"}')
     (tmp_path / "notes.txt").write_text("precious too")
-    for folder, file, url in pool.run(4, over_others, str(tmp_path)):
-        assert folder.kind == file.kind == "FileExistsError"
+    (tmp_path / "results").symlink_to("mine")
+    (tmp_path / "link.ckpt").symlink_to("described")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "dangling.ckpt").symlink_to("nowhere")
+    (tmp_path / "last.ckpt").symlink_to("good.ckpt")
+    kept = ["mine", "described", "notes.txt", "results", "link.ckpt", "dangling"]
+    for *failures, url in pool.run(4, over_others, str(tmp_path), kept):
+        assert [failure.kind for failure in failures] == ["FileExistsError"] * len(kept)
         assert url.kind == "ValueError"
-    assert (tmp_path / "mine" / "data" / "precious.txt").read_text() == "precious"
+    for name in ("mine", "described", "results"):
+        assert (tmp_path / name / "data" / "precious.txt").read_text() == "precious"
     assert (tmp_path / "notes.txt").read_text() == "precious too"
+    assert all((tmp_path / name).is_symlink() for name in ("results", "link.ckpt", "dangling"))
+    for name in ("good.ckpt", "last.ckpt", "dangling.ckpt"):
+        assert (tmp_path / name).is_dir(), name
+        assert not (tmp_path / name).is_symlink(), name
 
 
 def test_failed_saves(pool, tmp_path):

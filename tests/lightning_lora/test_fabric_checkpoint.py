@@ -190,8 +190,24 @@ REFUSED: dict[str, tuple[str, str]] = {
     "load a Trainer's": ("ValueError", "was written by Trainer"),
     "load objects": ("ValueError", "weights_only=False"),
     "resume Fabric's in Trainer": ("ValueError", "was written by Fabric"),
+    "a model twice": ("ValueError", "state['model'] and state['ema'] are the same model"),
+    "a name with a dot": ("ValueError", "state['my.model'] is a model, and no model can have that name"),
+    "a name with a slash": ("ValueError", "state['/model'] is a model"),
+    "a name of a method": ("ValueError", "state['forward'] is a model"),
+    "an empty name": ("ValueError", "state[''] is a model"),
+    "a number": ("ValueError", "state[3] is a model"),
+    "load an optimizer on one rank": ("ValueError", "state is {'model': 'model'} on rank 0"),
+    "load into what refuses": ("RuntimeError", "no thanks"),
     "one rank": ("ValueError", "holds no model that Fabric has set up"),
 }
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("no thanks")
 
 
 def refused(folder: str) -> dict[str, Any]:
@@ -202,6 +218,7 @@ def refused(folder: str) -> dict[str, Any]:
         loop = Loop("2x2")
         run, state = loop.fabric, loop.state(1)
         run.save(path, {**state, "plain": nn.Linear(2, 2)})
+        loop.train(0, 1)
         other = run.setup_module(m.adapted())
         grouped = torch.optim.AdamW([{"params": [p]} for p in list(trained(loop.model).values())[:2]])
         run.save(f"{folder}/objects", {"model": loop.model, "path": Path("x")})
@@ -227,10 +244,22 @@ def refused(folder: str) -> dict[str, Any]:
             "resume Fabric's in Trainer": lambda: trainer("2x2", max_epochs=2).fit(
                 module, loader(Tokens(ROWS), "2x2"), ckpt_path=path
             ),
+            "a model twice": lambda: run.save(path, {**state, "ema": loop.model}),
+            "a name with a dot": lambda: run.save(path, {"my.model": loop.model}),
+            "a name with a slash": lambda: run.save(path, {"/model": loop.model}),
+            "a name of a method": lambda: run.save(path, {"forward": loop.model}),
+            "an empty name": lambda: run.save(path, {"": loop.model}),
+            "a number": lambda: run.save(path, {3: loop.model}),
+            "load an optimizer on one rank": lambda: run.load(
+                path, {"model": loop.model, **({"optimizer": loop.optimizer} if last else {})}
+            ),
+            "load into what refuses": lambda: run.load(path, {"model": loop.model, "schedule": Refusing()}),
             "one rank": lambda: run.save(path, {"step": 1} if last else state),
         }
         for name, each in attempts.items():
+            before = loop.outcome()[0]
             found[name] = attempt(each)
+            assert same(before, loop.outcome()[0]), name
         found["good"] = list(run.load(path, loop.state(0)))
         found["trusted"] = run.load(f"{folder}/objects", {"model": loop.model}, weights_only=False)
     return found

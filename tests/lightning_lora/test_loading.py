@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,24 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import get_peft_model
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_lora.one_file import PACKED, unpacked
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, loader, tidy, trainer, tuner
-from tests.oracle import fill_adapters, full, trained
+from tests.oracle import causal_lm, fill_adapters, full, lora_config, trained
 
 
 class Saved(tuner()):  # type: ignore[misc]
-    """Hyperparameters, adapters, and a norm that trains beside them."""
+    """Hyperparameters, adapters, a norm that trains beside them, and a counter."""
+
+    build = staticmethod(m.adapted)
 
     def __init__(self, seed: int = 1, width: int = 3) -> None:
-        super().__init__(m.adapted)
+        super().__init__(self.build)
+        self.model.register_buffer("seen", torch.zeros(2))
         self.save_hyperparameters()
         fill_adapters(self.model, seed)
         for name, parameter in self.model.named_parameters():
@@ -42,6 +48,20 @@ class Saved(tuner()):  # type: ignore[misc]
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.cos(0.1 * epoch))]
 
 
+class OfAnotherShape(Saved):
+    """A factor of r = 1 would broadcast."""
+
+    build = staticmethod(lambda: m.adapted(r=6))
+
+
+class OfAnotherScale(Saved):
+    build = staticmethod(lambda: m.adapted(lora_alpha=60))
+
+
+class OnAnotherBase(Saved):
+    build = staticmethod(lambda: get_peft_model(causal_lm(dtype=torch.float32, seed=77), lora_config()))
+
+
 class Plain(tuner()):  # type: ignore[misc]
     """Its adapter is the strategy's."""
 
@@ -52,7 +72,11 @@ class Plain(tuner()):  # type: ignore[misc]
 def save(folder: str) -> dict[str, Tensor]:
     with tidy():
         run = trainer("2x2", {"require_adapters": False}, max_epochs=1)
+        half = trainer("2x2", {"require_adapters": False}, max_epochs=1, precision="bf16-true")
+        half.fit(Saved(), loader(Tokens(2 * ROWS), "2x2"))
+        half.save_checkpoint(f"{folder}/half.ckpt")
         run.fit(Saved(seed=4, width=7), loader(Tokens(2 * ROWS), "2x2"))
+        run.lightning_module.model.seen.fill_(5)
         run.save_checkpoint(f"{folder}/saved.ckpt")
         return {name: full(p) for name, p in trained(run.lightning_module).items()}
 
@@ -73,6 +97,7 @@ def test_a_folder_is_loaded(saved):
     for name, tensor in values.items():
         assert torch.equal(found[name], tensor), name
     assert module.seen.weight == 2
+    assert module.model.seen.tolist() == [5, 5]
     again = Saved.load_from_checkpoint(str(path), width=9)
     assert again.hparams["width"] == 9
 
@@ -89,6 +114,7 @@ def one_file(folder: str) -> dict[str, Any]:
             run.fit(module, loader(Tokens(2 * ROWS), "2x2"), ckpt_path=path)
             found[name] = {n: full(p) for n, p in trained(module).items()}
             found[f"{name}, seen"] = module.seen.weight.item()
+            module.model.seen.fill_(5)
             if path is None:
                 run.save_checkpoint(f"{folder}/epoch=1.ckpt")  # over the file
                 found["entries"] = sorted(path.name for path in Path(folder).iterdir())
@@ -108,6 +134,39 @@ def test_one_file(pool, tmp_path):
         assert torch.equal(last.get_parameter(name).detach(), tensor), name
         assert not torch.equal(first.get_parameter(name).detach(), tensor), name
     assert (first.seen.weight, last.seen.weight) == (2, 4)
+    assert state["model.seen"].tolist() == last.model.seen.tolist() == [5, 5]
+    assert first.model.seen.tolist() == [0, 0]
+    for other, text in UNLIKE.items():
+        with pytest.raises(ValueError, match=text):
+            other.load_from_checkpoint(tmp_path / "epoch=1.ckpt")
+
+
+UNLIKE = {
+    OfAnotherShape: r"does not fit OfAnotherShape: .* has shape \(3, .*\) in it and \(6, ",
+    OfAnotherScale: "does not fit OfAnotherScale: .* was trained with lora_alpha=6, .* has lora_alpha=60",
+    OnAnotherBase: "does not fit OnAnotherBase: it was trained on another base model",
+}
+
+
+def test_a_module_that_is_built_otherwise_is_refused(saved):
+    path, _ = saved
+    for other, text in UNLIKE.items():
+        with pytest.raises(ValueError, match=text):
+            other.load_from_checkpoint(path)
+    assert isinstance(Saved.load_from_checkpoint(path.with_name("half.ckpt")), Saved), "the base was cast to train"
+
+
+@pytest.mark.parametrize("name", ["/{tmp}/evil", "../evil", "adapter/../../evil"])
+def test_a_file_that_would_be_written_elsewhere_is_refused(tmp_path, monkeypatch, name):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    evil = name.format(tmp=tmp_path)
+    data = torch.zeros(3, dtype=torch.uint8)
+    torch.save({PACKED: {"extra.pt": data, evil: data}, "state_dict": {}}, tmp_path / "evil.ckpt")
+    for load in (Saved.load_from_checkpoint, lambda path: unpacked(path, weights_only=True)):
+        with pytest.raises(ValueError, match=r"evil.ckpt holds a file .*, outside of its own folder"):
+            load(tmp_path / "evil.ckpt")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["evil.ckpt"]
 
 
 def test_a_module_that_does_not_fit_is_refused(saved):

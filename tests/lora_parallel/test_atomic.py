@@ -94,22 +94,28 @@ def test_what_is_discarded_is_gone_and_what_is_anothers_is_not(tmp_path):
 def write_for_long(target: Path) -> None:
     scratch = Scratch(target)
     scratch.make()
-    (scratch.path / "file").write_text("half")
+    child = os.fork()  # as a dataloader does; it outlives the writer
+    if child:
+        (scratch.path / "file").write_text(str(child))
     time.sleep(60)
+    os._exit(0)
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=write_for_long, args=(tmp_path / "a",))
     process.start()
     half = tmp_path / ".a.writing" / "file"
-    while not half.exists():
+    while not (half.exists() and half.read_text()):
         time.sleep(0.01)
+    child = int(half.read_text())
     sweep(tmp_path)
     assert half.exists(), "it is being written"
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
+    (tmp_path / ".b.writing").write_text("half a file")
     sweep(tmp_path)
+    os.kill(child, signal.SIGKILL)
     assert not any(tmp_path.iterdir())
 
 

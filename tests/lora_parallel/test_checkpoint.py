@@ -223,6 +223,7 @@ def test_the_layout(pool, tmp_path):
     files = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
     assert files.keys() - meta["files"].keys() == {"meta.json", "adapter/README.md"}
     assert meta["files"].items() <= files.items()
+    assert meta["checksums"].keys() == {name for name in meta["files"] if not name.endswith(".distcp")}
     keys = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     assert keys
     assert all(".lora_" in key for key in keys), "the base is in it"
@@ -256,7 +257,9 @@ def test_the_newest_are_kept(pool, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "meta.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
-    others = ["adapter", "notes"]
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested" / "meta.json").write_text("[" * 200_000)
+    others = ["adapter", "nested", "notes"]
     for seen in pool.run(2, save_many, tmp_path):
         assert seen == [
             ("zeta", sorted([*others, "zeta"])),
@@ -279,6 +282,20 @@ def test_only_complete_ones_are_found(pool, tmp_path):
     (tmp_path / "beta" / "extra.pt").unlink()
     assert latest_checkpoint(tmp_path) == tmp_path / "omega"
     (tmp_path / "omega" / "meta.json").write_text("{")
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_what_may_not_be_read_is_passed_over(tmp_path, monkeypatch):
+    """As lost+found at the root of a disk, to whoever is not the superuser."""
+    (tmp_path / "lost+found").mkdir()
+    real = Path.stat
+
+    def stat(path: Path, **kwargs: Any) -> os.stat_result:
+        if path.parent.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", stat)
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -379,6 +396,7 @@ SCRIPT = """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed import destroy_process_group
     from tests.lora_parallel.test_checkpoint import made
     from lora_parallel import save_checkpoint
 
@@ -389,10 +407,14 @@ SCRIPT = """
     save_checkpoint(model, optimizer, sys.argv[1], async_save=True)
     if sys.argv[2] == "destroy":
         dist.destroy_process_group()
+    elif sys.argv[2] == "destroy by name":
+        destroy_process_group()
+        assert destroy_process_group is dist.destroy_process_group is dist.distributed_c10d.destroy_process_group
+        assert destroy_process_group.__module__ == "torch.distributed.distributed_c10d"
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "destroy"])
+@pytest.mark.parametrize("end", ["exit", "destroy", "destroy by name"])
 def test_a_save_in_flight_is_finished_at_exit(tmp_path, end):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -417,10 +439,30 @@ def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
+def flip(file: Path) -> None:
+    """Another byte in the middle, in the same length."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+
+
+def zero_the_end(path: Path, checked: bool) -> None:
+    """Of extra.pt, as a file system leaves it that lost what it had not written yet."""
+    data = (path / "extra.pt").read_bytes()
+    (path / "extra.pt").write_bytes(data[:-2000] + bytes(2000))
+    if not checked:
+        edited(path / "meta.json", checksums={})
+
+
 DAMAGE: dict[str, tuple[Any, str, str]] = {
     "nothing there": (shutil.rmtree, "FileNotFoundError", "there is no checkpoint at"),
     "no meta.json": (lambda path: (path / "meta.json").unlink(), "ValueError", "is not a checkpoint that this library"),
     "meta.json is cut": (lambda path: cut(path / "meta.json", 40), "ValueError", "meta.json is damaged"),
+    "meta.json nested too deep": (
+        lambda path: (path / "meta.json").write_text("[" * 200_000),
+        "ValueError",
+        "meta.json is damaged",
+    ),
     "meta.json of another kind": (lambda path: (path / "meta.json").write_text("[]"), "ValueError", "meta.json is"),
     "a later format": (lambda path: edited(path / "meta.json", format=2), "ValueError", "format 2; this version reads"),
     "another writer": (lambda path: edited(path / "meta.json", writer="Trainer"), "ValueError", "written by Trainer"),
@@ -430,6 +472,18 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
         "adapter_model.safetensors has 99 bytes",
     ),
     "extra.pt is cut": (lambda path: cut(path / "extra.pt", 99), "ValueError", "extra.pt has 99 bytes"),
+    "a byte of the adapter": (
+        lambda path: flip(path / "adapter" / "adapter_model.safetensors"),
+        "ValueError",
+        "adapter_model.safetensors has other bytes than were written",
+    ),
+    "a byte of extra.pt": (lambda path: flip(path / "extra.pt"), "ValueError", "extra.pt has other bytes"),
+    "extra.pt ends in zeros": (lambda path: zero_the_end(path, True), "ValueError", "extra.pt has other bytes"),
+    "extra.pt without a checksum": (
+        lambda path: zero_the_end(path, False),
+        "ValueError",
+        "extra.pt cannot be read",
+    ),
     "state is cut": (
         lambda path: cut(next((path / "state").glob("*.distcp")), 99),
         "ValueError",
@@ -677,6 +731,8 @@ def mismatched(good: Path, root: Path) -> dict[str, tuple[Any, bool]]:
     load("fewer parameters", model, torch.optim.AdamW(parameters[:3]))
     load("two optimizers", model, [optimizer, torch.optim.AdamW(parameters)])
     load("no optimizer at all", model, model)
+    failure = attempt(load_checkpoint, model, optimizer, latest_checkpoint(root / "nowhere"))
+    found["no checkpoint"] = failure, True
     load("not parallelized", get_peft_model(causal_lm(), lora_config()), None)
 
     new = root / "new"
@@ -736,6 +792,7 @@ MISMATCHED = {
     "fewer parameters": ("ValueError", "parameter group 0 of the AdamW"),
     "two optimizers": ("ValueError", "the state of 1 optimizers, and 2 are given"),
     "no optimizer at all": ("TypeError", "optimizer is a "),
+    "no checkpoint": ("FileNotFoundError", "directory is None: there is no checkpoint to load"),
     "not parallelized": ("ValueError", "was not parallelized"),
     "a folder that is there": ("FileExistsError", "exists and is not empty, and is not overwritten"),
     "a file that is there": ("FileExistsError", "exists and is not empty, and is not overwritten"),
