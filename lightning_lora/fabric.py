@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_lora.base import BaseLogic
 from lightning_lora.fabric_state import FabricState, divide, kinds
 from lightning_lora.namespace import is_lightning_module
-from lightning_lora.optimizers import HeldByName, refuse_stale
 from lightning_lora.precision import PrecisionLogic
 from lightning_lora.roots import find_roots
 from lora_parallel import clip_grad_norm_, no_sync
@@ -29,6 +28,7 @@ from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.grads import clip_grad_value_
+from lora_parallel.held_parameters import HeldByName, refuse_stale
 from lora_parallel.inject import has_adapters
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.state import parallelized
@@ -170,7 +170,11 @@ class FabricLogic(BaseLogic, Base):
                     "model its adapters with peft.get_peft_model."
                 )
             sharded = self._parameters()
-            held = [HeldByName(optimizer, module, sharded) for optimizer in optimizers]
+            remedy = (
+                "set the model up first (model = fabric.setup_module(model)) and make the optimizer from its "
+                "parameters afterwards."
+            )
+            held = [HeldByName(optimizer, module, sharded, remedy) for optimizer in optimizers]
         self.setup_module(module)
         for each in held:
             each.restore(module)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lora.optimizers import refuse_stale
+from lora_parallel.held_parameters import refuse_stale
 from lora_parallel.state import parallelized
 
 __all__ = ["FabricState", "divide", "kinds"]

@@ -19,7 +19,6 @@ from lightning_lora.base import BaseLogic
 from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
 from lightning_lora.namespace import TrainerNamespace
 from lightning_lora.one_file import TRAINER, save_in_one_file, unpacked
-from lightning_lora.optimizers import refuse_stale
 from lightning_lora.precision import PrecisionLogic
 from lightning_lora.requeue import watch
 from lightning_lora.roots import find_roots
@@ -29,6 +28,7 @@ from lora_parallel.atomic import local_path
 from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.gather import local
+from lora_parallel.held_parameters import refuse_stale
 from lora_parallel.plain import plain
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.state import state_of

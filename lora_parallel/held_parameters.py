@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable
 
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["HeldByName", "refuse_stale"]
+__all__ = ["HeldByName", "described", "refuse_stale"]
 
 
 def refuse_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parameter], remedy: str) -> None:
@@ -30,6 +31,19 @@ def refuse_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parameter
             )
 
 
+def described(optimizer: Optimizer, module: nn.Module) -> str:
+    """An optimizer's class, settings and parameters in words, to be compared between ranks: replicated parameters that
+    ranks update otherwise drift apart.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        held = " ".join(names.get(parameter, "?") for parameter in group["params"])
+        settings = {key: value for key, value in sorted(group.items()) if key != "params"}
+        groups.append(f"{len(group['params'])} parameters ({zlib.crc32(held.encode()):08x}) with {settings}")
+    return f"{type(optimizer).__name__} of {'; '.join(groups)}"
+
+
 class HeldByName:
     """An optimizer's parameters, remembered by name while those of its model are replaced by sharded ones.
 
@@ -37,18 +51,18 @@ class HeldByName:
         optimizer: One that has not stepped.
         module: The model before it is sharded.
         sharded: Parameters of models that are sharded already, which the optimizer may hold too.
+        remedy: A sentence for the error that it has state.
 
     Raises:
         ValueError: The optimizer has state, or holds parameters that are neither the module's nor in `sharded`.
     """
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module, sharded: Collection[nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, module: nn.Module, sharded: Collection[nn.Parameter], remedy: str) -> None:
         kind = type(optimizer).__name__
         if optimizer.state:
             raise ValueError(
                 f"{kind} has state for {len(optimizer.state)} parameters already, which would stay with the unsharded "
-                "ones: set the model up first (model = fabric.setup_module(model)) and make the optimizer from its "
-                "parameters afterwards."
+                f"ones: {remedy}"
             )
         names = {parameter: name for name, parameter in module.named_parameters()}
         foreign = sum(p not in names and p not in sharded for group in optimizer.param_groups for p in group["params"])
@@ -66,3 +80,27 @@ class HeldByName:
         for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
             # In place: an optimizer may keep the list itself elsewhere too.
             group["params"][:] = [parameters[each] if isinstance(each, str) else each for each in held]
+
+    def restore_adapted(self, module: nn.Module) -> None:
+        """As `restore`, where adapters were injected meanwhile: a group that held a layer's parameters gets what trains
+        in the layer now, and loses what is frozen.
+
+        Raises:
+            ValueError: Something trains in a layer that no group held.
+        """
+        layers = [{each.rpartition(".")[0] for each in held if isinstance(each, str)} for held in self._held]
+        taken: list[list[nn.Parameter]] = [[] for _ in layers]
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            parts = name.split(".")[:-1]
+            within = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+            found = next((index for layer in within for index, held in enumerate(layers) if layer in held), None)
+            if found is None:
+                raise ValueError(
+                    f"{name}, of the injected adapter, is in a layer that {type(self._optimizer).__name__} held no "
+                    "parameter of: make the optimizer from all of the model's parameters."
+                )
+            taken[found].append(parameter)
+        for group, held, new in zip(self._optimizer.param_groups, self._held, taken, strict=True):
+            group["params"][:] = [*new, *(each for each in held if not isinstance(each, str))]
