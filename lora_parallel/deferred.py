@@ -16,7 +16,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from lora_parallel.sources import Source, open_checkpoint
-from lora_parallel.stored import Leaf, Node, StoredTensor, describe, leaves
+from lora_parallel.stored import Leaf, Node, StoredTensor, describe, leaves, read
 from lora_parallel.waiting import Waiting
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "fresh_of",
     "has_deferred",
     "is_deferred",
+    "read_whole",
     "remember",
     "settle",
     "sources_of",
@@ -162,12 +163,29 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         if not isinstance(given, Tensor) or given.is_meta:
             continue
         if isinstance(waiting, Waiting):
-            memory = torch.empty(waiting.shape, dtype=waiting.dtype)
-            kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
-            setattr(kept, _GIVEN, True)
-            torch.utils.swap_tensors(waiting, kept)  # a tied weight is given in all places that hold it
+            _swap(waiting, torch.empty(waiting.shape, dtype=waiting.dtype))
         for what in (_EXPECTED, _FRESH):
             module.__dict__.get(what, {}).pop(key, None)
+
+
+def _swap(waiting: Waiting, memory: Tensor) -> None:
+    """Put memory in place of what waits; a tied weight is given in all places that hold it."""
+    kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
+    setattr(kept, _GIVEN, True)
+    torch.utils.swap_tensors(waiting, kept)
+
+
+def read_whole(module: nn.Module) -> None:
+    """Read what `module` itself holds into memory, on every rank that calls it: for what needs its values before the
+    model is sharded.
+
+    Raises:
+        OSError, ValueError: It cannot be read.
+    """
+    for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
+        if isinstance(waiting, Waiting):
+            _swap(waiting, read(waiting.node))
+            module.__dict__.get(_EXPECTED, {}).pop(key, None)
 
 
 def accept_memory(model: nn.Module) -> None:

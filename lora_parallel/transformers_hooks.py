@@ -29,7 +29,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from lora_parallel.deferred import Checkpoint, check_fit, remember
+from lora_parallel.deferred import Checkpoint, check_fit, read_whole, remember
 from lora_parallel.sources import INDEX, PickleFile, SafetensorsFile, check_index, list_sources, read_index, refusal
 from lora_parallel.stored import Leaf, StoredTensor
 
@@ -38,6 +38,8 @@ __all__ = ["claim", "deferred_loading"]
 _LOAD = "_load_pretrained_model"
 _own_from_pretrained = PreTrainedModel.__dict__["from_pretrained"]
 _own_load = PreTrainedModel.__dict__[_LOAD]
+_RESIZE = "resize_token_embeddings"
+_own_resize = PreTrainedModel.__dict__[_RESIZE]
 _PENDING = "_lora_parallel_pending"
 
 
@@ -48,20 +50,31 @@ def deferred_loading(constructing: Callable[[], Any]) -> Iterator[None]:
     Args:
         constructing: Gives a context in which `from_pretrained` runs.
     """
-    before = PreTrainedModel.__dict__["from_pretrained"], PreTrainedModel.__dict__[_LOAD]
+    before = tuple(PreTrainedModel.__dict__[name] for name in ("from_pretrained", _LOAD, _RESIZE))
 
     @wraps(_own_from_pretrained.__func__)
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         with constructing():
             return _from_pretrained(cls, name, *args, **kwargs)
 
+    @wraps(_own_resize)
+    def resize(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # New rows are drawn from the old ones' values: embeddings are read whole, on every rank, and nothing else.
+        for layer in (self.get_input_embeddings(), self.get_output_embeddings()):
+            if layer is not None:
+                read_whole(layer)
+        with constructing():
+            return _own_resize(self, *args, **kwargs)
+
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
     setattr(PreTrainedModel, _LOAD, staticmethod(_load))
+    setattr(PreTrainedModel, _RESIZE, resize)
     try:
         yield
     finally:
-        PreTrainedModel.from_pretrained, own_load = before  # type: ignore[method-assign]
-        setattr(PreTrainedModel, _LOAD, own_load)
+        PreTrainedModel.from_pretrained = before[0]  # type: ignore[method-assign]
+        setattr(PreTrainedModel, _LOAD, before[1])
+        setattr(PreTrainedModel, _RESIZE, before[2])
 
 
 def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:

@@ -71,8 +71,8 @@ class Waiting(Tensor):
             waits = next(each for each in (*args, *kwargs.values()) if isinstance(each, Waiting))
             raise ValueError(
                 f"{_name(function)} would compute with a weight that is still on disk ({describe(waits.node)}), and "
-                "the meta device has no values: parallelize the model first (in Fabric: fabric.setup), or load it "
-                "outside of meta_init."
+                "the meta device has no values: shard the model first (parallelize, fabric.setup or "
+                "accelerator.prepare_model), or load it outside of meta_init."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)

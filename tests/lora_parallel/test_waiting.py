@@ -160,17 +160,50 @@ REFUSED = {
 }
 
 
+RESIZED = ("a resize", "a resize to the mean")
+INSIDE = [(name, "inside") for name in RESIZED]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_vocabulary_may_be_resized_inside(path, name, tied):
+    """Embeddings are read whole for that; new rows are drawn from the random state as in a normal load."""
+
+    def loaded():
+        model = LlamaForCausalLM.from_pretrained(path)
+        if tied:
+            model.lm_head.weight = model.model.embed_tokens.weight
+            model.config.tie_word_embeddings = True
+        torch.manual_seed(4)
+        REFUSED[name](model)
+        return model
+
+    want = loaded()
+    with meta_init():
+        model = loaded()
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    check_checkpoints(model, materialize=True)
+    settle(model)
+    read_weights(model, "cpu")
+    mine = model.state_dict()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    for key, tensor in want.state_dict().items():
+        assert torch.equal(mine[key], tensor), key
+
+
 def changed_and_checked(model, change):
     change(model)
     check_checkpoints(model, materialize=True)
 
 
-@pytest.mark.parametrize("where", ["inside", "after"])
-@pytest.mark.parametrize("name", REFUSED)
+PLACES = [(name, where) for name in REFUSED for where in ("inside", "after") if (name, where) not in INSIDE]
+
+
+@pytest.mark.parametrize(("name", "where"), PLACES)
 def test_what_would_be_lost_is_refused(path, name, where):
     with meta_init():
         model = LlamaForCausalLM.from_pretrained(path)
-        if name in ("a resize", "a resize to the mean"):
+        if name in RESIZED:
             model.lm_head.weight = model.model.embed_tokens.weight
             model.config.tie_word_embeddings = True
     with meta_init() if where == "inside" else nullcontext(), pytest.raises(ValueError, match="meta") as raised:
