@@ -127,6 +127,8 @@ class StepWatch:
                 "a model under FSDP2 cannot run in torch.inference_mode(): its buffers could never be trained with "
                 "again. Use torch.no_grad()."
             )
+        if not torch.is_grad_enabled():
+            return
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise RuntimeError(
