@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["EXTRA", "FORMAT", "META", "SHARDS", "STATE", "adapter_folder", "loose_key", "optimizer_key"]
+__all__ = ["EXTRA", "FORMAT", "LAYOUT", "META", "SHARDS", "STATE", "adapter_folder", "loose_key", "optimizer_key"]
 
 FORMAT = 1
-EXTRA, STATE, META = "extra.pt", "state", "meta.json"
+ADAPTER, EXTRA, STATE, META = "adapter", "extra.pt", "state", "meta.json"
+LAYOUT = frozenset({ADAPTER, EXTRA, STATE, META})
+"""What is ours in a checkpoint's folder."""
 SHARDS = ".distcp"
 """How the files in state/ end that each rank writes its shards into."""
 
 
 def adapter_folder(path: Path, model: str, models: Iterable[str]) -> Path:
     """One folder where a checkpoint holds one model, one for each where it holds several."""
-    return path / "adapter" if len(list(models)) == 1 else path / "adapter" / model
+    return path / ADAPTER if len(list(models)) == 1 else path / ADAPTER / model
 
 
 def loose_key(parameter: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Mapping
 from concurrent import futures
@@ -25,7 +26,17 @@ from lora_parallel.adapter_folder import CARD, WEIGHTS, GatheredAdapter, gather_
 from lora_parallel.adapters import check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, is_taken, sweep
-from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, SHARDS, STATE, adapter_folder, loose_key, optimizer_key
+from lora_parallel.checkpoint_layout import (
+    EXTRA,
+    FORMAT,
+    LAYOUT,
+    META,
+    SHARDS,
+    STATE,
+    adapter_folder,
+    loose_key,
+    optimizer_key,
+)
 from lora_parallel.gather import reshard
 from lora_parallel.identity import fingerprints_of
 from lora_parallel.optimizer_state import OptimizerState, optimizer_state
@@ -202,9 +213,18 @@ class _Save:
         before = complete_checkpoints(self._scratch.target.parent)
         self._meta["number"] = max((read_meta(each)["number"] for each in before), default=0) + 1
         (self.folder / META).write_text(json.dumps(self._meta, indent=2) + "\n")
+        self._keep_others()
         self._scratch.place(self._replace)
         if self._keep_last is not None:
             prune(self._scratch.target.parent, self._keep_last)
+
+    def _keep_others(self) -> None:
+        """Take over what the user has put into the checkpoint that is replaced."""
+        target = self._scratch.target
+        for path in target.iterdir() if target.is_dir() and not target.is_symlink() else ():
+            if path.name not in LAYOUT:
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, self.folder / path.name)
 
     def discard(self) -> None:
         """Leave nothing."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 from peft import PeftModel
 from torch import nn
@@ -16,10 +20,12 @@ from lora_parallel.adapters import adapted_model, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.export import export_merged
 
-__all__ = ["allow_save_pretrained"]
+__all__ = ["allow_save_pretrained", "write_pretrained"]
+
+_log = logging.getLogger(__name__)
 
 _SUPPORTED = frozenset(
-    {"is_main_process", "selected_adapters", "save_embedding_layers", "max_shard_size", "state_dict"}
+    {"is_main_process", "selected_adapters", "save_embedding_layers", "max_shard_size", "state_dict", "save_function"}
 )
 
 
@@ -42,7 +48,7 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
     """Write the adapters' folders in PEFT's format, or a model without adapters. Collective: call it on every rank.
 
     With `state_dict`, of tensors that were gathered already, it is PEFT's or transformers' own, on the process that
-    asks. `is_main_process` is ignored: rank 0 writes.
+    asks. `is_main_process` and `save_function` are ignored: rank 0 writes, as the engine does.
 
     Args:
         model: What `parallelize` returned.
@@ -61,7 +67,7 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
         own(*args, **kwargs)
         return
     configs = peft_configs(model)
-    with agreed():
+    with _hint(), agreed():
         signature(own).bind(*args, **kwargs)
         directory = given.pop(names[0])
         _check_supported(given)
@@ -71,11 +77,52 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
         if unknown:
             raise ValueError(f"no adapter {unknown[0]!r} in the model; it has: {', '.join(configs) or 'none'}.")
     check_alike(selected_adapters=chosen)
-    if not configs:
-        export_merged(model, directory, arguments["max_shard_size"])
-        return
-    for name in chosen:
-        save_as_peft(model, directory, name, arguments["save_embedding_layers"])
+    write_pretrained(model, directory, chosen, arguments["save_embedding_layers"], arguments["max_shard_size"])
+
+
+@contextmanager
+def _hint() -> Iterator[None]:
+    """Say what is amiss where others do not come, long before the timeout does."""
+    waited = threading.Timer(
+        _PATIENCE_SECONDS,
+        _log.warning,
+        ["save_pretrained waits for the other processes: of a sharded model every process calls it, not one alone."],
+    )
+    waited.daemon = True
+    waited.start()
+    try:
+        yield
+    finally:
+        waited.cancel()
+
+
+_PATIENCE_SECONDS = 20.0
+
+
+def write_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    adapters: Iterable[str] | None = None,
+    save_embedding_layers: Literal["auto"] | bool = "auto",
+    max_shard_size: int | str = "50GB",
+) -> None:
+    """What `save_pretrained` writes, of any parallelized model. Collective.
+
+    Args:
+        model: What `parallelize` returned.
+        directory: As in PEFT and transformers.
+        adapters: Which; None: all.
+        save_embedding_layers: As in PEFT.
+        max_shard_size: As in transformers, for a model without adapters.
+
+    Raises:
+        OSError: It cannot be written, on every rank.
+    """
+    names = list(peft_configs(model)) if adapters is None else list(adapters)
+    if not names:
+        export_merged(model, directory, max_shard_size)
+    for name in names:
+        save_as_peft(model, directory, name, save_embedding_layers)
 
 
 def _defaults() -> dict[str, Any]:
