@@ -1,0 +1,178 @@
+"""`accelerate-lora`: the same as Accelerate's commands, with this package in the right places.
+
+accelerate-lora config                     asks a few questions and writes a file that `accelerate` reads too
+accelerate-lora launch [options] train.py  `accelerate launch [options] -m accelerate_plugin.launch train.py`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.config.config_args import ClusterConfig, default_config_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.utils import ComputeEnvironment, DistributedType
+
+from accelerate_plugin.config_file import check_config, config_file_of
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """The console script."""
+    arguments = sys.argv[1:]
+    command = arguments[0] if arguments else ""
+    try:
+        if command == "launch":
+            launch(arguments[1:])
+        elif command == "config":
+            config(arguments[1:])
+        else:
+            print(__doc__, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+            sys.exit(0 if command in ("-h", "--help") else 2)
+    except (ValueError, OSError) as error:
+        sys.exit(f"accelerate-lora {command}: {error}")
+
+
+# ---------------------------------------------------------------------- launch
+
+
+def launch(arguments: list[str]) -> None:
+    """`accelerate launch`, of a script that is run by `accelerate_plugin.launch`.
+
+    Args:
+        arguments: As of `accelerate launch`.
+
+    Raises:
+        ValueError: The configuration asks for nothing that this package does, or has keys that are dropped.
+        FileNotFoundError: There is no configuration.
+    """
+    options = launch_command_parser().parse_args(arguments)
+    path = config_file_of(arguments)
+    if path is None:
+        raise FileNotFoundError(
+            f"{options.config_file or default_config_file} is not there: write it with `accelerate-lora config`, or "
+            "pass --config_file."
+        )
+    content = check_config(path)
+    if options.cpu:
+        raise ValueError(
+            "--cpu starts one process and drops fsdp_config and parallelism_config: leave it out. On a machine without "
+            "accelerators distributed_type: FSDP runs on the CPU, over gloo."
+        )
+    if content.get("distributed_type") != "FSDP":
+        raise ValueError(
+            f"{path} has distributed_type: {content.get('distributed_type')}: set it to FSDP, with fsdp_version: 2."
+        )
+    module = ["-m"] if options.module else []
+    options.training_script_args = [*module, options.training_script, *options.training_script_args]
+    options.module, options.training_script = True, "accelerate_plugin.launch"
+    launch_command(options)
+
+
+# ---------------------------------------------------------------------- config
+
+
+def config(arguments: list[str]) -> None:
+    """Ask what matters, and write it.
+
+    Args:
+        arguments: Options; a question whose answer is given there is not asked.
+
+    Raises:
+        ValueError: An answer cannot work.
+        FileExistsError: The file is there.
+    """
+    parser = argparse.ArgumentParser(prog="accelerate-lora config", description=config.__doc__)
+    parser.add_argument("--config_file", default=default_config_file, help="where to write (%(default)s)")
+    parser.add_argument("--num_processes", type=int, help="processes in all, one a GPU")
+    parser.add_argument("--num_machines", type=int, help="machines")
+    parser.add_argument("--tp_size", type=int, help="processes that share each layer")
+    parser.add_argument("--dp_replicate_size", type=int, help="copies of the sharded model")
+    parser.add_argument("--mixed_precision", choices=("no", "bf16"), help="precision to compute in")
+    parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    given = parser.parse_args(arguments)
+    path = Path(given.config_file)
+    if path.exists() and not given.force:
+        raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
+
+    def ask(name: str, question: str, default: Any, convert: Callable[[str], Any]) -> Any:
+        value = getattr(given, name)
+        if value is not None:
+            return value
+        answer = input(f"{question} [{default}]: ").strip()
+        return convert(answer) if answer else default
+
+    processes = ask("num_processes", "How many processes in all, one a GPU?", 4, _positive)
+    machines = ask("num_machines", "On how many machines?", 1, _positive)
+    tp = ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1, _positive)
+    replicate = ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1, _positive)
+    precision = ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", str)
+    recompute = ask(
+        "activation_checkpointing",
+        "Recompute activations in backward (no, if the script enables gradient checkpointing, as TRL does)?",
+        "no",
+        str,
+    )
+    _write(path, processes, machines, tp, replicate, precision, recompute)
+    print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
+
+
+def _positive(answer: str) -> int:
+    if not answer.isdigit() or int(answer) < 1:
+        raise ValueError(f"{answer!r}: give a positive whole number.")
+    return int(answer)
+
+
+def _write(path: Path, processes: int, machines: int, tp: int, replicate: int, precision: str, recompute: str) -> None:
+    if processes < 1 or tp < 1 or replicate < 1 or processes % (tp * replicate):
+        raise ValueError(
+            f"tp_size {tp} x dp_replicate_size {replicate} = {tp * replicate} does not divide {processes} processes."
+        )
+    if precision not in ("no", "bf16") or recompute not in ("yes", "no"):
+        raise ValueError(
+            f"mixed_precision {precision!r} is no or bf16, activation_checkpointing {recompute!r} yes or no."
+        )
+    shard = processes // (tp * replicate)
+    if tp > 1 and replicate > 1 and shard == 1:
+        raise ValueError(
+            f"tp_size {tp} x dp_replicate_size {replicate} leaves nothing to shard over {processes} processes, which "
+            f"Accelerate does not support: give dp_replicate_size 1; the model is then sharded over {replicate}."
+        )
+    content = ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=DistributedType.FSDP,
+        mixed_precision=precision,
+        use_cpu=False,
+        debug=False,
+        num_processes=processes,
+        num_machines=machines,
+        same_network=True,
+        fsdp_config={
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_activation_checkpointing": recompute == "yes",
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_offload_params": False,
+        },
+        parallelism_config={
+            "parallelism_config_dp_replicate_size": replicate,
+            "parallelism_config_dp_shard_size": shard,
+            "parallelism_config_tp_size": tp,
+        },
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.writing")
+    content.to_yaml_file(str(beside))
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    main()

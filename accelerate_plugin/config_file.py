@@ -1,0 +1,108 @@
+"""The YAML that `accelerate launch` was given, for what it drops without a word: keys it does not know."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import launch_command_parser
+
+__all__ = ["check_config", "check_config_file", "config_file_of"]
+
+_SECTIONS = ("fsdp", "parallelism_config")
+"""What the options of each section begin with; of fsdp_config `accelerate launch` adds it where it is missing."""
+
+
+@cache
+def check_config_file() -> None:
+    """Check the file that started this process, if `accelerate launch` did.
+
+    Raises:
+        ValueError: It has keys that `accelerate launch` drops.
+    """
+    path = _launched_with()
+    if path is None:
+        return
+    content = check_config(path)
+    if content.get("parallelism_config") and "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ:
+        raise ValueError(
+            f"{path} has a parallelism_config, which `accelerate launch` drops where --use_fsdp or the like is given "
+            "on the command line too: leave that out, distributed_type: FSDP in the file says it."
+        )
+
+
+def check_config(path: Path) -> dict[str, Any]:
+    """Check a configuration file.
+
+    Returns:
+        What is in it.
+
+    Raises:
+        ValueError: Its fsdp_config or parallelism_config has keys that `accelerate launch` drops.
+    """
+    content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+    for begin in _SECTIONS:
+        known = sorted(each for each in _options() if each.startswith(f"{begin}_"))
+        section = "fsdp_config" if begin == "fsdp" else begin
+        for key in content.get(section) or {}:
+            option = key if begin != "fsdp" or key.startswith(begin) else f"fsdp_{key}"
+            if option not in known:
+                close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", known, 1)
+                raise ValueError(
+                    f"{path}: {section} has the key {key!r}, which `accelerate launch` does not know and drops: "
+                    f"{f'did you mean {close[0]}?' if close else 'remove it.'}"
+                )
+    return content
+
+
+def config_file_of(arguments: list[str]) -> Path | None:
+    """The file that `accelerate launch` with these arguments reads, if there is one.
+
+    Args:
+        arguments: Of the launcher, the script and its own arguments.
+    """
+    try:
+        given = launch_command_parser().parse_known_args(arguments)[0].config_file
+    except SystemExit:  # it says what is wrong itself
+        return None
+    path = Path(given if given is not None else default_config_file)
+    return path if path.is_file() else None
+
+
+@cache
+def _options() -> frozenset[str]:
+    ignored = {"fsdp_ignored_modules"}  # read from the file, though no option of the command line
+    return frozenset({action.dest for action in launch_command_parser()._actions} | ignored)
+
+
+def _launched_with() -> Path | None:
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        parents = psutil.Process().parents()
+        commands = [(parent.cmdline(), parent.cwd()) for parent in parents[:3]]
+    except psutil.Error:
+        return None
+    for words, folder in commands:
+        rest = _launcher_arguments(words)
+        if rest is not None:
+            found = config_file_of(rest)
+            return Path(folder) / found if found is not None else None
+    return None
+
+
+def _launcher_arguments(words: list[str]) -> list[str] | None:
+    """What follows `accelerate launch` in a command; None if it is no such."""
+    for index, word in enumerate(words):
+        name = Path(word).name
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return words[index + 1 :]
+        if name in ("accelerate", "accelerate-lora", "accelerate_plugin.cli") and words[index + 1 :][:1] == ["launch"]:
+            return words[index + 2 :]
+    return None

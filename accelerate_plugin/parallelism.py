@@ -1,0 +1,119 @@
+"""`LoRAParallelism`: Accelerate's `ParallelismConfig`, with the mesh that the engine works on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh
+
+from accelerate_plugin.plugin import LoRAParallelPlugin
+from lora_parallel import ParallelConfig, build_mesh
+from lora_parallel.mesh import dp_rank, dp_size, mesh_sizes
+
+__all__ = ["LoRAParallelism", "parallelism_of"]
+
+
+class LoRAParallelism(ParallelismConfig):
+    """What an Accelerator that trains by us has as its `parallelism_config`.
+
+    Args:
+        plugin: What was asked for.
+        config: What the engine is told; its sizes fit the number of processes.
+    """
+
+    def __init__(self, plugin: LoRAParallelPlugin, config: ParallelConfig) -> None:
+        replicate, shard, tp = mesh_sizes(config, world_size())
+        super().__init__(
+            dp_replicate_size=replicate, dp_shard_size=shard, tp_size=tp, cp_size=1, sp_size=1, cp_backend="torch"
+        )
+        self.plugin, self.config = plugin, config
+
+    @classmethod
+    def choose(
+        cls,
+        plugin: LoRAParallelPlugin,
+        given: ParallelismConfig | None,
+        mixed_precision: str,
+        timeout_seconds: int | None,
+    ) -> LoRAParallelism:
+        """Bring together what the plugin and Accelerate's own configuration say.
+
+        Args:
+            plugin: Its sizes may be None.
+            given: An explicit `parallelism_config`, or what the environment says, or None.
+            mixed_precision: Accelerate's.
+            timeout_seconds: Of the process group, if somebody set it.
+
+        Raises:
+            ValueError: They differ, an axis is not supported, or the sizes do not multiply to the world size.
+        """
+        sizes: dict[str, Any] = {}
+        for axis in ("tp", "dp_shard", "dp_replicate"):
+            own = getattr(plugin, f"{axis}_size")
+            other = getattr(given, f"{axis}_size") if given is not None else None
+            sizes[axis] = next((each for each in (own, other) if each is not None), "auto" if axis == "dp_shard" else 1)
+            if "auto" not in (own, sizes[axis]):
+                _check_equal(axis, sizes[axis], other)
+        for axis in ("cp", "sp") if given is not None else ():
+            if getattr(given, f"{axis}_size") > 1:
+                raise ValueError(
+                    f"{axis}_size={getattr(given, f'{axis}_size')} is not supported by LoRAParallelPlugin: leave it at "
+                    "1."
+                )
+        config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds)
+        replicate, shard, tp = mesh_sizes(config, world_size())
+        if given is not None:
+            _check_equal("dp_shard", shard, given.dp_shard_size)
+        if tp > 1 and replicate > 1 and shard == 1:
+            raise ValueError(
+                f"dp_replicate_size={replicate} with tp_size={tp} and dp_shard_size=1: Accelerate has no replicas of "
+                f"purely tensor-parallel models. Use dp_shard_size={replicate}, dp_replicate_size=1: as many different "
+                "batches, and less memory."
+            )
+        return cls(plugin, config)
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """The engine's mesh, whose axes are always all three."""
+        return build_mesh(self.config, device_type)
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Done already: Accelerate's own refuses meshes of one process, and purely tensor-parallel ones."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh, once the Accelerator is made."""
+        assert self.device_mesh is not None
+        return self.device_mesh
+
+    @property
+    def dp_size(self) -> int:
+        """How many different batches a step sees."""
+        return dp_size(self.mesh)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of them this process sees."""
+        return dp_rank(self.mesh)
+
+
+def _check_equal(axis: str, own: int, other: int | None) -> None:
+    if other not in (None, own):
+        raise ValueError(
+            f"{axis}_size is {own} by LoRAParallelPlugin and {other} by parallelism_config: give one of the two, or "
+            "equal sizes."
+        )
+
+
+def parallelism_of(accelerator: Accelerator) -> LoRAParallelism | None:
+    """Ours, if the Accelerator trains by us."""
+    config = accelerator.state.parallelism_config
+    return config if isinstance(config, LoRAParallelism) else None
+
+
+def world_size() -> int:
+    """The number of processes, also before there is a process group."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,173 @@
+"""`LoRAParallelPlugin`: what `Accelerator(fsdp_plugin=...)` is given, or is made of what the environment says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import LoraConfig, PeftConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lora_parallel import ParallelConfig
+
+__all__ = ["LoRAParallelPlugin", "check_version"]
+
+
+class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
+    """LoRA under FSDP2 and tensor parallelism, as one device would train it.
+
+        accelerator = Accelerator(fsdp_plugin=LoRAParallelPlugin(tp_size=2))
+
+    What is not given comes from where Accelerate takes it: `fsdp_config` and `parallelism_config` of `accelerate
+    config`, through the environment, or an explicit `parallelism_config`.
+    """
+
+    def __init__(
+        self,
+        tp_size: int | None = None,
+        dp_shard_size: int | Literal["auto"] | None = None,
+        dp_replicate_size: int | None = None,
+        lora_config: LoraConfig | None = None,
+        tp_plan: Literal["auto"] | Mapping[str, str] = "auto",
+        block_classes: Literal["auto"] | Sequence[str] | None = None,
+        reshard_after_forward: bool | None = None,
+        activation_checkpointing: bool | None = None,
+        require_adapters: bool = True,
+        autocast_adapter_dtype: bool = True,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        seed: int = 0,
+        timeout_seconds: int | None = None,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            tp_size: Processes that share each layer and see the same batch; None: as configured, else 1.
+            dp_shard_size: Processes that a copy of the model is sharded over; "auto": all that the others leave; None:
+                as configured, else "auto".
+            dp_replicate_size: Copies of the sharded model (HSDP); None: as configured, else 1.
+            lora_config: Adapter to inject into a model that has none and trains.
+            tp_plan: "auto" for the model's own plan, or a mapping {glob of module names: style} laid over it.
+            block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own; None:
+                `fsdp_transformer_layer_cls_to_wrap`, else "auto".
+            reshard_after_forward: Free a block's gathered weights between forward and backward; None: as configured,
+                else True.
+            activation_checkpointing: Recompute each block's activations in backward; None: as configured, else False.
+            require_adapters: Refuse a model without adapters, and one whose base trains.
+            autocast_adapter_dtype: Keep injected adapters of a 16-bit base in float32, as PEFT does.
+            reduce_dtype: Reduce gradients over data-parallel processes at least in this dtype.
+            seed: Seed of injected adapters and of LoRA dropout.
+            timeout_seconds: After this long a collective that a peer has not joined is an error; None: that of
+                `InitProcessGroupKwargs`, else 1800.
+
+        Raises:
+            TypeError, ValueError: A value that cannot work, or asks for what is not supported.
+        """
+        if lora_config is not None and not isinstance(lora_config, PeftConfig):
+            raise TypeError(f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig.")
+        for name, value in (("tp_size", tp_size), ("dp_replicate_size", dp_replicate_size)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: give a positive int.")
+        super().__init__(
+            fsdp_version=2,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            # Which type says how others would save a base. Adapters are saved in PEFT's format whatever it is; with the
+            # sharded type, the Trainer refuses save_only_model.
+            state_dict_type="FULL_STATE_DICT",
+            cpu_ram_efficient_loading=False,  # each rank reads its own shard: there is nothing to broadcast
+        )
+        _check_unused(self)
+        self.tp_size, self.dp_shard_size, self.dp_replicate_size = tp_size, dp_shard_size, dp_replicate_size
+        self.lora_config = lora_config
+        self.autocast_adapter_dtype = autocast_adapter_dtype
+        self.timeout_seconds = timeout_seconds
+        self._options: dict[str, Any] = {
+            "tp_plan": tp_plan,
+            "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",
+            "reshard_after_forward": self.reshard_after_forward,
+            "activation_checkpointing": self.activation_checkpointing,
+            "require_adapters": require_adapters,
+            "reduce_dtype": reduce_dtype,
+            "seed": seed,
+        }
+        ParallelConfig(**self._options)  # bad options are an error here
+
+    @classmethod
+    def of(cls, plugin: FullyShardedDataParallelPlugin) -> LoRAParallelPlugin:
+        """The plugin for what `plugin`, made by a Trainer or from the environment, asks for.
+
+        Raises:
+            ValueError: It asks for FSDP1, or for what is not supported.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        check_version(plugin.fsdp_version)
+        _check_unused(plugin)
+        made = cls(
+            block_classes=plugin.transformer_cls_names_to_wrap,
+            reshard_after_forward=plugin.reshard_after_forward,
+            activation_checkpointing=plugin.activation_checkpointing,
+        )
+        policy = plugin.mixed_precision_policy
+        if isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype is not None:
+            made._options["reduce_dtype"] = policy.reduce_dtype
+        return made
+
+    def parallel_config(
+        self, sizes: Mapping[str, Any], mixed_precision: str, timeout_seconds: int | None = None
+    ) -> ParallelConfig:
+        """What the engine is told.
+
+        Args:
+            sizes: `tp`, `dp_shard` and `dp_replicate`.
+            mixed_precision: Accelerate's.
+            timeout_seconds: Of the process group, if somebody set it.
+
+        Raises:
+            ValueError: The precision is not supported.
+        """
+        if mixed_precision not in ("no", "bf16"):
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} is not supported by LoRAParallelPlugin"
+                f"{' (it needs loss scaling)' if mixed_precision == 'fp16' else ''}: use bf16 or no."
+            )
+        return ParallelConfig(
+            **self._options,
+            **sizes,
+            param_dtype=torch.bfloat16 if mixed_precision == "bf16" else None,
+            timeout_seconds=self.timeout_seconds or timeout_seconds or 1800,
+        )
+
+
+def check_version(version: int) -> None:
+    """Check that FSDP2 is asked for.
+
+    Raises:
+        ValueError: It is FSDP1.
+    """
+    if version != 2:
+        raise ValueError(
+            f"fsdp_version is {version}: LoRA under FSDP2 and tensor parallelism needs fsdp_version: 2 in fsdp_config "
+            "(FSDP_VERSION=2; TrainingArguments(fsdp_config={'version': 2}))."
+        )
+
+
+def _check_unused(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Refuse what was asked for and would do nothing."""
+    if plugin.cpu_offload not in (None, False) and type(plugin.cpu_offload).__name__ != "OffloadPolicy":
+        raise ValueError("fsdp_offload_params: true is not supported yet: set it to false.")
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    if policy is not None and getattr(policy, "__name__", "") != "transformer_auto_wrap_policy":
+        raise ValueError(
+            f"fsdp_auto_wrap_policy is {getattr(policy, '__name__', policy)!r}: only TRANSFORMER_BASED_WRAP is "
+            "supported, with fsdp_transformer_layer_cls_to_wrap or the model's own blocks."
+        )
+    for name, key in (
+        ("ignored_modules", "fsdp_ignored_modules"),
+        ("activation_checkpointing_offload", "fsdp_activation_checkpointing_offload"),
+        ("param_init_fn", "param_init_fn"),
+    ):
+        if getattr(plugin, name):
+            raise ValueError(f"{key}={getattr(plugin, name)!r} is not supported by LoRAParallelPlugin: remove it.")

@@ -1,0 +1,234 @@
+"""What transformers' Trainer does where its Accelerator is ours. Each stands in for the method of its name.
+
+Trainer knows of FSDP and of tensor parallelism, but of each alone; where it saves and loads a sharded model it goes by
+the state-dict type, gathers the base, or writes nothing at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from accelerate_plugin import flag
+from accelerate_plugin.accelerator import Own, innermost
+from accelerate_plugin.parallelism import parallelism_of
+from lora_parallel.adapter_folder import load_adapter
+from lora_parallel.adapters import peft_configs
+from lora_parallel.agreement import agreed
+from lora_parallel.atomic import Scratch, local_path, sweep
+from lora_parallel.checkpoint_reader import (
+    Contents,
+    is_checkpoint,
+    load_models,
+    load_optimizers,
+    read_checkpoint,
+    resume_counting,
+)
+from lora_parallel.checkpoint_writer import write_checkpoint
+from lora_parallel.random_state import restore_random_state
+from lora_parallel.saving import write_pretrained
+from lora_parallel.state import state_of
+from lora_parallel.train_state import TrainState
+
+_WRITER = "Trainer of transformers"
+TRAIN_STATE = "train_state"
+"""The folder in a checkpoint of Trainer's that the engine writes."""
+
+
+def get_tp_size(own: Own, self: Any) -> int:
+    """1: the Accelerator counts, gathers and averages over data-parallel processes, which Trainer divides to get."""
+    return own(self) if parallelism_of(self.accelerator) is None else 1
+
+
+def get_total_train_batch_size(own: Own, self: Any, args: Any) -> int:
+    """Of data-parallel processes."""
+    if parallelism_of(self.accelerator) is None:
+        return own(self, args)
+    return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+
+def arguments_post_init(own: Own, self: TrainingArguments) -> None:
+    """On a machine without accelerators a run that the environment asks for is one on the CPU."""
+    if flag.asked_by_environment() and not flag.has_accelerator():
+        self.use_cpu = True
+    if flag.asked_by_environment() and getattr(self, "precompute_ref_log_probs", False):
+        raise ValueError(
+            "precompute_ref_log_probs=True runs the model before it is sharded: leave it False. The reference is the "
+            "same model with its adapter off, and costs one forward more."
+        )
+    own(self)
+
+
+def train(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """TRL's trainers keep what get_tp_size answers as an attribute, and divide counts of tokens by it."""
+    if parallelism_of(self.accelerator) is not None and hasattr(self, "_tp_size"):
+        self._tp_size = 1
+    return own(self, *args, **kwargs)
+
+
+def has_mixed_mesh_grads(own: Own, self: Any, model: nn.Module) -> bool:
+    """False: the Accelerator clips across meshes."""
+    return parallelism_of(self.accelerator) is None and own(self, model)
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def save_model(own: Own, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """Write the adapters, whatever the state-dict type; then what Trainer writes beside a model. Collective."""
+    if parallelism_of(self.accelerator) is None:
+        own(self, output_dir, _internal_call)
+        return
+    directory = output_dir if output_dir is not None else self.args.output_dir
+    if state_of(self.model) is None:
+        # As yet unsharded, as before training. Adapters are in memory.
+        with agreed():
+            if self.args.should_save:
+                self._save(directory)
+    else:
+        write_pretrained(self.model, directory)
+        with agreed():
+            if self.args.should_save:
+                self.model.__dict__["save_pretrained"], kept = _saved_already, self.model.__dict__["save_pretrained"]
+                try:
+                    self._save(directory, state_dict={})
+                finally:
+                    self.model.__dict__["save_pretrained"] = kept
+    if self.args.push_to_hub and not _internal_call:
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _saved_already(*args: Any, **kwargs: Any) -> None: ...
+
+
+def save_checkpoint(own: Own, self: Any, model: nn.Module, trial: Any) -> None:
+    """Trainer's own steps, written beside the checkpoint's place and renamed. Collective.
+
+    Trainer writes in place, and scripts resume from the newest folder, complete or not.
+    """
+    if parallelism_of(self.accelerator) is None:
+        own(self, model, trial)
+        return
+    if self.hp_search_backend is None and trial is None:
+        self.store_flos()
+    run = local_path(self._get_output_dir(trial=trial))
+    target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+    scratch = Scratch(target)
+    writer = self.is_world_process_zero()
+    try:
+        with agreed():
+            if writer:
+                sweep(run)
+                scratch.make()
+        self.save_model(str(scratch.path), _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(scratch.path))
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        with agreed():
+            if self.state.best_global_step and (best == target or best.is_dir()):
+                self.state.best_model_checkpoint = str(best)
+            if writer:
+                _note_callbacks(self)
+                self.state.save_to_json(str(scratch.path / TRAINER_STATE_NAME))
+                scratch.place(replace=True)
+    finally:
+        scratch.discard()
+    if self.args.push_to_hub:
+        self._push_from_checkpoint(str(target))
+    if writer:
+        rotate_checkpoints(
+            output_dir=str(run),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def _note_callbacks(self: Any) -> None:
+    """Put what callbacks export into the state that is saved."""
+    for each in [*self.callback_handler.callbacks, self.control]:
+        if isinstance(each, ExportableState):
+            kept = self.state.stateful_callbacks
+            name = type(each).__name__
+            if isinstance(kept[name], list):
+                kept[name].append(each.state())
+            else:
+                kept[name] = each.state()
+
+
+def save_optimizer_and_scheduler(own: Own, self: Any, output_dir: str) -> None:
+    """Everything a run goes on with, on any mesh, in the engine's format. Collective."""
+    if parallelism_of(self.accelerator) is None:
+        own(self, output_dir)
+        return
+    extra = {"scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None}
+    path = local_path(Path(output_dir) / TRAIN_STATE)
+    write_checkpoint(path, _train_state(self), {"trainer": extra}, _WRITER, replace=True)
+
+
+def _train_state(self: Any) -> TrainState:
+    return TrainState(self.model, {"0": innermost(self.optimizer)})
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def load_from_checkpoint(own: Own, self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    """Fill the adapters, each process with its own slices. Collective."""
+    if parallelism_of(self.accelerator) is None:
+        own(self, resume_from_checkpoint, model)
+        return
+    found = _read(resume_from_checkpoint)
+    state = _train_state(self)
+    for commit in load_models(found, state):
+        commit()
+    resume_counting(found, state)
+
+
+def load_optimizer_and_scheduler(own: Own, self: Any, checkpoint: str | None) -> None:
+    """Go on where the optimizer and the scheduler stood. Collective."""
+    if parallelism_of(self.accelerator) is None or checkpoint is None:
+        own(self, checkpoint)
+        return
+    found = _read(checkpoint)
+    for commit in load_optimizers(found, _train_state(self)):
+        commit()
+    saved = found.record["trainer"]["scheduler"]
+    if saved is not None and self.lr_scheduler is not None:
+        self.lr_scheduler.load_state_dict(saved)
+
+
+def load_rng_state(own: Own, self: Any, checkpoint: str | None) -> None:
+    """Go on drawing where the checkpoint was written. Collective."""
+    parallelism = parallelism_of(self.accelerator)
+    if parallelism is None or checkpoint is None:
+        own(self, checkpoint)
+        return
+    restore_random_state(_read(checkpoint).record["random"], parallelism.mesh)
+
+
+def load_best_model(own: Own, self: Any) -> None:
+    """Fill the adapters from the best checkpoint. Collective."""
+    if parallelism_of(self.accelerator) is None:
+        own(self)
+        return
+    best = Path(str(self.state.best_model_checkpoint))
+    for name in peft_configs(self.model):
+        load_adapter(self.model, best, name)
+
+
+def _read(checkpoint: str) -> Contents:
+    with agreed():
+        path = local_path(checkpoint)
+        if path.is_dir() and not is_checkpoint(path / TRAIN_STATE):
+            raise ValueError(
+                f"{path} has no {TRAIN_STATE}/: it is no checkpoint that a run of this library can go on from (another "
+                "library's, or one of save_only_model). Load its adapter into the model before training."
+            )
+    return read_checkpoint(path / TRAIN_STATE, _WRITER)

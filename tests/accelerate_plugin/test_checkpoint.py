@@ -1,0 +1,249 @@
+"""`save_state` and `load_state`, `save_model`, `get_state_dict`: what is written, and what goes on from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from tests.accelerate_plugin.harness import launched, plugin, rows_of
+from tests.oracle import Case, causal_lm, full, ranks_of, reference, relative_error, trained
+from tests.workers import Failure, attempt
+
+CASE = Case(steps=6)
+MESHES = ["2x2", "1x2", "4x1", "2x1", "1x1", "2x2x1", "1x4"]
+
+
+class Counter:
+    """What a script registers for checkpointing."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Script:
+    """A training script that saves in mid-epoch and goes on."""
+
+    def __init__(self, mesh: str, shuffle: bool = False, **accelerator: Any) -> None:
+        self.accelerator = Accelerator(fsdp_plugin=plugin(mesh) if mesh else None, cpu=not mesh, **accelerator)
+        model = CASE.model()
+        optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 ** (1 / self.accelerator.num_processes))
+        loader: Any = DataLoader(rows_of(CASE), batch_size=CASE.rows // self.accelerator.num_processes, shuffle=shuffle)
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def train(self, first: int, last: int, save: Path | None = None) -> list[float]:
+        """Steps `first` to `last` of an epoch; a checkpoint after the last."""
+        losses = []
+        loader = self.accelerator.skip_first_batches(self.loader, first) if first else self.loader
+        for step, batch in enumerate(loader, first):
+            if step == last:
+                break
+            loss = self.model(**batch).loss
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.counter.value += 1
+            losses.append(self.accelerator.gather(loss.detach()).double().mean().item())
+            if save is not None and step == last - 1:
+                self.accelerator.save_state(save)
+        return losses
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        return {name: full(p) for name, p in trained(self.model).items()}
+
+
+def saved(mesh: str, folder: Path, shuffle: bool = False) -> list[Any]:
+    with launched():
+        script = Script(mesh, shuffle)
+        losses = script.train(0, 3, folder / "state")
+        losses += script.train(3, 6) if not shuffle else []
+        return [losses, script.adapters()]
+
+
+def resumed(mesh: str, folder: Path, shuffle: bool = False) -> list[Any]:
+    with launched():
+        script = Script(mesh, shuffle)
+        script.accelerator.load_state(folder / "state")
+        losses = script.train(3, 6)
+        return [losses, script.adapters(), script.counter.value, script.schedule.get_last_lr()]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> list[Any]:
+    with launched():
+        script = Script("")
+        return [script.train(0, 6), script.adapters()]
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_a_run_goes_on_on_any_mesh(pool, tmp_path, oracle, mesh):
+    losses, adapters = oracle
+    for answer in pool.run(ranks_of(mesh), saved, mesh, tmp_path):
+        assert relative_error(answer[1], adapters) < 1e-10
+    for other in MESHES:
+        for got, after, count, rate in pool.run(ranks_of(other), resumed, other, tmp_path):
+            assert got == pytest.approx(losses[3:], abs=1e-6), other
+            assert relative_error(after, adapters) < 1e-10, other
+            assert count == 6
+            assert rate == pytest.approx([1e-2 * 0.9**6])
+
+
+def shuffled(mesh: str, folder: Path, seedable: bool) -> list[Any]:
+    """Whole, and interrupted in the second epoch: the same batches."""
+    answers = []
+    settings = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=seedable)}
+    for stop in (False, True):
+        with launched():
+            torch.manual_seed(0)
+            script = Script(mesh, True, **settings)
+            losses = script.train(0, 6)
+            if stop:
+                losses += script.train(0, 2, folder / "state")
+                torch.manual_seed(99)
+                script = Script(mesh, True, **settings)
+                script.accelerator.load_state(folder / "state")
+            losses += script.train(2 if stop else 0, 6)
+            if hasattr(script.loader, "set_epoch"):
+                script.loader.set_epoch(2)  # as Accelerate asks of scripts that skip batches
+            losses += script.train(0, 6)
+            answers.append([losses, script.adapters()])
+    return answers
+
+
+@pytest.mark.parametrize(("mesh", "seedable"), [("2x2", False), ("1x2", False), ("2x2", True)])
+def test_shuffling_goes_on_in_mid_epoch(pool, tmp_path, mesh, seedable):
+    for (losses, adapters), (again, after) in pool.run(ranks_of(mesh), shuffled, mesh, tmp_path, seedable):
+        assert again == losses
+        assert relative_error(after, adapters) == 0
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def written(mesh: str, folder: Path) -> list[Any]:
+    with launched():
+        script = Script(mesh)
+        script.train(0, 1)
+        accelerator, model = script.accelerator, script.model
+        accelerator.save_model(model, folder / "save_model")
+        state = accelerator.get_state_dict(model)
+        accelerator.unwrap_model(model).save_pretrained(
+            folder / "gathered",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=state,
+        )
+        accelerator.unwrap_model(model).save_pretrained(folder / "unwrapped", save_function=accelerator.save)
+        script.accelerator.save_state(folder / "state")
+        return [{name: (tuple(value.shape), value.device.type) for name, value in state.items()}, script.adapters()]
+
+
+def test_saves_are_adapter_folders(pool, tmp_path):
+    for rank, (state, adapters) in enumerate(pool.run(4, written, "2x2", tmp_path)):
+        assert state == {name: (tuple(t.shape), "cpu" if rank == 0 else "meta") for name, t in adapters.items()}
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["adapter", "extra.pt", "meta.json", "state"]
+    tokens = CASE.batches()[0]
+    for folder in ("save_model", "gathered", "unwrapped", "state/adapter"):
+        got = load_file(tmp_path / folder / "adapter_model.safetensors")
+        assert len(got) == len(adapters)
+        loaded = PeftModel.from_pretrained(causal_lm(), tmp_path / folder)
+        with torch.no_grad():
+            logits = loaded(input_ids=tokens).logits
+        gathered = CASE.model()
+        for name, parameter in gathered.named_parameters():
+            if name in adapters:
+                parameter.data.copy_(adapters[name])
+        with torch.no_grad():
+            assert torch.equal(gathered(input_ids=tokens).logits, logits), folder
+
+
+# ---------------------------------------------------------------------- names, limits, hooks, errors
+
+
+def numbered(folder: Path) -> list[Any]:
+    with launched():
+        project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
+        script = Script("2x2", project_config=project)
+        heard: list[Any] = []
+
+        def note(models: Any, weights: Any, place: str) -> None:
+            heard.append(len(models))
+            (Path(place) / "note.txt").write_text("a hook's own")
+
+        script.accelerator.register_save_state_pre_hook(note)
+        script.accelerator.register_load_state_pre_hook(lambda models, place: heard.append(Path(place).name))
+        for step in range(3):
+            script.train(step, step + 1)
+            script.accelerator.save_state()
+        adapters = script.adapters()
+        script.train(3, 4)
+        script.accelerator.load_state()
+        return [heard, relative_error(script.adapters(), adapters)]
+
+
+def test_automatic_naming_and_a_limit(pool, tmp_path):
+    for heard, error in pool.run(4, numbered, tmp_path):
+        assert heard == [1, 1, 1, "checkpoint_2"]
+        assert error == 0
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert (tmp_path / "checkpoints" / "checkpoint_2" / "note.txt").read_text() == "a hook's own"
+
+
+def refused(folder: Path) -> dict[str, Any]:
+    answers = {}
+    with launched():
+        script = Script("2x2")
+        accelerator = script.accelerator
+        accelerator.save_state(folder / "state")
+        (folder / "state" / "notes.txt").write_text("precious")
+        accelerator.save_state(folder / "state")  # again, in its place
+        answers["nothing there"] = attempt(accelerator.load_state, folder / "other")
+        (folder / "mine").mkdir(exist_ok=True)
+        (folder / "mine" / "notes.txt").write_text("precious")
+        answers["not ours"] = attempt(accelerator.save_state, folder / "mine")
+        answers["no checkpoint"] = attempt(accelerator.load_state, folder / "mine")
+        answers["pickles"] = attempt(accelerator.save_state, folder / "pickled", safe_serialization=False)
+        accelerator.register_for_checkpointing(Counter())
+        answers["another object"] = attempt(accelerator.load_state, folder / "state")
+        script.counter.value = Counter()
+        answers["no plain value"] = attempt(accelerator.save_state, folder / "object")
+    with launched():
+        answers["nothing prepared"] = attempt(Accelerator(fsdp_plugin=plugin("2x2")).save_state, folder / "empty")
+    return answers
+
+
+def test_bad_checkpoints_are_one_error_on_every_rank(pool, tmp_path):
+    kinds = {"nothing there": "FileNotFoundError", "not ours": "FileExistsError", "pickles": "TypeError"}
+    for answers in pool.run(4, refused, tmp_path):
+        for name, answer in answers.items():
+            assert isinstance(answer, Failure), name
+            assert answer.kind == kinds.get(name, "ValueError"), (name, answer.message)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    assert (tmp_path / "state" / "notes.txt").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "state"]
+    assert json.loads((tmp_path / "state" / "meta.json").read_text())["writer"] == "Accelerator"
+
+
+def test_the_oracle_is_plain_peft(oracle):
+    """But for the schedule."""
+    assert oracle[0][0] == pytest.approx(reference(CASE).losses[0], abs=1e-9)

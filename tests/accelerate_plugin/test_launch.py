@@ -1,0 +1,177 @@
+"""The commands, as a user types them: scripts that know nothing of us, on processes that `accelerate` starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+
+from accelerate_plugin import cli, config_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*words: str, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=cwd,
+        env={**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(cwd), **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """A file that `accelerate-lora config` writes, changed; for processes that share a machine with other tests."""
+    path = folder / "config.yaml"
+    answers = ["--num_processes", "2", "--num_machines", "1", "--tp_size", "2", "--dp_replicate_size", "1"]
+    cli.config(["--config_file", str(path), "--force", *answers, "--mixed_precision", "no", "--activation_", "no"])
+    content = {**yaml.safe_load(path.read_text()), "main_process_port": 0, **changes}
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_config_writes_what_stock_accelerate_reads(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "config.yaml"
+    answers = iter(["8", "", "2", "2", "", "yes"])
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    cli.config(["--config_file", str(path)])
+    read = ClusterConfig.from_yaml_file(str(path))
+    assert (read.distributed_type, read.num_processes, read.mixed_precision) == ("FSDP", 8, "bf16")
+    assert read.fsdp_config["fsdp_version"] == 2
+    assert read.fsdp_config["fsdp_activation_checkpointing"] is True
+    assert read.parallelism_config == {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 2,
+        "parallelism_config_tp_size": 2,
+    }
+    assert config_file.check_config(path)
+    assert "accelerate-lora launch --config_file" in capsys.readouterr().out
+    with pytest.raises(FileExistsError, match="--force"):
+        cli.config(["--config_file", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (["6", "1", "4", "1", "no", "no"], "does not divide 6"),
+        (["4", "1", "2", "2", "no", "no"], "nothing to shard"),
+        (["x"], "'x'"),
+        (["4", "1", "2", "1", "fp16", "no"], "fp16"),
+    ],
+)
+def test_answers_that_cannot_work(tmp_path, monkeypatch, answers, message):
+    given = iter(answers)
+    monkeypatch.setattr("builtins.input", lambda question: next(given))
+    with pytest.raises(ValueError, match=message):
+        cli.config(["--config_file", str(tmp_path / "config.yaml")])
+    assert not (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": True}},
+            "did you mean fsdp_reshard_after",
+        ),
+        ({"fsdp_config": {"version": 2, "cpu_offload_params": True}}, "'cpu_offload_params'"),
+        ({"parallelism_config": {"tp_size": 2}}, "did you mean parallelism_config_tp_size"),
+    ],
+)
+def test_a_key_that_accelerate_drops(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_file.check_config(written(tmp_path, **changes))
+
+
+def test_the_file_that_accelerate_launch_reads(tmp_path, monkeypatch):
+    path = written(tmp_path)
+    assert config_file.config_file_of(["--config_file", str(path), "train.py"]) == path
+    assert config_file.config_file_of([f"--config-file={path}", "train.py"]) == path
+    script = ["--config_file", str(path), "train.py", "--config_file", "the_scripts_own.yaml"]
+    assert config_file.config_file_of(script) == path
+    for launcher in (["accelerate", "launch"], ["/bin/accelerate-launch"], ["-m", "accelerate.commands.launch"]):
+        assert config_file._launcher_arguments(["python", *launcher, *script]) == script
+    assert config_file._launcher_arguments(["python", "launch.py", *script]) is None
+    monkeypatch.setattr(config_file, "default_config_file", str(path))
+    assert config_file.config_file_of(["train.py", "--flag"]) == path
+    monkeypatch.setattr(config_file, "default_config_file", str(tmp_path / "none"))
+    assert config_file.config_file_of(["train.py"]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        (["--cpu"], {}, "--cpu starts one process"),
+        ([], {"distributed_type": "MULTI_GPU"}, "distributed_type: MULTI_GPU"),
+        ([], {"fsdp_config": {"fsdp_versions": 2}}, "did you mean fsdp_version"),
+    ],
+)
+def test_what_launch_refuses(tmp_path, arguments, changes, message):
+    path = written(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        cli.launch(["--config_file", str(path), *arguments, "train.py"])
+    with pytest.raises(FileNotFoundError, match="accelerate-lora config"):
+        cli.launch(["--config_file", str(tmp_path / "none.yaml"), "train.py"])
+
+
+def test_the_module_says_why_it_will_not_run(tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')")
+    launcher = ["accelerate_plugin.launch", "train.py"]
+    cases: list[tuple[list[str], dict[str, str], str]] = [
+        (launcher, {}, "distributed_type: FSDP"),
+        (launcher, {"ACCELERATE_USE_CPU": "True"}, "Leave --cpu out"),
+        ([launcher[0]], {"ACCELERATE_USE_FSDP": "true"}, "usage:"),
+        ([launcher[0], "none.py"], {"ACCELERATE_USE_FSDP": "true"}, "no such script"),
+    ]
+    for words, environment, message in cases:
+        done = command(*words, cwd=tmp_path, **environment)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    done = command(*launcher, cwd=tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.state import PartialState
+
+import beside
+
+PartialState()  # as data sets do, long before the Accelerator is made
+accelerator = Accelerator()
+print(beside.NAME, sys.argv[1:], Path(__file__).name, accelerator.parallelism_config.tp_size, accelerator.device.type)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("use_cpu", [False, True])
+def test_a_script_on_a_machine_without_accelerators(tmp_path, use_cpu):
+    """And with a key that Accelerate drops."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    (tmp_path / "scripts" / "beside.py").write_text("NAME = 'beside'")
+    path = written(tmp_path, use_cpu=use_cpu)
+    launch = ["accelerate.commands.launch", "--config_file", str(path), "-m", "accelerate_plugin.launch"]
+    done = command(*launch, "scripts/train.py", "--rate", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["beside ['--rate', '3'] train.py 2 cpu"] * 2
+    if use_cpu:
+        path = written(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_reshard": True})
+        done = command(*launch, "scripts/train.py", cwd=tmp_path)
+        assert done.returncode != 0
+        assert done.stderr.count("ValueError") >= 2
+        assert "fsdp_config has the key 'fsdp_reshard'" in done.stderr

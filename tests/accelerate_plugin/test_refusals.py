@@ -1,0 +1,230 @@
+"""What is asked for and cannot be done: one error that names it, on every rank, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    MegatronLMPlugin,
+    TorchDynamoPlugin,
+)
+from peft import IA3Config
+from transformers import Trainer, TrainingArguments
+from trl import DPOConfig
+
+from accelerate_plugin import LoRAParallelPlugin
+from tests.accelerate_plugin.harness import environment, launched, plugin
+from tests.oracle import Case, causal_lm, lora_config, trained
+from tests.workers import Failure, attempt
+
+
+def bare(**settings: Any) -> Any:
+    """A model without adapters that trains."""
+    accelerator = Accelerator(fsdp_plugin=plugin("2x2", **settings))
+    model = causal_lm()
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def stepped() -> Any:
+    accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
+    model = Case().model()
+    optimizer = torch.optim.AdamW(trained(model).values())
+    model(input_ids=torch.ones(1, 2, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_alone() -> Any:
+    accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
+    return accelerator.prepare(torch.optim.AdamW(trained(Case().model()).values()))
+
+
+def sharded_at_load() -> Any:
+    """As of from_pretrained(distributed_config=...)."""
+    from torch.distributed.tensor import distribute_tensor
+
+    accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
+    model = Case().model()
+    weight = model.get_base_model().lm_head.weight
+    head = model.get_base_model().lm_head
+    head.weight = torch.nn.Parameter(distribute_tensor(weight.detach(), accelerator.torch_device_mesh["tp"]), False)
+    return accelerator.prepare(model, torch.optim.AdamW(trained(model).values()))
+
+
+def other_optimizer(change: str) -> Any:
+    """On rank 1."""
+    accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
+    model, odd = Case().model(), accelerator.process_index == 1
+    parameters = list(trained(model).values())[1 if odd and change == "fewer" else 0 :]
+    kind = torch.optim.SGD if odd and change == "kind" else torch.optim.AdamW
+    return accelerator.prepare(model, kind(parameters, lr=2.0 if odd and change == "rate" else 1.0))
+
+
+def one_rank(**settings: Any) -> Any:
+    """Only rank 1 has a model without adapters."""
+    accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
+    model = Case().model() if accelerator.process_index != 1 else causal_lm()
+    return accelerator.prepare(model, torch.optim.AdamW(trained(model).values()))
+
+
+def twice() -> Any:
+    Accelerator(fsdp_plugin=plugin("2x2"))
+    return Accelerator(fsdp_plugin=plugin("4x1"))
+
+
+def made_before() -> Any:
+    Accelerator(cpu=True)
+    return Accelerator(fsdp_plugin=plugin("2x2"))
+
+
+def with_environment(**variables: str) -> Any:
+    os.environ.update(variables)
+    return Accelerator()
+
+
+FSDP = environment("2x2")
+
+# What is tried, and words of the error.
+BAD: dict[str, tuple[Any, list[str]]] = {
+    "sizes": (lambda: Accelerator(fsdp_plugin=LoRAParallelPlugin(tp_size=3)), ["tp=3", "world size 4"]),
+    "sizes of the file": (
+        lambda: with_environment(**{**FSDP, "PARALLELISM_CONFIG_TP_SIZE": "4"}),
+        ["dp_shard=2", "tp=4", "world size is 4"],
+    ),
+    "replicas of a tensor-parallel model": (
+        lambda: Accelerator(fsdp_plugin=plugin("2x1x2")),
+        ["dp_replicate_size=2", "dp_shard_size=2, dp_replicate_size=1"],
+    ),
+    "the same by Accelerate": (
+        lambda: with_environment(**environment("2x1x2")),
+        ["dp_shard_size"],
+    ),
+    "two sizes": (
+        lambda: Accelerator(fsdp_plugin=plugin("2x2"), parallelism_config=ParallelismConfig(dp_shard_size=4)),
+        ["tp_size is 2 by LoRAParallelPlugin and 1 by parallelism_config"],
+    ),
+    "context parallelism": (
+        lambda: Accelerator(
+            fsdp_plugin=LoRAParallelPlugin(), parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2)
+        ),
+        ["cp_size=2 is not supported"],
+    ),
+    "fsdp 1": (lambda: with_environment(**{**FSDP, "FSDP_VERSION": "1"}), ["fsdp_version is 1", "fsdp_version: 2"]),
+    "fsdp 1 by argument": (
+        lambda: with_environment(ACCELERATE_USE_FSDP="true", FSDP_AUTO_WRAP_POLICY="NO_WRAP"),
+        ["fsdp_version is 1"],
+    ),
+    "offload": (lambda: with_environment(**{**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}), ["fsdp_offload_params"]),
+    "wrapping by size": (
+        lambda: with_environment(**{**FSDP, "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "9"}),
+        ["fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"],
+    ),
+    "ignored modules": (lambda: with_environment(**{**FSDP, "FSDP_IGNORED_MODULES": "a"}), ["fsdp_ignored_modules"]),
+    "fp16": (lambda: Accelerator(fsdp_plugin=plugin("2x2"), mixed_precision="fp16"), ["'fp16'", "bf16"]),
+    "fp8": (lambda: Accelerator(fsdp_plugin=plugin("2x2"), mixed_precision="fp8"), ["'fp8'", "bf16"]),
+    "compile": (
+        lambda: Accelerator(fsdp_plugin=plugin("2x2"), dynamo_plugin=TorchDynamoPlugin(backend="inductor")),
+        ["dynamo_backend"],
+    ),
+    "DeepSpeed": (
+        lambda: Accelerator(fsdp_plugin=plugin("2x2"), deepspeed_plugin=object.__new__(DeepSpeedPlugin)),
+        ["DEEPSPEED", "deepspeed_plugin"],
+    ),
+    "DeepSpeed of the file": (lambda: with_environment(**{**FSDP, "ACCELERATE_USE_DEEPSPEED": "true"}), ["DEEPSPEED"]),
+    "Megatron": (
+        lambda: Accelerator(fsdp_plugin=plugin("2x2"), megatron_lm_plugin=object.__new__(MegatronLMPlugin)),
+        ["MEGATRON_LM"],
+    ),
+    "no adapters": (bare, ["no PEFT layers", "lora_config", "require_adapters=False"]),
+    "not LoRA": (lambda: LoRAParallelPlugin(lora_config=IA3Config()) and bare(lora_config=IA3Config()), ["LoRA"]),
+    "lora_config of another type": (lambda: LoRAParallelPlugin(lora_config={"r": 4}), ["lora_config is a dict"]),
+    "blocks": (lambda: bare(block_classes=["NoSuchLayer"], lora_config=lora_config()), ["NoSuchLayer"]),
+    "an optimizer with state": (stepped, ["AdamW has state for 28 parameters"]),
+    "an optimizer alone": (optimizer_alone, ["AdamW holds 28 parameters", "accelerator.prepare(model, optimizer)"]),
+    "sharded at load": (sharded_at_load, ["DTensor already", "DistributedConfig"]),
+    "another optimizer on one rank": (lambda: other_optimizer("kind"), ["AdamW", "SGD", "rank 1"]),
+    "another rate on one rank": (lambda: other_optimizer("rate"), ["'lr': 1.0", "'lr': 2.0"]),
+    "fewer parameters on one rank": (lambda: other_optimizer("fewer"), ["28 parameters", "27 parameters"]),
+    "precomputed": (
+        lambda: os.environ.update(FSDP) or DPOConfig("out", precompute_ref_log_probs=True, bf16=False),
+        ["precompute_ref_log_probs"],
+    ),
+    "one rank only": (one_rank, ["no PEFT layers"]),
+    "another plugin": (twice, ["made before with other settings"]),
+    "an Accelerator before": (made_before, ["made before"]),
+    "a size of no number": (lambda: LoRAParallelPlugin(tp_size="2"), ["tp_size='2'"]),
+}
+
+
+def tried() -> dict[str, Any]:
+    answers = {}
+    for name, (make, _) in BAD.items():
+        with launched():
+            answers[name] = attempt(make)
+    return answers
+
+
+def test_bad_input_is_one_error_on_every_rank(pool):
+    for rank, answers in enumerate(pool.run(4, tried)):
+        for name, answer in answers.items():
+            assert isinstance(answer, Failure), f"{name}: nothing was raised on rank {rank}"
+            assert answer.kind in ("ValueError", "TypeError"), f"{name}:\n{answer.trace}"
+            for words in BAD[name][1]:
+                assert words in answer.message, f"{name} on rank {rank}: {answer.message}"
+
+
+def of_a_trainer() -> list[Any]:
+    """Trainer makes its plugin itself; and reports what a file asks for."""
+    answers = []
+    with launched():
+        sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
+        arguments = TrainingArguments(
+            "out", report_to=[], fsdp=True, fsdp_config={"version": 2}, use_cpu=True, parallelism_config=sizes
+        )
+        trainer = Trainer(model=Case().model(), args=arguments)
+        answers.append([trainer.accelerator.num_processes, trainer.accelerator.parallelism_config.tp_size])
+    with launched():
+        handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
+        accelerator = Accelerator(fsdp_plugin=LoRAParallelPlugin(tp_size=2), kwargs_handlers=[handler])
+        answers.append(accelerator.parallelism_config.config.timeout_seconds)
+    return answers
+
+
+def test_the_plugin_of_a_trainer(pool):
+    for sizes, timeout in pool.run(4, of_a_trainer):
+        assert sizes == [2, 2]
+        assert timeout == 77
+
+
+def test_a_plugin_of_accelerates_own_is_taken_over():
+    own = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=False,
+        activation_checkpointing=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    config = LoRAParallelPlugin.of(own).parallel_config({"tp": 1}, "bf16")
+    assert (config.reshard_after_forward, config.activation_checkpointing) == (False, True)
+    assert config.block_classes == ["LlamaDecoderLayer"]
+    assert config.param_dtype is torch.bfloat16
+    assert config.reduce_dtype is torch.float32
+    own.fsdp_version = 1
+    with pytest.raises(ValueError, match=r"fsdp_version is 1: .*fsdp_version: 2"):
+        LoRAParallelPlugin.of(own)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    """The plugin sets a variable for transformers."""
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
+    yield
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)

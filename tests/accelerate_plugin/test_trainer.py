@@ -1,0 +1,247 @@
+"""transformers' Trainer, unchanged: the same training as in one process, checkpoints that any mesh goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.accelerate_plugin.harness import Rows, environment, launched
+from tests.oracle import SEVEN, causal_lm, full, lora_config, ranks_of, relative_error, trained
+from tests.workers import Failure, attempt
+
+ROWS = 8
+MESHES = ["1x2", "2x1", "2x2", "2x2x1"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    causal_lm(dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def tokens(rows: int, seed: int) -> Rows:
+    return Rows(torch.randint(0, 131, (rows, 12), generator=torch.Generator().manual_seed(seed)), uneven=True)
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    return {"rows": float(len(prediction.predictions)), "mean": float(np.abs(prediction.predictions).mean())}
+
+
+def make(base: Path, output: Path, dp: int, lora: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+    """A script's Trainer."""
+    set_seed(3)
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = get_peft_model(model, lora_config(r=4, **(lora or {})))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.05)
+    arguments = {
+        "per_device_train_batch_size": ROWS // dp,
+        "per_device_eval_batch_size": ROWS // dp,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.3,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "include_num_input_tokens_seen": "all",
+        **settings,
+    }
+    return Trainer(
+        model=model,
+        args=TrainingArguments(str(output), **arguments),
+        train_dataset=tokens(40, 1),
+        eval_dataset=tokens(16, 2),
+        compute_metrics=metrics,
+    )
+
+
+def summary(trainer: Trainer) -> dict[str, Any]:
+    history = trainer.state.log_history
+    return {
+        "loss": [each["loss"] for each in history if "loss" in each],
+        "norm": [each["grad_norm"] for each in history if "grad_norm" in each],
+        "rate": [each["learning_rate"] for each in history if "learning_rate" in each],
+        "eval": [each["eval_loss"] for each in history if "eval_loss" in each],
+        "rows": [each["eval_rows"] for each in history if "eval_rows" in each],
+        "mean": [each["eval_mean"] for each in history if "eval_mean" in each],
+        "tokens": trainer.state.num_input_tokens_seen,
+        "batch": trainer.get_total_train_batch_size(trainer.args),
+        "adapters": {name: full(p) for name, p in trained(trainer.model).items()},
+    }
+
+
+def trains(base: Path, output: Path, mesh: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Train, predict, save; without a mesh by stock Trainer in one process."""
+    with launched(**(environment(mesh) if mesh else {})):
+        trainer = make(base, output, ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1, **settings)
+        assert next(trainer.model.get_base_model().parameters()).is_meta == bool(mesh)  # read by slices, later
+        trainer.train(resume_from_checkpoint=resume)
+        predicted = trainer.predict(tokens(13, 4))
+        trainer.save_model(str(output / "final"))
+        return {**summary(trainer), "predicted": predicted.predictions, "loss of 13": predicted.metrics["test_loss"]}
+
+
+def compare(got: dict[str, Any], want: dict[str, Any], first: int = 0) -> None:
+    assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
+    assert got["norm"] == pytest.approx(want["norm"], rel=1e-4)
+    assert got["rate"] == want["rate"]
+    assert got["eval"] == pytest.approx(want["eval"], abs=1e-5)
+    assert got["rows"] == want["rows"] == [16.0] * len(want["rows"])
+    assert got["mean"] == pytest.approx(want["mean"], abs=1e-5)
+    assert (got["tokens"], got["batch"]) == (want["tokens"], want["batch"])
+    assert relative_error(got["adapters"], want["adapters"]) < 1e-3
+    assert got["predicted"].shape == want["predicted"].shape == (13, 12, 131)
+    assert np.abs(got["predicted"] - want["predicted"]).max() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def one_process(base, tmp_path_factory) -> dict[str, Any]:
+    return trains(base, tmp_path_factory.mktemp("one"), "")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_trainer_trains_as_in_one_process(pool, base, tmp_path, one_process, mesh):
+    for got in pool.run(ranks_of(mesh), trains, base, tmp_path, mesh):
+        compare(got, one_process)
+
+
+def test_checkpoints_hold_an_adapter_and_go_on_on_other_meshes(pool, base, tmp_path, one_process):
+    """With SHARDED_STATE_DICT, where Trainer itself writes no adapter."""
+    written = tmp_path / "2x2"
+    pool.run(4, trains, base, written, "2x2")
+    names = {"adapter_model.safetensors", "adapter_config.json", "trainer_state.json", "training_args.bin"}
+    for step in (2, 4):
+        assert {path.name for path in (written / f"checkpoint-{step}").iterdir()} == {
+            *names,
+            "README.md",
+            "train_state",
+        }
+    last = load_file(written / "checkpoint-4" / "adapter_model.safetensors")
+    final = load_file(written / "final" / "adapter_model.safetensors")
+    assert last.keys() == final.keys()
+    assert all(torch.equal(last[key], final[key]) for key in last)
+    loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), written / "final")
+    rows = tokens(13, 4)
+    with torch.no_grad():
+        logits = loaded.eval()(input_ids=rows.tokens).logits.numpy()
+    assert np.abs(logits - one_process["predicted"]).max() < 1e-3
+    for mesh in ("1x2", "2x1", "2x2"):
+        resume = str(written / "checkpoint-2")
+        for got in pool.run(ranks_of(mesh), trains, base, tmp_path / f"on {mesh}", mesh, resume):
+            compare(got, one_process)
+
+
+def others(base: Path, output: Path, mesh: str) -> dict[str, Any]:
+    """What else people ask of a Trainer."""
+    found: dict[str, Any] = {}
+    with launched(**(environment(mesh) if mesh else {})):
+        dp = ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1
+        settings: dict[str, Any] = {"eval_steps": 1, "save_steps": 1, "learning_rate": 3.0, "save_total_limit": 2}
+        trainer = make(base, output / "best", dp, load_best_model_at_end=True, **settings)
+        trainer.train()
+        found["best"] = summary(trainer)
+        found["best step"] = Path(trainer.state.best_model_checkpoint).name
+        found["kept"] = sorted(path.name for path in (output / "best").iterdir())
+        found["evaluated"] = trainer.evaluate()["eval_loss"]
+
+        recompute = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        trainer = make(base, output / "recomputed", dp, **recompute, save_strategy="no")
+        trainer.train()
+        found["recomputed"] = summary(trainer)
+
+        trainer = make(base, output / "head", dp, {"modules_to_save": ["lm_head"], "bias": "none"}, save_strategy="no")
+        trainer.train()
+        trainer.save_model()
+        found["head"] = summary(trainer)
+
+        trainer = make(base, output / "light", dp, save_only_model=True)
+        trainer.train()
+        found["light"] = sorted(path.name for path in (output / "light" / "checkpoint-4").iterdir())
+        found["resumed light"] = attempt(trainer.train, resume_from_checkpoint=str(output / "light" / "checkpoint-4"))
+
+        trainer = make(base, output / "before", dp)
+        found["before"] = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        found["after"] = summary(trainer)
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x2"])
+def test_what_else_a_trainer_does(pool, base, tmp_path, mesh):
+    want = others(base, tmp_path / "one", "")
+    for got in pool.run(ranks_of(mesh), others, base, tmp_path / mesh, mesh):
+        for name in ("recomputed", "head", "after"):
+            assert got[name]["loss"] == pytest.approx(want[name]["loss"], abs=1e-5), name
+            assert relative_error(got[name]["adapters"], want[name]["adapters"]) < 1e-2, name
+        evaluated = got["best"]["eval"]  # at a rate that runs away, so that the last step is not the best
+        best = evaluated.index(min(evaluated)) + 1
+        assert best < 4
+        assert got["kept"] == [got["best step"], "checkpoint-4"] == [f"checkpoint-{best}", "checkpoint-4"]
+        assert got["evaluated"] == pytest.approx(min(got["best"]["eval"]), abs=1e-6)
+        assert got["before"] == pytest.approx(want["before"], abs=1e-5)
+        assert "train_state" not in got["light"]
+        assert isinstance(got["resumed light"], Failure)
+        assert "train_state" in got["resumed light"].message
+
+
+class FullDisk(TrainerCallback):
+    """When a checkpoint is nearly there."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        def save_to_json(path: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        if state.global_step == 4:
+            state.save_to_json = save_to_json
+
+
+def interrupted(base: Path, output: Path) -> list[Any]:
+    with launched(**environment("2x2")):
+        trainer = make(base, output, 2)
+        trainer.add_callback(FullDisk())
+        failure = attempt(trainer.train)
+    return [failure.kind, get_last_checkpoint(str(output))]
+
+
+def test_no_half_written_checkpoint_is_ever_the_last_one(pool, base, tmp_path):
+    for kind, last in pool.run(4, interrupted, base, tmp_path):
+        assert kind == "OSError"
+        assert Path(last).name == "checkpoint-2"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+
+
+def foreign(base: Path, output: Path, stock: Path) -> list[Any]:
+    with launched(**environment("2x2")):
+        return [attempt(make(base, output, 2).train, resume_from_checkpoint=str(stock / "checkpoint-2"))]
+
+
+def test_a_checkpoint_of_stock_trainer_is_refused_by_name(pool, base, tmp_path):
+    with launched():
+        make(base, tmp_path / "stock", 1).train()
+    for [failure] in pool.run(4, foreign, base, tmp_path / "ours", tmp_path / "stock"):
+        assert failure.kind == "ValueError", failure.trace
+        assert "checkpoint-2 has no train_state" in failure.message
+
+
+def test_settings_of_the_oracle(base):
+    """The adapters must matter, or equal losses say nothing."""
+    assert len(SEVEN) == 7
+    assert isinstance(lora_config(), LoraConfig)

@@ -1,0 +1,206 @@
+"""TRL's trainers, and its own script as a user launches it: the same training as stock TRL in one process."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from tests.accelerate_plugin.harness import environment, launched
+from tests.oracle import full, ranks_of, relative_error, trained
+
+ROOT = Path(__file__).parents[2]
+WORDS = 64
+CHAT = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }} "
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %} {% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A small model with a tokenizer, and data, on the disk."""
+    path = tmp_path_factory.mktemp("base")
+    words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{index}" for index in range(4, WORDS)]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=CHAT,
+    ).save_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=WORDS, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    (path / "data").mkdir()
+    with open(path / "data" / "train.json", "w") as file:
+        for text in texts(48):
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 14, (count,), generator=generator).tolist()
+    return [" ".join(f"w{i}" for i in torch.randint(4, WORDS, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def conversations(count: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in zip(texts(count), texts(count, 1), strict=True)
+    ]
+
+
+def preferences(count: int) -> list[dict[str, str]]:
+    columns = zip(texts(count), texts(count, 1), texts(count, 2), strict=True)
+    return [{"prompt": a, "chosen": f" {b}", "rejected": f" {c}"} for a, b, c in columns]
+
+
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+KINDS: dict[str, Any] = {
+    "plain": (SFTTrainer, SFTConfig, lambda: [{"text": text} for text in texts(32)], {}),
+    "packing": (SFTTrainer, SFTConfig, lambda: [{"text": text} for text in texts(96)], {"packing": True}),
+    "assistant only": (SFTTrainer, SFTConfig, lambda: conversations(32), {"assistant_only_loss": True}),
+    "dpo": (DPOTrainer, DPOConfig, lambda: preferences(32), {}),
+}
+
+
+def tuned(base: Path, output: Path, mesh: str, kinds: list[str]) -> dict[str, Any]:
+    """What each trainer logs, and the adapter it ends with; without a mesh stock TRL in one process."""
+    found = {}
+    for kind in kinds:
+        with launched(**(environment(mesh) if mesh else {})):
+            trainer_class, config_class, rows, settings = KINDS[kind]
+            dp = ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1
+            arguments = config_class(
+                str(output / kind),
+                per_device_train_batch_size=8 // dp,
+                max_steps=3,
+                max_length=32,
+                learning_rate=1e-2,
+                logging_steps=1,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                bf16=False,
+                **settings,
+            )
+            torch.manual_seed(4)
+            model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+            peft_config: LoraConfig | None = LoraConfig(**LORA)
+            if kind == "packing":  # a model that has its adapter already
+                model, peft_config = get_peft_model(model, peft_config), None
+            trainer = trainer_class(
+                model=model,
+                args=arguments,
+                train_dataset=Dataset.from_list(rows()),
+                processing_class=PreTrainedTokenizerFast.from_pretrained(base),
+                peft_config=peft_config,
+            )
+            trainer.train()
+            trainer.save_model()
+            found[kind] = {
+                "log": [each for each in trainer.state.log_history if "loss" in each],
+                "adapters": {name: full(p) for name, p in trained(trainer.model).items()},
+                "files": sorted(path.name for path in (output / kind / "checkpoint-3").iterdir()),
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(base, tmp_path_factory) -> dict[str, Any]:
+    return tuned(base, tmp_path_factory.mktemp("one"), "", list(KINDS))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kinds"), [("2x2", list(KINDS)), ("1x2", ["plain", "dpo"]), ("2x1", ["plain", "dpo"])]
+)
+def test_trainers_of_trl(pool, base, tmp_path, one_process, mesh, kinds):
+    for answers in pool.run(ranks_of(mesh), tuned, base, tmp_path, mesh, kinds):
+        for kind in kinds:
+            got, want = answers[kind], one_process[kind]
+            assert "adapter_model.safetensors" in got["files"], kind
+            assert "train_state" in got["files"], kind
+            same = ["loss", "grad_norm", "learning_rate", "num_tokens", "epoch"]
+            for mine, theirs in zip(got["log"], want["log"], strict=True):
+                for key in same:
+                    assert mine[key] == pytest.approx(theirs[key], rel=1e-4), (kind, key)
+            assert relative_error(got["adapters"], want["adapters"]) < 1e-3, kind
+
+
+# ---------------------------------------------------------------------- TRL's own script
+
+
+def run(
+    base: Path, folder: Path, config: dict[str, Any] | None, *words: str, ours: bool = True
+) -> list[dict[str, Any]]:
+    """Launch TRL's script; return what it logs."""
+    command = [sys.executable, "-m"]
+    if config is not None:
+        (folder / "config.yaml").write_text(json.dumps(config))
+        command += ["accelerate.commands.launch", "--config_file", str(folder / "config.yaml"), "-m"]
+        command += ["accelerate_plugin.launch", "-m"] if ours else []
+    command += ["trl.scripts.sft", "--model_name_or_path", str(base), "--dataset_name", str(base / "data")]
+    command += ["--use_peft", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
+    command += ["--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"]
+    command += ["--report_to", "none", "--bf16", "False", "--disable_tqdm", "True", "--dtype", "float32", *words]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{'loss'")]
+    return [{key: float(value) for key, value in ast.literal_eval(line).items()} for line in lines]
+
+
+def configured(shard: int, tp: int) -> dict[str, Any]:
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+        "parallelism_config": {"parallelism_config_dp_shard_size": shard, "parallelism_config_tp_size": tp},
+        "mixed_precision": "no",
+        "num_machines": 1,
+        "num_processes": shard * tp,
+        "main_process_port": 0,
+    }
+
+
+def test_the_script_of_trl_trains_on_2x2_and_goes_on_on_1x2(base, tmp_path):
+    def folder(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    whole = run(base, folder("one"), None, "--use_cpu", "--per_device_train_batch_size", "8", "--output_dir", "out")
+    place = folder("2x2")
+    sharded = run(base, place, configured(2, 2), "--per_device_train_batch_size", "4", "--output_dir", "out")
+    assert sharded == whole, "as printed"
+    resume = ["--resume_from_checkpoint", str(place / "out" / "checkpoint-2")]
+    words = ["--per_device_train_batch_size", "8", "--output_dir", "out", *resume]
+    resumed = run(base, folder("1x2"), configured(1, 2), *words)
+    counted = "num_tokens"  # TRL counts from the resume on
+    for mine, theirs in zip(resumed, whole[2:], strict=True):
+        assert {k: v for k, v in mine.items() if k != counted} == {k: v for k, v in theirs.items() if k != counted}
+    with pytest.raises(AssertionError):  # the control: the same command without this package
+        run(base, folder("control"), configured(2, 2), "--output_dir", "out", ours=False)
