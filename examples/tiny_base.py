@@ -4,9 +4,9 @@ There is no model hub and no download here, so that the examples run on any mach
 
 * the *base text* is the Python language reference, which the interpreter carries for ``help()``;
 * the *fine-tuning text* is questions and answers made of the docstrings of the standard library;
-* the *base model* is a Llama with a million parameters that reads bytes: a token is one byte, and no tokenizer
-  is needed. It is trained on the base text once, for about a minute, and kept in a folder as
-  ``save_pretrained`` writes it: to the example it is a checkpoint like any other.
+* the *base model* is a Llama with a million parameters that reads bytes: a token is one byte. It is trained on the
+  base text once, for about a minute, and kept in a folder as ``save_pretrained`` writes it: to the example it is a
+  checkpoint like any other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ import warnings
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SEQUENCE_LENGTH = 128
 
@@ -120,8 +125,19 @@ def make_base_model(directory: Path, make_it_here: bool, steps: int = 300, wait_
             continue
         unfinished = directory.with_name(f"{directory.name}-unfinished-{os.getpid()}")
         _pretrain(steps).save_pretrained(unfinished)
+        byte_tokenizer().save_pretrained(unfinished)
         os.replace(unfinished, directory)
     return directory
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """For trainers that want one: a token is one byte; bytes 0 and 3, which no text has, pad and end one."""
+    characters = bytes_to_unicode()
+    tokenizer = Tokenizer(BPE({character: byte for byte, character in characters.items()}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=characters[0], eos_token=characters[3], clean_up_tokenization_spaces=False
+    )
 
 
 def _pretrain(steps: int, batch_size: int = 16, seed: int = 0) -> LlamaForCausalLM:
