@@ -299,6 +299,8 @@ def unfrozen_afterwards(mesh_text):
         model.add_adapter("second", lora_config(target_modules=["q_proj"]))
         model = parallelize(model, mesh, config)
         find(model, what)[1].requires_grad_(True)
+        with torch.no_grad():  # no gradient is to be had: DPO's reference is an adapter that is switched on so
+            model(input_ids=ids)
         errors[what] = attempt(model, input_ids=ids, labels=ids)
     return errors
 
