@@ -22,7 +22,7 @@ from packaging.version import Version
 from accelerate_plugin import accelerator, checkpoint, data, flag, trainer
 from lora_parallel.meta import defer_from_pretrained
 
-__all__ = ["PATCHES", "Patch", "activate", "check", "patched"]
+__all__ = ["PATCHES", "Patch", "activate", "check", "patched", "unpatched"]
 
 _OLDEST = {"accelerate": "1.15", "transformers": "5.17"}
 
@@ -391,7 +391,19 @@ def _standing_in(own: Callable[..., Any], instead: Callable[..., Any]) -> Callab
 _active = ExitStack()
 
 
+atexit.register(_active.close)
+
+
 def activate() -> None:
     """`patched`, for the rest of the process."""
     _active.enter_context(patched())
-    atexit.register(_active.close)
+
+
+@contextmanager
+def unpatched() -> Iterator[None]:
+    """Within, Accelerate and transformers are as if this package had not been imported."""
+    _active.close()
+    try:
+        yield
+    finally:
+        activate()

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from accelerate_plugin import patches
-from accelerate_plugin.patches import PATCHES, check, patched
+from accelerate_plugin.patches import PATCHES, check, patched, unpatched
 from tests.accelerate_plugin.harness import Rows, launched
 from tests.oracle import Case, trained
 
@@ -60,8 +60,9 @@ os.environ["ACCELERATE_USE_FSDP"] = "true"
 from accelerate_plugin import patches
 assert Accelerator.prepare is not before[0]["prepare"]
 assert vars(PreTrainedModel)["from_pretrained"] is not before[2]["from_pretrained"]
-patches._active.close()
-assert before == [dict(vars(kind)) for kind in (Accelerator, Trainer, PreTrainedModel)]
+with patches.unpatched():
+    assert before == [dict(vars(kind)) for kind in (Accelerator, Trainer, PreTrainedModel)]
+assert Accelerator.prepare is not before[0]["prepare"]
 print("undone")
 """
 
@@ -96,14 +97,13 @@ def stock() -> tuple[list[float], dict[str, Any]]:
 def test_a_run_without_the_flag_is_what_it_was(monkeypatch):
     with launched():
         with_patches = stock()
-    owners = {patch.target for patch in PATCHES}
-    for owner in owners:
-        for name, method in list(vars(owner).items()):
-            if hasattr(method, patches._STANDS_IN):
-                monkeypatch.setattr(owner, name, method.__wrapped__)
-    monkeypatch.setattr(patches, "PATCHES", ())
-    with launched():
-        losses, state = stock()
+    monkeypatch.setattr(patches, "check", lambda: None)
+    with unpatched():
+        assert not any(hasattr(vars(patch.target)[patch.name], patches._STANDS_IN) for patch in PATCHES)
+        monkeypatch.setattr(patches, "PATCHES", ())
+        with launched():
+            losses, state = stock()
+        monkeypatch.undo()
     assert with_patches[0] == losses
     assert with_patches[1].keys() == state.keys()
     assert all(torch.equal(with_patches[1][name], state[name]) for name in state)
