@@ -18,7 +18,7 @@ from tests.accelerate_plugin.harness import launched, plugin, rows_of
 from tests.oracle import Case, causal_lm, full, ranks_of, reference, relative_error, trained
 from tests.workers import Failure, attempt
 
-CASE = Case(steps=6)
+CASE = Case(steps=6, lora={"modules_to_save": ["lm_head"]})
 MESHES = ["2x2", "1x2", "4x1", "2x1", "1x1", "2x2x1", "1x4"]
 
 
@@ -38,10 +38,11 @@ class Counter:
 class Script:
     """A training script that saves in mid-epoch and goes on."""
 
-    def __init__(self, mesh: str, shuffle: bool = False, **accelerator: Any) -> None:
-        self.accelerator = Accelerator(fsdp_plugin=plugin(mesh) if mesh else None, cpu=not mesh, **accelerator)
+    def __init__(self, mesh: str, shuffle: bool = False, recompute: bool = False, **accelerator: Any) -> None:
+        asked = plugin(mesh, activation_checkpointing=recompute) if mesh else None
+        self.accelerator = Accelerator(fsdp_plugin=asked, cpu=not mesh, **accelerator)
         model = CASE.model()
-        optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
+        optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2, foreach=True)  # as on GPUs
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 ** (1 / self.accelerator.num_processes))
         loader: Any = DataLoader(rows_of(CASE), batch_size=CASE.rows // self.accelerator.num_processes, shuffle=shuffle)
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
@@ -142,7 +143,7 @@ def test_shuffling_goes_on_in_mid_epoch(pool, tmp_path, mesh, seedable):
 
 def written(mesh: str, folder: Path) -> list[Any]:
     with launched():
-        script = Script(mesh)
+        script = Script(mesh, recompute=True)
         script.train(0, 1)
         accelerator, model = script.accelerator, script.model
         accelerator.save_model(model, folder / "save_model")
@@ -163,6 +164,7 @@ def test_saves_are_adapter_folders(pool, tmp_path):
         assert state == {name: (tuple(t.shape), "cpu" if rank == 0 else "meta") for name, t in adapters.items()}
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["adapter", "extra.pt", "meta.json", "state"]
     tokens = CASE.batches()[0]
+    assert any("lm_head" in name for name in adapters)
     for folder in ("save_model", "gathered", "unwrapped", "state/adapter"):
         got = load_file(tmp_path / folder / "adapter_model.safetensors")
         assert len(got) == len(adapters)

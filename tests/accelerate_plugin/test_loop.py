@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.accelerate_plugin.harness import Rows, environment, launched, plugin, trains
 from tests.oracle import (
@@ -93,6 +93,23 @@ def test_bf16_against_one_process_under_the_same_policy(pool, mesh):
         assert run.losses == pytest.approx(want.losses, abs=1e-2)
         assert any(loss != torch.tensor(loss).bfloat16().item() for loss in run.losses)
         assert all(gradient.dtype == torch.float32 for gradient in run.gradients.values())
+
+
+def from_disk(mesh: str, base: str) -> Run:
+    """The base is left on the disk until it is prepared; stock Accelerate updates one parameter of 28 then."""
+    with launched(**environment(mesh)):
+        model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float64)
+        assert model.lm_head.weight.is_meta
+        model = get_peft_model(model, lora_config(), autocast_adapter_dtype=False)
+        fill_adapters(model)
+        return trains(CASES["plain"], Accelerator(), model.train())
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
+def test_a_model_that_each_process_reads_its_own_slices_of(pool, tmp_path, mesh):
+    causal_lm().save_pretrained(tmp_path)
+    for run in pool.run(ranks_of(mesh), from_disk, mesh, str(tmp_path)):
+        assert relative_error(run.adapters, reference(CASES["plain"]).adapters) < 1e-10
 
 
 # ---------------------------------------------------------------------- layer kinds
