@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -14,11 +13,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from accelerate_plugin.accelerator import Own, innermost
-from accelerate_plugin.data import batch_size, restore_sampler, sampler_state
+from accelerate_plugin.data import batch_size, check_sampler, restore_sampler, sampler_state
 from accelerate_plugin.parallelism import parallelism_of
-from accelerate_plugin.schedule import resume_schedule
+from accelerate_plugin.schedule import check_schedule, resume_schedule
 from lora_parallel.agreement import agreed
-from lora_parallel.atomic import local_path
+from lora_parallel.atomic import local_path, remove_folder
 from lora_parallel.checkpoint_reader import load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.plain import check_plain, plain
@@ -89,7 +88,7 @@ def save_state(
             hook(self._models, [], str(path))
     if naming and self.is_main_process and self.project_configuration.total_limit is not None:
         for old in _numbered(path.parent)[: -self.project_configuration.total_limit]:
-            shutil.rmtree(old)
+            remove_folder(old)
     self.project_configuration.iteration += 1
     return str(path)
 
@@ -130,6 +129,10 @@ def load_state(
             if len(extra[what]) != len(mine):
                 name = {"samplers": "dataloaders", "custom": "objects registered for checkpointing"}.get(what, what)
                 raise ValueError(f"{path} holds {len(extra[what])} {name}, this Accelerator has {len(mine)}.")
+        for scheduler, saved in zip(self._schedulers, extra["schedulers"], strict=True):
+            check_schedule(scheduler.scheduler, saved)
+        for loader, saved in zip(self._dataloaders, extra["samplers"], strict=True):
+            check_sampler(loader, saved)
         if found.optimizers.keys() != state.optimizers.keys():
             raise ValueError(
                 f"{path} holds the state of {len(found.optimizers)} optimizers, this Accelerator has "

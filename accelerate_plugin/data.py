@@ -16,7 +16,7 @@ from transformers.trainer_utils import seed_worker
 from accelerate_plugin.accelerator import Own
 from accelerate_plugin.parallelism import parallelism_of
 
-__all__ = ["batch_size", "prepare_data_loader", "restore_sampler", "sampler_state"]
+__all__ = ["batch_size", "check_sampler", "prepare_data_loader", "restore_sampler", "sampler_state"]
 
 
 def prepare_data_loader(own: Own, self: Accelerator, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,11 +95,11 @@ def sampler_state(accelerator: Accelerator, loader: Any) -> dict[str, Any] | Non
     return {"generator": sampler.began if inside else sampler.generator.get_state()}
 
 
-def restore_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
-    """Shuffle as the saved sampler did.
+def check_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
+    """Check that a loader shuffles as the one that was saved.
 
     Raises:
-        ValueError: The loader shuffles in another way.
+        ValueError: It shuffles in another way.
     """
     sampler = getattr(_dealer(loader), "sampler", None)
     kind = "seed" if isinstance(sampler, SeedableRandomSampler) else "generator"
@@ -108,6 +108,11 @@ def restore_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
         raise ValueError(
             "a dataloader shuffles in another way than the one that was saved: keep shuffle= and use_seedable_sampler."
         )
+
+
+def restore_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
+    """Shuffle as the saved sampler did."""
+    sampler = getattr(_dealer(loader), "sampler", None)
     if saved is None:
         return
     if isinstance(sampler, SeedableRandomSampler):

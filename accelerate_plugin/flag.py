@@ -56,11 +56,23 @@ def choose(arguments: dict[str, Any]) -> LoRAParallelism | None:
             )
     check_config_file()
     _check_compile(arguments)
-    if plugin is None and _flag("ACCELERATE_USE_FSDP"):
-        check_version(int(os.environ.get("FSDP_VERSION", "1")))
+    global _given
+    if isinstance(plugin, LoRAParallelPlugin):
+        _given = plugin
+    elif plugin is None and _flag("ACCELERATE_USE_FSDP"):
+        if "FSDP_VERSION" in os.environ or _given is None:
+            check_version(int(os.environ.get("FSDP_VERSION", "1")))
+        else:
+            plugin = _given
     own = LoRAParallelPlugin.of(plugin) if plugin is not None else LoRAParallelPlugin()
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return LoRAParallelism.choose(own, given, str(precision).lower(), _timeout(arguments))
+
+
+_given: LoRAParallelPlugin | None = None
+"""Of an Accelerator before. Accelerate sets its flag in the environment then, and a Trainer that is made afterwards,
+which starts its state anew, is to find more than the flag.
+"""
 
 
 def _flag(name: str) -> bool:

@@ -6,10 +6,24 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-__all__ = ["resume_schedule"]
+__all__ = ["check_schedule", "resume_schedule"]
 
 _COUNTS = ("last_epoch", "_step_count", "T_cur", "T_i")
 _RATES = ("base_lrs", "_last_lr")
+
+
+def check_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Check that a saved state is of the same kind of schedule.
+
+    Raises:
+        ValueError: It is not.
+    """
+    differing = sorted(scheduler.state_dict().keys() ^ saved.keys())
+    if differing:
+        raise ValueError(
+            f"the saved schedule is none of {type(scheduler).__name__} ({differing} are not in both): make the "
+            "scheduler as it was made in the run that saved."
+        )
 
 
 def resume_schedule(scheduler: Any, saved: Mapping[str, Any], scale: Fraction) -> None:
@@ -20,17 +34,8 @@ def resume_schedule(scheduler: Any, saved: Mapping[str, Any], scale: Fraction) -
             counted here, the saved ones may not be.
         saved: Its `state_dict` when it was saved.
         scale: Steps here for one then.
-
-    Raises:
-        ValueError: The state is of another kind of schedule.
     """
     here = scheduler.state_dict()
-    if here.keys() != saved.keys():
-        differing = sorted(here.keys() ^ saved.keys())
-        raise ValueError(
-            f"the saved schedule is none of {type(scheduler).__name__} ({differing} are not in both): make the "
-            "scheduler as it was made in the run that saved."
-        )
     by_steps = "last_epoch" in saved and "num_bad_epochs" not in saved  # not so ReduceLROnPlateau
     scheduler.load_state_dict(_scaled(here, saved, scale) if by_steps and scale != 1 else saved)
 

@@ -225,6 +225,9 @@ def refused(folder: Path) -> dict[str, Any]:
         answers["not ours"] = attempt(accelerator.save_state, folder / "mine")
         answers["no checkpoint"] = attempt(accelerator.load_state, folder / "mine")
         answers["pickles"] = attempt(accelerator.save_state, folder / "pickled", safe_serialization=False)
+        accelerator._schedulers[0].scheduler = torch.optim.lr_scheduler.CyclicLR(script.optimizer.optimizer, 0.1, 1.0)
+        answers["another schedule"] = attempt(accelerator.load_state, folder / "state")
+        accelerator._schedulers[0] = script.schedule
         accelerator.register_for_checkpointing(Counter())
         answers["another object"] = attempt(accelerator.load_state, folder / "state")
         script.counter.value = Counter()

@@ -192,6 +192,10 @@ def of_a_trainer() -> list[Any]:
         trainer = Trainer(model=Case().model(), args=arguments)
         answers.append([trainer.accelerator.num_processes, trainer.accelerator.parallelism_config.tp_size])
     with launched():
+        Accelerator(fsdp_plugin=plugin("2x2"))
+        trainer = Trainer(model=Case().model(), args=TrainingArguments("out", report_to=[]))  # starts anew
+        answers.append([trainer.accelerator.num_processes, trainer.accelerator.parallelism_config.tp_size])
+    with launched():
         handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
         accelerator = Accelerator(fsdp_plugin=LoRAParallelPlugin(tp_size=2), kwargs_handlers=[handler])
         answers.append(accelerator.parallelism_config.config.timeout_seconds)
@@ -199,8 +203,8 @@ def of_a_trainer() -> list[Any]:
 
 
 def test_the_plugin_of_a_trainer(pool):
-    for sizes, timeout in pool.run(4, of_a_trainer):
-        assert sizes == [2, 2]
+    for sizes, after_another, timeout in pool.run(4, of_a_trainer):
+        assert sizes == after_another == [2, 2]
         assert timeout == 77
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler as lr
 from transformers import get_linear_schedule_with_warmup
 
-from accelerate_plugin.schedule import resume_schedule
+from accelerate_plugin.schedule import check_schedule, resume_schedule
 
 UPDATES = 12
 # A schedule for `unit` steps an update.
@@ -69,4 +69,4 @@ def test_a_schedule_by_results_keeps_what_it_has_counted():
 
 def test_another_kind_of_schedule_is_refused():
     with pytest.raises(ValueError, match="none of ExponentialLR"):
-        resume_schedule(made("exponential", 1)[1], made("cosine", 1)[1].state_dict(), Fraction(1))
+        check_schedule(made("exponential", 1)[1], made("cosine", 1)[1].state_dict())
