@@ -44,7 +44,8 @@ def launched(**environment: str) -> Iterator[None]:
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     os.environ.update(environment)
-    if dist.is_initialized():
+    pooled = dist.is_initialized()
+    if pooled:
         parallelism.build_mesh = _shared_mesh  # type: ignore[assignment]
     _forget()
     try:
@@ -53,6 +54,8 @@ def launched(**environment: str) -> Iterator[None]:
             yield
     finally:
         _forget()
+        if dist.is_initialized() and not pooled:
+            dist.destroy_process_group()
         parallelism.build_mesh = build
         os.environ.clear()
         os.environ.update(before)
