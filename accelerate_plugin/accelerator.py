@@ -258,7 +258,8 @@ def gather(own: Own, self: Accelerator, tensor: Any) -> Any:
         return gathered
 
     def once(each: Tensor) -> Tensor:
-        return each.unflatten(0, (parallelism.dp_size, parallelism.tp_size, -1))[:, 0].flatten(0, 1)
+        shares = parallelism.dp_size, parallelism.tp_size
+        return each.unflatten(0, (*shares, len(each) // (shares[0] * shares[1])))[:, 0].flatten(0, 1)
 
     return recursively_apply(once, gathered)
 

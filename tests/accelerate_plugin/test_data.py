@@ -71,6 +71,7 @@ def seen(mesh: str) -> dict[str, Any]:
         found["objects"] = [each["id"] for part in parts for each in part]
         dp_rank = accelerator.state.parallelism_config.dp_rank
         found["gathered"] = accelerator.gather(torch.tensor([dp_rank, 10 + dp_rank])).tolist()
+        found["nothing"] = tuple(accelerator.gather(torch.empty(0, 3)).shape)
         found["scalars"] = accelerator.gather({"a": torch.tensor(float(dp_rank))})["a"].tolist()
         found["sum"] = accelerator.reduce(torch.tensor([1.0, dp_rank]), "sum").tolist()
         found["mean"] = accelerator.reduce(torch.tensor([1.0, dp_rank]), "mean").tolist()
@@ -110,6 +111,7 @@ def test_tensor_parallel_peers_act_as_one_process(pool, mesh):
         assert sorted(each for share in found["stream"][::tp] for batch in share for each in batch) == list(range(16))
         assert found["metrics"] == found["objects"] == list(range(18))
         assert found["gathered"] == [each for rank in range(dp) for each in (rank, 10 + rank)]
+        assert found["nothing"] == (0, 3)
         assert found["scalars"] == list(range(dp))
         assert found["sum"] == [dp, sum(range(dp))]
         assert found["mean"] == [1, sum(range(dp)) / dp]
