@@ -348,6 +348,7 @@ def save_model(
     if state_of(model) is None:
         own(self, model, save_directory, max_shard_size, safe_serialization)
         return
-    if not safe_serialization:
-        raise TypeError("save_model of a sharded model does not support safe_serialization=False: leave it True.")
+    with agreed():
+        if not safe_serialization:
+            raise TypeError("save_model of a sharded model does not support safe_serialization=False: leave it True.")
     write_pretrained(model, save_directory, max_shard_size=max_shard_size)

@@ -25,12 +25,12 @@ from lora_parallel.random_state import restore_random_state
 from lora_parallel.state import parallelized
 from lora_parallel.train_state import TrainState
 
-__all__ = ["load_state", "save_state", "train_state"]
+__all__ = ["load_state", "save_state"]
 
 _WRITER = "Accelerator"
 
 
-def train_state(accelerator: Accelerator) -> TrainState:
+def _train_state(accelerator: Accelerator) -> TrainState:
     """What a checkpoint of an Accelerator is of: its models that train, and its optimizers."""
     models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
     if not any(parallelized(model) for model in models):
@@ -66,7 +66,7 @@ def save_state(
         path = local_path(output_dir)
         if naming and path.exists():
             raise ValueError(f"{path} exists already: set accelerator.project_configuration.iteration to go on.")
-        state = train_state(self)
+        state = _train_state(self)
         extra: dict[str, Any] = {
             "schedulers": [each.state_dict() for each in self._schedulers],
             "processes": self.num_processes,
@@ -120,7 +120,7 @@ def load_state(
     found = read_checkpoint(path, _WRITER)
     extra = found.record["accelerator"]
     with agreed():
-        state = train_state(self)
+        state = _train_state(self)
         for what, mine in (
             ("schedulers", self._schedulers),
             ("samplers", self._dataloaders),
