@@ -29,6 +29,7 @@ from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, local_path
 from lora_parallel.gather import class_of, gather_on_rank_zero, local, region_of, reshard
 from lora_parallel.identity import renew_fingerprints
+from lora_parallel.names import embeddings_of
 
 __all__ = [
     "CARD",
@@ -230,8 +231,8 @@ def _on_disk(
             by_tensor = {id(tensor): name for name, tensor in stand_ins.items()}
             added = "" if isinstance(holder, PeftModel) else "base_model.model."
             names = {f"{added}{key}": by_tensor[id(tensor)] for key, tensor in state.items()}
-            if set(own) - set(names.values()):
-                lost = sorted(set(own) - set(names.values()))
+            named = {id(parameters[name]) for name in names.values()}  # what tied layers share is written once
+            if lost := sorted(name for name, tensor in own.items() if id(tensor) not in named):
                 raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
     if dist.is_initialized() and dist.get_world_size() > 1:
         shared = [names]
@@ -248,7 +249,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
     """Names in `model` of the base weights of input and output embeddings, where the model says what these are."""
     base = holder.get_base_model() if isinstance(holder, PeftModel) else holder
-    layers = [getattr(base, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    layers = [embeddings_of(base, side) for side in ("input", "output")]
     inner = {getattr(layer, "base_layer", layer) for layer in layers if layer is not None}
     return [f"{name}.weight" for name, module in model.named_modules() if module in inner]
 

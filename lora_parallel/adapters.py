@@ -11,6 +11,8 @@ from lora_parallel.gather import persistent_buffers
 
 __all__ = ["adapted_model", "adapter_parameters", "adapter_tensors", "check_unmerged", "peft_configs"]
 
+_MAGNITUDES = {"lora_magnitude_vector": None}
+
 
 def peft_configs(model: nn.Module) -> dict[str, PeftConfig]:
     """The PEFT configs of the model's adapters, by adapter name; empty where there are none."""
@@ -50,7 +52,8 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
     for prefix, module in model.named_modules():
         if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             continue
-        for attribute in module.adapter_layer_names:
+        # PEFT does not list the magnitudes of embeddings.
+        for attribute in {**dict.fromkeys(module.adapter_layer_names), **_MAGNITUDES}:
             start = f"{prefix}.{attribute}." if prefix else f"{attribute}."
             for name, parameter in parameters.items():
                 if not name.startswith(start):

@@ -15,9 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lora_parallel.upstream import all_gather_stacked, all_reduce_sum
+from lora_parallel.upstream import all_gather_stacked, all_reduce_sum, reduce_scatter_sum
 
-__all__ = ["all_reduce", "chunk_bounds", "copy_to_tp", "gather_last_dim", "split_last_dim", "sum_over_tp"]
+__all__ = [
+    "all_reduce",
+    "chunk_bounds",
+    "copy_to_tp",
+    "gather_last_dim",
+    "gather_tokens",
+    "split_last_dim",
+    "split_tokens",
+    "sum_of_tokens",
+    "sum_over_tp",
+    "whole_tokens",
+]
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -107,6 +118,112 @@ class _SplitLastDim(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _gather(grads[0], ctx.size, ctx.group, "input gradient slices", ctx.where), None, None
+
+
+_TOKENS = 1
+"""The dim of the sequence in activations [rows, tokens, features]."""
+
+
+def _token_bounds(size: int, group: ProcessGroup) -> list[tuple[int, int]]:
+    return [chunk_bounds(size, group.size(), index) for index in range(group.size())]
+
+
+def _all_tokens(x: Tensor, size: int, group: ProcessGroup, what: str, where: str) -> Tensor:
+    width = -(-size // group.size())
+    padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[_TOKENS])).contiguous()
+    with _named(what, where, group):
+        stacked = all_gather_stacked(padded, group)
+    parts = zip(stacked.unbind(0), _token_bounds(size, group), strict=True)
+    return torch.cat([part.narrow(_TOKENS, 0, end - start) for part, (start, end) in parts], dim=_TOKENS)
+
+
+def _my_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    start, end = chunk_bounds(x.shape[_TOKENS], group.size(), group.rank())
+    # Not a view: what comes of a function may be changed in place.
+    return x.narrow(_TOKENS, start, end - start).clone(memory_format=torch.contiguous_format)
+
+
+def _sum_of_mine(x: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
+    size = x.shape[_TOKENS]
+    width = -(-size // group.size())
+    padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, width * group.size() - size))
+    stacked = torch.stack(padded.split(width, dim=_TOKENS))
+    with _named(what, where, group):
+        mine = reduce_scatter_sum(stacked, group)
+    start, end = chunk_bounds(size, group.size(), group.rank())
+    return mine.narrow(_TOKENS, 0, end - start).clone(memory_format=torch.contiguous_format)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All tokens for slices; the gradient that comes back is partial, and each rank gets the sum for its tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
+        ctx.group, ctx.where = group, where
+        return _all_tokens(x, size, group, "tokens", where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sum_of_mine(grads[0], ctx.group, "input gradient", ctx.where), None, None, None
+
+
+class _SumOfTokens(torch.autograd.Function):
+    """The sum of partial outputs for this rank's tokens; backward gives all of them the gradient of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+        ctx.size, ctx.group, ctx.where = x.shape[_TOKENS], group, where
+        return _sum_of_mine(x, group, "output", where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _all_tokens(grads[0], ctx.size, ctx.group, "output gradient", ctx.where), None, None
+
+
+class _SplitTokens(torch.autograd.Function):
+    """This rank's tokens of a tensor that is the same everywhere; backward puts the gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+        ctx.size, ctx.group, ctx.where = x.shape[_TOKENS], group, where
+        return _my_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _all_tokens(grads[0], ctx.size, ctx.group, "input gradient", ctx.where), None, None
+
+
+class _WholeTokens(torch.autograd.Function):
+    """All tokens, for what every rank computes alike; backward keeps the gradient of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
+        ctx.group = group
+        return _all_tokens(x, size, group, "tokens", where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _my_tokens(grads[0], ctx.group), None, None, None
+
+
+def gather_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
+    """All `size` tokens of which each rank has one chunk in `x` [rows, tokens, ...], fed to slices."""
+    return _GatherTokens.apply(x, size, group, where)
+
+
+def sum_of_tokens(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    """The sum of the partial outputs `x` [rows, tokens, ...], for this rank's chunk of the tokens."""
+    return _SumOfTokens.apply(x, group, where)
+
+
+def split_tokens(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    """This rank's chunk of the tokens of `x` [rows, tokens, ...], which is whole on every rank."""
+    return _SplitTokens.apply(x, group, where)
+
+
+def whole_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
+    """All `size` tokens of which each rank has one chunk in `x` [rows, tokens, ...], the same on every rank."""
+    return _WholeTokens.apply(x, size, group, where)
 
 
 def copy_to_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -56,8 +56,8 @@ class ParallelConfig:
     timeout_seconds: int = 1800
     """After this long a collective that a peer has not joined is an error."""
 
-    sequence_parallel: bool = field(default=False)
-    """Not supported yet."""
+    sequence_parallel: bool = False
+    """Between the layers that tp cuts, each tp rank has a chunk of the tokens: less memory, the same traffic."""
 
     cpu_offload: bool = False
     """Not supported yet."""
@@ -72,7 +72,7 @@ class ParallelConfig:
             _positive("dp_shard", self.dp_shard, or_auto=True)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
-        for name in ("reshard_after_forward", "activation_checkpointing", "require_adapters"):
+        for name in ("reshard_after_forward", "activation_checkpointing", "require_adapters", "sequence_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if isinstance(self.tp_plan, str):
@@ -97,7 +97,7 @@ class ParallelConfig:
                 "param_dtype=torch.float16 needs loss scaling, which sharded training does not have here: "
                 "use torch.bfloat16."
             )
-        for name in ("sequence_parallel", "cpu_offload", "compile"):
+        for name in ("cpu_offload", "compile"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not supported yet: leave it False.")
 

@@ -7,7 +7,7 @@ sharding replaces by others again, and the modules that hold them remember.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "has_deferred",
     "is_deferred",
     "read_whole",
+    "rearrange_stored",
     "remember",
     "settle",
     "sources_of",
@@ -151,6 +152,13 @@ def settle(model: nn.Module) -> None:
                         setattr(plain, _DEFERRED, True)
                     replaced[id(tensor)] = plain
                 container[key] = replaced[id(tensor)]  # type: ignore[assignment]
+
+
+def rearrange_stored(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:
+    """Let a parameter of `module` be filled by `rearrange` of what its checkpoint holds for it."""
+    stored = module.__dict__.get(_STORED, {})
+    if key in stored:
+        stored[key] = rearrange(stored[key])
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

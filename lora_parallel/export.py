@@ -29,6 +29,7 @@ from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, local_path
 from lora_parallel.gather import class_of, local, region_of, reshard
 from lora_parallel.safetensors_writer import write_safetensors
+from lora_parallel.selection import Selection, selection_of
 from lora_parallel.sources import INDEX, Reader, Source
 from lora_parallel.state import state_of
 from lora_parallel.stored import Leaf, Region, StoredTensor
@@ -82,7 +83,7 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
         source = _ShardedModel(Path(class_of(base).__name__), weights)
         leaves = source.list()
         with agreed():
-            stored = _as_saved(base, leaves)
+            stored = _as_saved(base, leaves, weights)
             files = split_state_dict_into_shards_factory(
                 stored,
                 get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
@@ -132,6 +133,9 @@ class _Weight:
     layer: LoraLayer | None = None
     """Whose adapters are to be merged into it."""
 
+    selected: tuple[Selection, int] | None = None
+    """How its rows are stored, and along which dim, if not as they are."""
+
 
 def _weights(base: nn.Module) -> dict[str, _Weight]:
     """The parameters and persistent buffers of the merged model, by their names in it; a tied one under the first."""
@@ -159,7 +163,7 @@ def _weights(base: nn.Module) -> dict[str, _Weight]:
             if merged:
                 assert layer is not None
                 _check_kind(name, layer)
-            found[name] = _Weight(tensor, layer if merged else None)
+            found[name] = _Weight(tensor, layer if merged else None, selection_of(module, key))
     _check_all_merged(base, found)
     return found
 
@@ -239,12 +243,16 @@ def _refuse(name: str, problem: str) -> NoReturn:
     )
 
 
-def _as_saved(base: nn.Module, merged: Mapping[str, Leaf]) -> dict[str, StoredTensor]:
+def _as_saved(base: nn.Module, merged: Mapping[str, Leaf], weights: Mapping[str, _Weight]) -> dict[str, StoredTensor]:
     """By the names, and in the shapes, that the model's checkpoints have on disk."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
     stored = {name: StoredTensor(leaf) for name, leaf in merged.items()}
+    for name, weight in weights.items():
+        if weight.selected is not None:
+            selection, dim = weight.selected
+            stored[name] = selection.restored(stored[name], dim)  # type: ignore[assignment]
     return dict(revert_weight_conversion(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
 
 
@@ -335,7 +343,7 @@ class _ShardedModel(Source):
             return mine
         merged = mine.clone()
         for adapter, (a, b) in self.factors[key].items():
-            merged += _delta(weight.layer, adapter, a, b, region)
+            merged += _delta(weight.layer, adapter, a, b, region, weight.selected)
         return merged
 
 
@@ -361,7 +369,9 @@ def _full(parameter: Any) -> Tensor:
     return data.full_tensor() if isinstance(data, DTensor) else data
 
 
-def _delta(layer: LoraLayer, adapter: str, a: Tensor, b: Tensor, region: Region) -> Tensor:
+def _delta(
+    layer: LoraLayer, adapter: str, a: Tensor, b: Tensor, region: Region, selected: tuple[Selection, int] | None
+) -> Tensor:
     """PEFT's own `get_delta_weight`, for the rows and columns in `region`."""
     rows, columns = region
     if isinstance(layer, Embedding) or layer.fan_in_fan_out:  # type: ignore[attr-defined]
@@ -369,6 +379,9 @@ def _delta(layer: LoraLayer, adapter: str, a: Tensor, b: Tensor, region: Region)
     part: Any = object.__new__(class_of(layer))  # type: ignore[arg-type]  # a copy; FSDP2's own class would build one
     part.__dict__.update(layer.__dict__)
     part.__dict__["_modules"] = dict(layer._modules)  # type: ignore[attr-defined]
+    part.__dict__.pop("get_delta_weight", None)  # the whole layer's, rearranged
+    if selected is not None:
+        b = b[selected[0].order.to(b.device)]
     a, b = a[:, columns], b[rows]
     if isinstance(layer, Embedding):
         part.__dict__["_modules"].update(

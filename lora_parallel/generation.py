@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from lora_parallel.gather import reshard
+
 __all__ = ["allow_generate"]
 
 
@@ -27,6 +29,6 @@ def allow_generate(model: nn.Module, dp_size: int) -> None:
         try:
             return own(*args, **kwargs)
         finally:
-            model.reshard()  # as after any forward that no backward follows
+            reshard(model)  # as after any forward that no backward follows
 
     model.__dict__["generate"] = generate

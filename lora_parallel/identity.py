@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lora_parallel.adapters import adapter_parameters
 from lora_parallel.gather import local, region_of, reshard
 from lora_parallel.mesh import AXES
+from lora_parallel.selection import Selection, selection_of
 from lora_parallel.state import state_of
 
 __all__ = ["base_fingerprints", "check_base", "fingerprints_of", "renew_fingerprints"]
@@ -41,14 +43,24 @@ def base_fingerprints(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dt
         for name, p in model.named_parameters()
         if not p.requires_grad and name not in adapters and p.numel()
     }
-    sampled = [_samples(name, parameter, mesh, dtype) for name, parameter in frozen.items()]
+    arranged = {
+        parameter: selected
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and (selected := selection_of(module, key)) is not None
+    }
+    shapes = {name: _shape(parameter, arranged.get(parameter)) for name, parameter in frozen.items()}
+    sampled = [
+        _samples(name, shapes[name], parameter, arranged.get(parameter), mesh, dtype)
+        for name, parameter in frozen.items()
+    ]
     if not sampled:
         return {}
     values = torch.stack(sampled)
     if mesh is not None and dist.is_initialized():
         dist.all_reduce(values)
     return {
-        name: _digest(f"{tuple(parameter.shape)} {dtype or parameter.dtype} {row}")
+        name: _digest(f"{shapes[name]} {dtype or parameter.dtype} {row}")
         for (name, parameter), row in zip(frozen.items(), values.tolist(), strict=True)
     }
 
@@ -112,15 +124,33 @@ def _plain(name: str) -> str:
     return name
 
 
-def _samples(name: str, parameter: Tensor, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> Tensor:
+def _shape(parameter: Tensor, selected: tuple[Selection, int] | None) -> tuple[int, ...]:
+    """The shape that the parameter has where it is not cut."""
+    shape = list(parameter.shape)
+    if selected is not None:
+        shape[selected[1]] = selected[0].size
+    return tuple(shape)
+
+
+def _samples(
+    name: str,
+    shape: tuple[int, ...],
+    parameter: Tensor,
+    selected: tuple[Selection, int] | None,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
     """The bits of the sampled values that this rank contributes; zero for the others."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    flat = torch.randint(parameter.numel(), (_SAMPLES,), generator=generator)
+    flat = torch.randint(prod(shape), (_SAMPLES,), generator=generator)
     bits = torch.zeros(_SAMPLES, dtype=torch.int64, device="cpu" if mesh is None else mesh.device_type)
     mine = local(parameter)
     if not mine.numel() or not _contributes(parameter, mesh):
         return bits
-    unravelled = torch.unravel_index(flat, parameter.shape)
+    unravelled = list(torch.unravel_index(flat, shape))
+    if selected is not None:
+        selection, dim = selected
+        unravelled[dim] = selection.inverse[unravelled[dim]]
     places = [place - part.start for place, part in zip(unravelled, region_of(parameter), strict=True)]
     inside = torch.ones(_SAMPLES, dtype=torch.bool)
     for place, size in zip(places, mine.shape, strict=True):

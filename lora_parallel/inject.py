@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from peft import LoraConfig, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import MultiheadAttention
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,8 +20,8 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import has_deferred
 from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
 from lora_parallel.gather import local
+from lora_parallel.names import clean_names
 from lora_parallel.peft_hooks import check_needs_no_base, observe_layers
-from lora_parallel.plan import clean_names
 from lora_parallel.upstream import local_region
 from lora_parallel.weights import allocate_adapters
 
@@ -29,6 +31,20 @@ _REMEDY = (
     "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "
     "require_adapters=False to train without adapters."
 )
+
+_WORKS = (
+    "What works: LoRA, DoRA and rsLoRA on linear layers, Conv1D and embeddings, lora_bias, modules_to_save, "
+    "trainable_token_indices, bias='all' and 'lora_only'; other layers of LoRA's (convolutions, variants), computed in "
+    "full on every tp rank."
+)
+
+_FROM_DATA = {
+    "eva": "peft.initialize_lora_eva_weights(model, dataloader)",
+    "corda": "peft.tuners.lora.corda.preprocess_corda before peft.get_peft_model",
+    "lora_ga": "peft.tuners.lora.loraga.preprocess_loraga before peft.get_peft_model",
+    "loftq": "peft.get_peft_model with its quantiser, on the full-precision weights",
+}
+"""Initialisations that take more than the base weights, and how PEFT is given it."""
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -45,18 +61,21 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
     """
     if lora_config is not None and getattr(lora_config, "peft_type", None) != PeftType.LORA:
         raise TypeError(
-            f"lora_config is a {type(lora_config).__name__}: only LoRA is supported; give a peft.LoraConfig."
+            f"lora_config is a {type(lora_config).__name__}: only LoRA is supported; give a peft.LoraConfig. {_WORKS}"
         )
+    if lora_config is not None:
+        _check_initialisation(lora_config)
+    _check_attention(model)
     present = has_adapters(model)
     for name, peft_config in peft_configs(model).items():
         if peft_config.peft_type != PeftType.LORA:
             kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
-            raise ValueError(f"adapter {name!r} has PEFT type {kind}: only LORA is supported.")
+            raise ValueError(f"adapter {name!r} has PEFT type {kind}: only LORA is supported. {_WORKS}")
     for module in model.modules():
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer):
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, (LoraLayer, TrainableTokensLayer)):
             raise ValueError(
                 f"the model has adapter layers of type {type(module).__module__}.{type(module).__name__}: only LoRA's "
-                "are supported."
+                f"are supported. {_WORKS}"
             )
     if present and lora_config is not None:
         raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
@@ -69,6 +88,27 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
         )
 
 
+def _check_attention(model: nn.Module) -> None:
+    """Raise a ValueError for adapters that rewrite the base weights while FSDP2 holds them."""
+    for name, module in model.named_modules():
+        if isinstance(module, MultiheadAttention):
+            raise ValueError(
+                f"{name} adapts nn.MultiheadAttention, which PEFT merges into the base weights in each forward: not "
+                f"supported on a mesh. Leave it out of target_modules. {_WORKS}"
+            )
+
+
+def _check_initialisation(config: LoraConfig) -> None:
+    """Raise a ValueError for an adapter that cannot be made from the base weights and the seed."""
+    kind = config.init_lora_weights
+    remedy = _FROM_DATA.get(kind) if isinstance(kind, str) else None
+    if remedy is not None:
+        raise ValueError(
+            f"lora_config has init_lora_weights={kind!r}, which takes more than the base weights: make and initialise "
+            f"the PeftModel first ({remedy}), and give that to parallelize."
+        )
+
+
 def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocast_adapter_dtype: bool = True) -> None:
     """Inject the adapter "default" in place, with the values and dtypes of `torch.manual_seed(seed)` followed by
     `peft.get_peft_model(model, lora_config)` in one process. The surrounding random state is kept.
@@ -76,6 +116,7 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocas
     with _seeded(seed):
         # It adapts `model` in place; what it returns is only a wrapper around it, which the caller did not ask for.
         get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
+    _check_attention(model)
 
 
 class LateAdapter:

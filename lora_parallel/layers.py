@@ -10,26 +10,54 @@ Stock `ColwiseParallel` knows neither PEFT's layer types nor its dotted names; h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial as partial_of
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Embedding as LoraEmbedding
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from transformers.pytorch_utils import Conv1D
 
-from lora_parallel.collectives import chunk_bounds, copy_to_tp, gather_last_dim, split_last_dim, sum_over_tp
-from lora_parallel.dropout import TopologyInvariantDropout
+from lora_parallel.adapters import adapter_parameters
+from lora_parallel.collectives import (
+    all_reduce,
+    chunk_bounds,
+    copy_to_tp,
+    gather_last_dim,
+    gather_tokens,
+    split_last_dim,
+    sum_of_tokens,
+    sum_over_tp,
+)
+from lora_parallel.deferred import rearrange_stored
+from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
 from lora_parallel.grads import PartialGradients
+from lora_parallel.peft_hooks import refuse_merge, sum_weight_norm
+from lora_parallel.selection import Selection, selection_of, set_selection
 from lora_parallel.styles import Style
+from lora_parallel.subclasses import features_dim, is_linear, own_roles
+from lora_parallel.upstream import local_region
 
-__all__ = ["TPContext", "UnitTensor", "apply_style", "base_of", "shared_parameters", "unit_tensors"]
+__all__ = [
+    "TPContext",
+    "Tokens",
+    "UnitTensor",
+    "apply_style",
+    "base_of",
+    "features_dim",
+    "is_linear",
+    "shared_parameters",
+    "unit_tensors",
+]
 
 
 def base_of(module: Any) -> nn.Module:
@@ -48,30 +76,52 @@ class UnitTensor:
     """Its name there."""
 
     role: str
-    """"weight", "bias", "lora_A" or "lora_B": the field of `Style` that places it."""
+    """"weight", "bias", "lora_A", "magnitude", ...: the attribute of `Style` that places it."""
+
+    dim: int | None = None
+    """Which dim of it has the features, where the role does not say."""
 
 
-def unit_tensors(module: nn.Module) -> list[UnitTensor]:
+def unit_tensors(module: nn.Module, style: Style | None = None) -> list[UnitTensor]:
     """The parameters of a layer and of its adapters, with the role that each plays in a style.
 
     A parameter of a layer that is no linear layer and no embedding has the role of a bias: one element for each output
-    feature.
+    feature. What a subclass of `nn.Linear` adds has the role that `subclasses` finds for `style`.
     """
     base = base_of(module)
-    tensors = [
-        UnitTensor(base, key, "weight" if key == "weight" else "bias")
-        for key, parameter in base._parameters.items()
-        if parameter is not None
-    ]
-    if isinstance(module, LoraEmbedding):
-        for adapter in module.lora_embedding_A:
-            tensors.append(UnitTensor(module.lora_embedding_A, adapter, "lora_A"))
-            tensors.append(UnitTensor(module.lora_embedding_B, adapter, "lora_B"))
-    elif isinstance(module, LoraLayer):
-        for adapter in module.lora_A:
-            tensors.append(UnitTensor(module.lora_A[adapter], "weight", "lora_A"))
-            tensors.append(UnitTensor(module.lora_B[adapter], "weight", "lora_B"))
+    known = own_roles(base, style) if style is not None and is_linear(base) else {}
+    whole = is_linear(base) or isinstance(module, BaseTunerLayer)  # all that is inside; of others, children are layers
+    tensors = []
+    for inner in base.modules() if whole else [base]:
+        for key, parameter in inner._parameters.items():
+            if parameter is None:
+                continue
+            role, dim = known.get((inner, key)) or (_base_role(base, inner, key), None)
+            tensors.append(UnitTensor(inner, key, role if parameter.numel() else "empty", dim))
+    if isinstance(module, BaseTunerLayer):
+        own = set(base.modules())
+        for name, inner in cast(nn.Module, module).named_modules():
+            for key, parameter in inner._parameters.items():
+                if inner not in own and parameter is not None:
+                    role = _adapter_role(module, name.split(".")[0], key)
+                    tensors.append(UnitTensor(inner, key, role if parameter.numel() else "empty"))
     return tensors
+
+
+def _base_role(base: nn.Module, owner: nn.Module, key: str) -> str:
+    if owner is base and key == "weight":
+        return "weight"
+    plain = isinstance(base, (nn.Linear, Conv1D, nn.Embedding))
+    return "bias" if owner is base and (key == "bias" or not plain) else "other"
+
+
+def _adapter_role(module: nn.Module, container: str, key: str) -> str:
+    if isinstance(module, LoraEmbedding):
+        return {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}.get(container, "other")
+    if not isinstance(module, LoraLinear):
+        return "other"
+    roles = {"lora_A": "lora_A", "lora_B": "lora_B", "lora_magnitude_vector": "magnitude"}
+    return "addend" if (container, key) == ("lora_B", "bias") else roles.get(container, "other")
 
 
 def shared_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
@@ -84,26 +134,60 @@ def shared_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
     return {parameter: modules for parameter, modules in holders.items() if len(modules) > 1}
 
 
+class Tokens:
+    """How many tokens there are where each rank has a chunk of them (sequence parallelism), which a chunk does not
+    tell: in the forward that is being computed, or recomputed.
+    """
+
+    def __init__(self, forwards: ForwardCount) -> None:
+        self._forwards = forwards
+        self._counts: dict[int, int] = {}
+
+    @property
+    def count(self) -> int:
+        """The number now."""
+        return self._counts[self._forwards.current if torch.is_grad_enabled() else -1]
+
+    @count.setter
+    def count(self, number: int) -> None:
+        self._counts[self._forwards.current if torch.is_grad_enabled() else -1] = number
+        self._counts.pop(self._forwards.current - _FORWARDS_KEPT, None)
+
+
+_FORWARDS_KEPT = 1024
+"""How many forwards may wait for their backward."""
+
+
 class TPContext:
     """What all units of one model share: the tp axis, the partial gradients, and the input last fed to slices."""
 
-    def __init__(self, mesh: DeviceMesh, gradients: PartialGradients, model: nn.Module) -> None:
+    def __init__(self, mesh: DeviceMesh, gradients: PartialGradients, model: nn.Module, forwards: ForwardCount) -> None:
         self.mesh = mesh["tp"]
         self.group = self.mesh.get_group()
         self.rank = self.mesh.get_local_rank()
         self.gradients = gradients
+        self.tokens = Tokens(forwards)
+        self.stored_whole = {p for p in model.parameters() if p.requires_grad} | {*adapter_parameters(model).values()}
+        """What is saved: never rearranged, whatever a rank computes with."""
+
         self._shared: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(shared_parameters(model))
         self._last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
-    def place(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    def place(
+        self, parameter: nn.Parameter, placement: Placement, selected: tuple[Selection, int] | None = None
+    ) -> nn.Parameter:
         """`parameter` as a DTensor over tp that holds this rank's slice and nothing of the rest.
 
-        A parameter that two layers share (tied head and embedding) stays shared.
+        With a selection and its dim, the slices are of the rows that it arranges. A parameter that two layers share
+        (tied head and embedding) stays shared.
         """
         placed = self._shared.get(parameter)
         if placed is not None:
             return placed
         full = parameter.detach()
+        if selected is not None:
+            selection, dim = selected
+            full = selection.arranged(full, dim)
         if isinstance(placement, Shard):
             start, end = chunk_bounds(full.shape[placement.dim], self.mesh.size(), self.rank)
             local = full.narrow(placement.dim, start, end - start).clone(memory_format=torch.contiguous_format)
@@ -122,9 +206,15 @@ class TPContext:
             self._shared[parameter] = placed
         return placed
 
+    def slice_of(self, size: int) -> int:
+        """How many of `size` elements this rank has."""
+        start, end = chunk_bounds(size, self.mesh.size(), self.rank)
+        return end - start
+
     def forget_originals(self) -> None:
-        """Free the full copies of shared parameters; all others were freed as they were placed."""
+        """Let go of the full parameters."""
         self._shared.clear()
+        self.stored_whole.clear()
 
     def copy(self, x: Tensor, where: str) -> Tensor:
         """`x` fed to slices. Layers called in a row with the same tensor share one reduction of its gradient.
@@ -132,13 +222,20 @@ class TPContext:
         q, k and v, or gate and up, are such layers. Identity decides, so nothing is assumed of the model: a layer that
         is fed anything else gets a reduction of its own.
         """
+        return self._shared_by_layers(x, lambda: copy_to_tp(x, self.group, where))
+
+    def _shared_by_layers(self, x: Tensor, feed: Callable[[], Tensor]) -> Tensor:
         version = -1 if x.is_inference() else x._version
         key = (version, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if self._last is not None and self._last[0] is x and self._last[1] == key:
             return self._last[2]
-        copied = copy_to_tp(x, self.group, where)
-        self._last = (x, key, copied)
-        return copied
+        fed = feed()
+        self._last = (x, key, fed)
+        return fed
+
+    def all_tokens(self, x: Tensor, where: str) -> Tensor:
+        """`x`, a chunk of the tokens, fed to slices as all of them. Layers called in a row share one gather."""
+        return self._shared_by_layers(x, lambda: gather_tokens(x, self.tokens.count, self.group, where))
 
     def forget_input(self) -> None:
         """Let go of the last input, once the model's forward has ended."""
@@ -148,14 +245,18 @@ class TPContext:
 class _Unit:
     """The forward of one styled layer. Bound to the layer as its `forward`."""
 
-    def __init__(self, name: str, module: nn.Module, style: Style, context: TPContext, tensors: list[UnitTensor]):
+    def __init__(
+        self, name: str, module: nn.Module, style: Style, context: TPContext, tensors: list[UnitTensor], rows: _Rows
+    ):
         base = base_of(module)
+        self.rows = rows
         self.name = name
         self.style = style
         self.context = context
         self.tensors = tensors
-        self.late_bias = style.leave == "reduce" and not isinstance(base, nn.Embedding)
-        self.out_features = base.weight.shape[0] if isinstance(base, nn.Linear) else None
+        self.late_bias = style.leave in ("reduce", "tokens") and not isinstance(base, nn.Embedding)
+        weight: Any = getattr(base, "weight", None)
+        self.out_features: int | None = weight.shape[features_dim(base)] if is_linear(base) else None
         self.vocabulary = base.num_embeddings if isinstance(base, nn.Embedding) else 0
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +267,8 @@ class _Unit:
             x = args[0] if first is None else kwargs[first]
             if style.enter == "copy":
                 x = context.copy(x, self.name)
+            elif style.enter == "tokens":
+                x = context.all_tokens(x, self.name)
             elif style.enter == "split":
                 x = split_last_dim(x, context.group, self.name)
             else:
@@ -181,8 +284,9 @@ class _Unit:
             self._unshadow(module)
         if outside is not None:
             y = y.masked_fill(outside.unsqueeze(-1), 0)
-        if style.leave == "reduce":
-            y = sum_over_tp(y, context.group, self.name)
+        if style.leave in ("reduce", "tokens"):
+            add_up = sum_over_tp if style.leave == "reduce" else sum_of_tokens
+            y = add_up(y, context.group, self.name)
             return y if bias is None else y + bias.to(y.dtype)
         if style.leave == "gather":
             assert self.out_features is not None
@@ -196,7 +300,8 @@ class _Unit:
             local = self._local(tensor)
             if self.late_bias and tensor.role == "bias":
                 late = local
-                _shadow_one(tensor, None)
+                # Conv1D adds one whatever it is.
+                _shadow_one(tensor, torch.zeros_like(local) if isinstance(tensor.owner, Conv1D) else None)
             else:
                 _shadow_one(tensor, local)
         base = base_of(module)
@@ -215,13 +320,29 @@ class _Unit:
             base.padding_idx = self._padding_idx
 
     def _local(self, tensor: UnitTensor) -> Tensor:
+        """What this rank computes with."""
+        held = self._held(tensor)
+        if tensor in self.rows:
+            dim, rows = self.rows[tensor]
+            return held.index_select(dim, rows.to(held.device))
+        if tensor.role == "addend" and self.style.leave in ("reduce", "tokens"):
+            return held * (self.context.rank == 0)
+        return held
+
+    def _held(self, tensor: UnitTensor) -> Tensor:
+        """What this rank holds, for gradients that are finished when backward returns."""
         parameter = _parameter(tensor)
         if not isinstance(parameter, DTensor):
             return parameter
         if not parameter.requires_grad:
             with torch.no_grad():
                 return parameter.to_local()
-        if tensor.role in self.style.partial:
+        if selection_of(tensor.owner, tensor.key) is not None:
+            raise RuntimeError(
+                f"the {tensor.key} of {self.name} was frozen when the model was parallelized. It is stored as the rows "
+                "that each tp rank computes with, and cannot train: set requires_grad before parallelize."
+            )
+        if tensor.role in self.style.partial or tensor in self.rows:
             return self.context.gradients.local(parameter)
         return parameter.to_local()
 
@@ -263,22 +384,135 @@ def _unshadow_one(tensor: UnitTensor) -> None:
     tensor.owner.__dict__.pop(tensor.key, None)
 
 
-def apply_style(name: str, module: nn.Module, style: Style, context: TPContext) -> None:
-    """Make `module` a tensor parallel unit, in place: place its tensors, and run its own forward on local ones."""
-    tensors = unit_tensors(module)
+_Rows = dict[UnitTensor, tuple[int, Tensor]]
+"""The dim, and the rows of it that this rank computes with, of a tensor that is stored whole."""
+
+
+def apply_style(
+    name: str,
+    module: nn.Module,
+    style: Style,
+    context: TPContext,
+    selection: Selection | None = None,
+    cuts: Mapping[str, tuple[int, Selection]] | None = None,
+) -> list[tuple[nn.Module, str]]:
+    """Make `module` a tensor parallel unit, in place: place its tensors, and run its own forward on local ones.
+
+    Args:
+        name: The layer's name, for errors.
+        module: A layer, or a PEFT layer on one.
+        style: Where its tensors go.
+        context: Of the model.
+        selection: The output features of each rank, where `style` cuts these and they are not one chunk a rank.
+        cuts: The dim and the rows by which parameters of a layer that is whole otherwise are cut, by their names.
+
+    Returns:
+        The parameters whose gradients on one rank will be partial sums over tp: what holds each, and its name there.
+    """
+    base, tensors = base_of(module), unit_tensors(module, style)
+    rows: _Rows = {}
+    partial: list[tuple[nn.Module, str]] = []
     for tensor in tensors:
-        parameter = context.place(_parameter(tensor), getattr(style, tensor.role))
-        _set_parameter(tensor, parameter)
+        parameter, placement = _parameter(tensor), _placement(base, tensor, style)
+        arranged = None
+        if isinstance(parameter, DTensor):
+            continue  # of tied layers, which share what trains
+        if (cut := _cut(base, tensor, selection, cuts or {})) is not None:
+            dim, chosen = cut
+            if isinstance(placement, Shard) and parameter not in context.stored_whole:
+                arranged = chosen, dim
+                set_selection(tensor.owner, tensor.key, chosen, dim)
+                rearrange_stored(tensor.owner, tensor.key, partial_of(chosen.arranged, dim=dim))
+            else:
+                placement = Replicate()
+                rows[tensor] = dim, chosen.rows(context.rank)
+        if isinstance(placement, Shard) or parameter in context.stored_whole:
+            _set_parameter(tensor, context.place(parameter, placement, arranged))
+        if tensor.role in style.partial or tensor in rows:
+            partial.append((tensor.owner, tensor.key))
+    if isinstance(base, Conv1D) and style.lora_B == Shard(0):
+        base.nf = context.slice_of(base.nf) if selection is None else selection.width
     if isinstance(module, LoraLayer):
         split = isinstance(style.lora_A, Shard) and style.enter != "mask"
         offset = chunk_bounds(module.in_features or 0, context.mesh.size(), context.rank)[0] if split else 0
         for dropout in module.lora_dropout.values():
             if isinstance(dropout, TopologyInvariantDropout):
                 dropout.feature_offset = offset
-    unit = _Unit(name, module, style, context, tensors)
+        if selection is not None:
+            _merge_arranged(module, features_dim(base), selection)
+        elif not isinstance(style.weight, Shard):
+            _merge_whole(module)
+        _prepare_adapters(name, module, style, context, selection is not None)
+    unit = _Unit(name, module, style, context, tensors, rows)
     own_forward = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return unit.run(self, own_forward, *args, **kwargs)
 
     module.forward = MethodType(forward, module)
+    return partial
+
+
+def _placement(base: nn.Module, tensor: UnitTensor, style: Style) -> Placement:
+    """Styles speak of weights as nn.Linear stores them, [out, in]."""
+    placement: Placement = getattr(style, tensor.role)
+    if isinstance(placement, Shard) and tensor.dim is not None:
+        return Shard(tensor.dim)
+    if isinstance(placement, Shard) and isinstance(base, Conv1D) and tensor.role == "weight":
+        return Shard(1 - placement.dim)
+    return placement
+
+
+def _cut(
+    base: nn.Module, tensor: UnitTensor, selection: Selection | None, cuts: Mapping[str, tuple[int, Selection]]
+) -> tuple[int, Selection] | None:
+    """The dim and the rows that a rank chooses of a unit's tensor, if it does."""
+    if tensor.owner is base and tensor.key in cuts:
+        return cuts[tensor.key]
+    if selection is None or tensor.role == "lora_A":
+        return None
+    if tensor.role == "weight":
+        return features_dim(base), selection
+    return (tensor.dim or 0, selection) if tensor.role in ("bias", "lora_B", "magnitude", "output", "addend") else None
+
+
+def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPContext, selected: bool) -> None:
+    """What a style asks of DoRA and of biases beside their placement."""
+    if not isinstance(style.weight, Shard):
+        return
+    for adapter, dora in module.lora_magnitude_vector.items():
+        if style.leave in ("reduce", "tokens"):
+            sum_weight_norm(dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", name))
+        refuse_merge(module, f"the DoRA adapter {adapter!r}")
+    for adapter, biased in module.lora_bias.items():
+        if biased and selected:
+            refuse_merge(module, f"the adapter {adapter!r} (lora_bias=True)")
+
+
+def _merge_whole(module: Any) -> None:
+    """PEFT adds what an adapter comes to, to a base that tensor parallelism has no hold of here."""
+    own = getattr(module, "get_delta_weight", None)
+    if own is None:
+        return
+
+    def get_delta_weight(adapter: str) -> Tensor:
+        delta, weight = own(adapter), module.get_base_layer().weight.detach()
+        whole = delta.full_tensor() if isinstance(delta, DTensor) else delta
+        if not isinstance(weight, DTensor):
+            return whole
+        part = whole[local_region(weight)].contiguous()
+        return DTensor.from_local(
+            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+    module.get_delta_weight = get_delta_weight
+
+
+def _merge_arranged(module: Any, dim: int, selection: Selection) -> None:
+    """PEFT adds what an adapter comes to, to a base whose rows are arranged otherwise here."""
+    own = module.get_delta_weight
+
+    def get_delta_weight(adapter: str) -> Tensor:
+        return selection.arranged(own(adapter), dim)
+
+    module.get_delta_weight = get_delta_weight

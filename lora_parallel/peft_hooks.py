@@ -1,4 +1,4 @@
-"""PEFT layers on a base that is on meta: PEFT's private API, in one place.
+"""PEFT's private API, in one place: layers on a base that is on meta, and DoRA on columns of a weight.
 
 PEFT moves an adapter to its base layer's device as soon as it has drawn it. With a base that waits on meta for its
 weights that would lose the values, so there an adapter stays where it was drawn; in the base's dtype, as always.
@@ -20,12 +20,20 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
 from lora_parallel.deferred import accept_memory, is_deferred
 
-__all__ = ["adapters_off_meta", "check_needs_no_base", "observe_layers", "suspend_during_injection"]
+__all__ = [
+    "adapters_off_meta",
+    "check_needs_no_base",
+    "observe_layers",
+    "refuse_merge",
+    "refuse_unload",
+    "sum_weight_norm",
+    "suspend_during_injection",
+]
 
 _observers: list[Callable[[nn.Module], None]] = []
 _suspensions: list[Callable[[], AbstractContextManager[Any]]] = []
@@ -164,3 +172,47 @@ def suspend_during_injection(context: Callable[[], AbstractContextManager[Any]])
         yield
     finally:
         _suspensions.pop()
+
+
+def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
+    """Let a DoRA layer that is shown some columns of its weight take the norm of all of them.
+
+    Args:
+        dora: PEFT's `DoraLinearLayer`. It treats the norm as a constant: no gradient.
+        total: From this rank's sums of squares [out] to those of all ranks.
+    """
+    own = dora.get_weight_norm
+
+    @torch.no_grad()
+    def get_weight_norm(weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None) -> Tensor:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        norm = own(weight.to(wide), lora_weight.to(wide), scaling, adapter_name=adapter_name)
+        return total(norm.square()).sqrt().to(weight.dtype)
+
+    dora.get_weight_norm = get_weight_norm
+
+
+def refuse_unload(model: nn.Module) -> None:
+    """Let PEFT's `merge_and_unload` and `unload` fail: a bare layer has no tensor parallel forward."""
+
+    def unload(*_: Any, **__: Any) -> None:
+        raise ValueError(
+            "adapters cannot be taken off under tensor parallelism: write the merged model with export_merged, or "
+            "merge in place with merge_adapter."
+        )
+
+    for module in model.modules():
+        if isinstance(module, BaseTuner):
+            module.merge_and_unload = module.unload = unload  # type: ignore[method-assign,assignment]
+
+
+def refuse_merge(layer: Any, what: str) -> None:
+    """Let `merge_adapter` and its kin fail on a PEFT layer: they would compute with its tensors as they are stored."""
+
+    def merge(*_: Any, **__: Any) -> None:
+        raise ValueError(
+            f"{what} cannot be merged under tensor parallelism: save the adapter (save_adapter) and merge it in one "
+            "process with PEFT's merge_and_unload."
+        )
+
+    layer.merge = merge

@@ -7,75 +7,75 @@ A plan speaks of the model as its author wrote it. PEFT and wrappers put compone
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import gcd
 from typing import Any
 
-from peft import PeftModel
-from peft.tuners.lora import Embedding as LoraEmbedding
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
-from torch.distributed.tensor.placement_types import Shard
+from transformers import PreTrainedModel
 
-from lora_parallel.layers import base_of, shared_parameters, unit_tensors
-from lora_parallel.styles import STYLES, Style, style_named
+from lora_parallel.draft import Draft, Entries
+from lora_parallel.families import family_plan
+from lora_parallel.names import clean_names, innermost
+from lora_parallel.plan_checks import check_kinds, check_ties, check_widths
+from lora_parallel.probe import ProbeError, probed_models
+from lora_parallel.selection import Selection
+from lora_parallel.sequence import Sequence
+from lora_parallel.structure import Structure, find_structure
+from lora_parallel.styles import Style, style_named
+from lora_parallel.trial import Trial
 
-__all__ = ["Plan", "check_globs", "clean_names", "resolve_plan"]
+__all__ = ["Plan", "check_globs", "resolve_plan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which style each module has: `{module: (its name in PEFT's terms, style)}`."""
+    """What each module does under tensor parallelism."""
 
     styles: dict[nn.Module, tuple[str, Style]]
+    """`{module: (its name in PEFT's terms, style)}`."""
 
+    selections: dict[nn.Module, Selection] = field(default_factory=dict)
+    """The output features of each rank, of colwise layers that are not cut into one chunk a rank."""
 
-def clean_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Each layer's name as the model's author would write it; what PEFT put inside a layer is left out.
-
-    A PEFT layer and its base layer are one layer, of which the PEFT layer stands here. The modules inside a
-    `ModulesToSaveWrapper` (the original and the trained copies) all have the wrapper's name.
+    cuts: dict[nn.Module, dict[str, tuple[int, Selection]]] = field(default_factory=dict)
+    """The dim and the rows of each rank, of parameters that act on slices and have something for each feature or head;
+    by the module that holds them and their names there.
     """
-    names: dict[nn.Module, str] = {}
 
-    def walk(module: nn.Module, name: str) -> None:
-        if isinstance(module, PeftModel):
-            walk(module.get_base_model(), name)
-            return
-        if isinstance(module, ModulesToSaveWrapper):
-            for inner in (module.original_module, *module.modules_to_save.values()):
-                walk(inner, name)
-            return
-        if module in names:
-            return
-        names[module] = name
-        if isinstance(module, BaseTunerLayer):
-            return
-        for key, child in module.named_children():
-            walk(child, f"{name}.{key}" if name else key)
+    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    """What modules say of their own sizes (head counts, widths), on a rank."""
 
-    walk(model, "")
-    return names
+    trials: list[Trial] = field(default_factory=list)
+    """Of models that could not be run, for the first batch."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    """Where the tokens are split between ranks."""
 
 
-def _own_plan(names: Mapping[nn.Module, str]) -> list[tuple[re.Pattern[str], str]]:
-    """The plans that the models inside carry (`_tp_plan` of transformers), outermost first, as (pattern, style)."""
-    entries: list[tuple[re.Pattern[str], str]] = []
+def _own_plans(names: Mapping[nn.Module, str]) -> tuple[Entries, Entries]:
+    """The plans of the models inside: those that they carry (`_tp_plan` of transformers), and where they carry none
+    those of `families`. Of models in models the outermost has one.
+    """
+    own: Entries = []
+    table: Entries = []
     covered: list[str] = []
     for module, name in names.items():
-        plan = getattr(module, "_tp_plan", None)
-        if not isinstance(plan, Mapping) or not plan or any(_inside(name, outer) for outer in covered):
+        if any(_inside(name, outer) for outer in covered):
+            continue
+        plan, at, entries = getattr(module, "_tp_plan", None), name, own
+        if isinstance(module, PreTrainedModel) and not plan:
+            plan, at, entries = family_plan(module.config), names.get(module.base_model, name), table
+        if not isinstance(plan, Mapping) or not plan:
             continue
         covered.append(name)
         for key, style in plan.items():
-            full = f"{name}.{key}" if name else key
+            full = f"{at}.{key}" if at else key
             pattern = r"[^.]+".join(re.escape(part) for part in full.split("*"))
             entries.append((re.compile(pattern), style))
-    return entries
+    return own, table
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -105,7 +105,7 @@ def _few(names: set[str]) -> list[str]:
     return [*leaves[:3], "..."]
 
 
-def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int) -> Plan:
+def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, sequence_parallel: bool = False) -> Plan:
     """The style of every module that needs one at this `tp`.
 
     Args:
@@ -113,148 +113,74 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int) -> 
         globs: The user's entries, laid over the model's own plan; `*` matches any characters, dots included. In the
             model's own plan `*` stands for one component, as in transformers.
         tp: Size of the tp axis.
+        sequence_parallel: Split the tokens between the layers that are cut.
 
     Raises:
-        ValueError: There is no plan; an entry matches nothing or names an unknown style; a module with LoRA layers or a
-            trained parameter has none; heads or widths are no multiple of tp; a layer, or something that its adapter
-            uses, is not supported under tensor parallelism. Nothing has been touched then.
+        ValueError: There is no plan, and none can be derived; an entry matches nothing, names an unknown style, or is
+            not what the model computes; a module with LoRA layers or a trained parameter has no style; heads or widths
+            are no multiple of tp; a layer, or something that its adapter uses, is not supported under tensor
+            parallelism. Nothing has been touched then.
     """
     check_globs(model, globs or {})
     names = clean_names(model)
-    own = _own_plan(names)
-    if not own and not globs:
+    own, table = _own_plans(names)
+    draft = Draft(model, names, tp)
+    draft.take(own, table, globs or {})
+    check_kinds(draft.asked_for, tp)
+    structures, trials, problem = _structures(model, names, tp, draft.between_slices)
+    if not own and not globs and not structures:
         raise ValueError(
-            f"tp={tp}, but {type(_innermost(model)).__name__} carries no tp_plan: pass "
-            'tp_plan={"<glob of module names>": "colwise" | "rowwise" | ...}, or use tp=1.'
+            f"tp={tp}, but {type(innermost(model)).__name__} carries no tp_plan, and none can be derived, as running "
+            f'it without its weights fails ({problem}): pass tp_plan={{"<glob of module names>": "colwise" | '
+            '"rowwise" | ...}, or use tp=1. "colwise_gather_output" is right for any linear layer.'
         )
-    styles: dict[nn.Module, tuple[str, Style]] = {}
-    for module, name in names.items():
-        chosen = next((style for pattern, style in own if pattern.fullmatch(name)), None)
-        source = f"the model's own entry for {name!r}"
-        for glob, style in (globs or {}).items():
-            if fnmatchcase(name, glob):
-                chosen, source = style, f"the entry {glob!r}"
-        if chosen is not None:
-            styles[module] = (name, style_named(chosen, source))
-    if own and not globs and not styles:
+    for structure in structures:
+        draft.fit(structure)
+    draft.check_entries(structures)
+    draft.check_between(structures)
+    if structures and not globs:
+        draft.complete(structures)
+    draft.keep_whole(structures)
+    draft.pack()
+    if own and not globs and not draft.styles:
         raise ValueError(
-            f"tp={tp}: no entry of the plan that {type(_innermost(model)).__name__} carries matches a module of it: "
+            f"tp={tp}: no entry of the plan that {type(innermost(model)).__name__} carries matches a module of it: "
             'pass tp_plan={"<glob>": "<style>"}.'
         )
-    _add_replicated(model, names, styles, tp)
-    _check_kinds(styles, tp)
-    _check_widths(model, names, styles, tp)
-    _check_ties(model, styles)
-    return Plan({module: (name, style) for module, (name, style) in styles.items()})
+    draft.add_replicated()
+    if sequence_parallel:
+        draft.split_tokens(structures, problem)
+    check_kinds(draft.styles, tp)
+    check_widths(names, draft.styles, draft.proven, tp)
+    check_ties(model, draft.styles)
+    draft.say(problem)
+    for trial in trials:
+        trial.expect(draft.styles, draft.selections)
+    return Plan(draft.styles, draft.selections, draft.cuts, draft.attributes, trials, draft.sequences)
 
 
-def _innermost(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+def _structures(
+    model: nn.Module, names: Mapping[nn.Module, str], tp: int, whole: Collection[str]
+) -> tuple[list[Structure], list[Trial], str]:
+    """What running the models inside shows; and what went wrong, where one cannot be run, to be tried again.
 
-
-def _add_replicated(
-    model: nn.Module, names: Mapping[nn.Module, str], styles: dict[nn.Module, tuple[str, Style]], tp: int
-) -> None:
-    """Give `replicate` to what trains outside the plan, so that every trained tensor ends as a DTensor over tp."""
-    for module, name in names.items():
-        if module in styles:
+    A model inside of one (a vision tower) that is not reached from its inputs, or cannot be, is run by itself.
+    """
+    found: list[Structure] = []
+    trials: list[Trial] = []
+    problem = ""
+    reached: set[nn.Module] = set()
+    for inner in probed_models(model):
+        if any(module in reached for module in inner.modules()):
             continue
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            raise ValueError(
-                f"tp={tp}: {name!r} has adapter layers ({type(module).__name__}) but no tensor parallel style. "
-                f'Add it to the plan, for example tp_plan={{"{_glob(name)}": "colwise"}} (or "replicate", computed in '
-                "full on every tp rank), or leave it out of target_modules."
-            )
-        if any(p is not None and p.requires_grad for p in module._parameters.values()):
-            styles[module] = (name, STYLES["replicate"])
-
-
-def _glob(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
-
-
-_LINEAR_STYLES = frozenset({"colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"})
-
-
-def _check_kinds(styles: Mapping[nn.Module, tuple[str, Style]], tp: int) -> None:
-    by_style = {id(style): key for key, style in STYLES.items()}
-    for module, (name, style) in styles.items():
-        style_name = by_style[id(style)]
-        base = base_of(module)
-        kind = type(base).__name__
-        refused = _unsupported_adapter(module) if isinstance(module, BaseTunerLayer) else None
-        if refused is None and style_name in _LINEAR_STYLES and not isinstance(base, nn.Linear):
-            refused = f"{kind} is no nn.Linear, which {style_name} needs"
-        if refused is None and style_name == "embedding_rowwise":
-            if not isinstance(base, nn.Embedding):
-                refused = f"{kind} is no nn.Embedding, which {style_name} needs"
-            elif base.max_norm is not None:
-                refused = "an embedding with max_norm rewrites its weights in forward"
-        if refused is None and any(not t.owner._parameters[t.key].is_floating_point() for t in unit_tensors(module)):  # type: ignore[union-attr]
-            refused = f"{kind} holds quantised weights"
-        if refused is not None:
-            raise ValueError(
-                f"tp={tp}: {name!r} cannot be {style_name}: {refused}. Use tp=1 (FSDP2 only), or leave it out of "
-                "target_modules and of tp_plan."
-            )
-
-
-def _unsupported_adapter(module: Any) -> str | None:
-    """What of a PEFT layer has no tensor parallel form here."""
-    if type(module) not in (LoraLinear, LoraEmbedding):
-        return f"adapter layers of type {type(module).__name__} are not supported under tensor parallelism"
-    if module.lora_variant:
-        kinds = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
-        return f"its adapter is a LoRA variant ({', '.join(kinds)}; DoRA is one)"
-    if any(module.lora_bias.values()):
-        return "its adapter has lora_bias=True"
-    if isinstance(base_of(module), BaseTunerLayer):
-        return "adapters are nested"
-    return None
-
-
-def _check_widths(
-    model: nn.Module, names: Mapping[nn.Module, str], styles: Mapping[nn.Module, tuple[str, Style]], tp: int
-) -> None:
-    """Widths that other code computes on in slices, and the attention heads inside them, must be multiples of tp."""
-    parents = {child: module for module in names for child in module.children()}
-    sizes: dict[tuple[str, str], int] = {}
-    for module, (name, style) in styles.items():
-        base: Any = base_of(module)
-        if not style.even or not isinstance(base, nn.Linear):
+        try:
+            structure = find_structure(inner, names, tp, whole)
+        except ProbeError as error:
+            problem = problem or str(error)
+            with suppress(ProbeError):
+                if inner in (model, innermost(model)):
+                    trials.append(Trial(inner, names, tp))
             continue
-        split_out = isinstance(style.weight, Shard) and style.weight.dim == 0
-        width = base.out_features if split_out else base.in_features
-        head_dim = getattr(parents.get(module), "head_dim", None)
-        if isinstance(head_dim, int) and head_dim > 0 and width % head_dim == 0:
-            sizes[name, f"{width // head_dim} heads (of width {head_dim})"] = width // head_dim
-        else:
-            sizes[name, f"{'out' if split_out else 'in'}_features={width}"] = width
-    bad = [(name, what) for (name, what), size in sizes.items() if size % tp]
-    if bad:
-        common = gcd(*sizes.values())
-        possible = [str(n) for n in range(1, common + 1) if common % n == 0]
-        name, what = bad[0]
-        more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
-        raise ValueError(
-            f"tp={tp} does not divide {name!r}: {what}{more}. For this model tp can be {', '.join(possible)}."
-        )
-
-
-def _check_ties(model: nn.Module, styles: Mapping[nn.Module, tuple[str, Style]]) -> None:
-    """Layers that share a weight must place it alike, or the tie would be cut."""
-    by_base = {base_of(module): entry for module, entry in styles.items()}
-    for parameter, holders in shared_parameters(model).items():
-        placements: dict[str, object] = {}
-        for holder in holders:
-            if holder in by_base:
-                name, style = by_base[holder]
-                placements[name] = style.weight
-            else:
-                placements[type(holder).__name__] = None
-        if len(set(map(str, placements.values()))) > 1:
-            raise ValueError(
-                f"tp_plan: the weight of shape {tuple(parameter.shape)} is tied, and its layers place it differently: "
-                f"{', '.join(f'{name}: {placement}' for name, placement in placements.items())}. Give them styles that "
-                "split it alike (colwise_gather_output and embedding_rowwise do)."
-            )
+        found.append(structure)
+        reached.update(module for module, name in names.items() if name in structure.called)
+    return found, trials, problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
-from lora_parallel.agreement import agreed, gather_numbers
+from lora_parallel.agreement import agreed, check_alike, gather_numbers
 from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred, settle
 from lora_parallel.dropout import ForwardCount
@@ -24,14 +25,16 @@ from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, inject_adapter
-from lora_parallel.layers import TPContext, apply_style, shared_parameters, unit_tensors
+from lora_parallel.layers import TPContext, apply_style, shared_parameters
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
+from lora_parallel.overlay import laid_over
+from lora_parallel.peft_hooks import refuse_unload
 from lora_parallel.plan import Plan, check_globs, resolve_plan
 from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.saving import allow_save_pretrained
+from lora_parallel.sequence import run_on_chunks
 from lora_parallel.state import ParallelState, state_of
-from lora_parallel.styles import STYLES
-from lora_parallel.verify import verify
+from lora_parallel.verify import ties_of, verify
 from lora_parallel.watch import StepWatch
 from lora_parallel.weights import read_weights
 
@@ -82,6 +85,7 @@ def parallelize(
         blocks = _blocks(model, config)
         deferred = has_deferred(model)
         check_checkpoints(model, materialize)
+    check_alike(config=replace(config, seed=0))
     late: LateAdapter | None = None
     tp = mesh["tp"].size()
     with agreed():
@@ -92,11 +96,12 @@ def parallelize(
         check_fresh(model)
         if _wants_fsdp(mesh, config):
             _check_scalars(model)
-        plan = resolve_plan(model, globs, tp) if tp > 1 else Plan({})
+        plan = resolve_plan(model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
     _check_seed(mesh, config)
     adopt_rank_zero(tensors_of(model), mesh)
     check_same_files(model, mesh)
     settle(model)
+    ties = ties_of(model)
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
             parameter.data = parameter.data.contiguous()
@@ -106,7 +111,7 @@ def parallelize(
     count = ForwardCount()
     adapt_dropout(model, config.seed, count, dp_rank(mesh))
     gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None)
-    context = _shard_for_tp(model, plan, mesh, gradients) if tp > 1 else None
+    context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
     if _wants_fsdp(mesh, config):
@@ -120,14 +125,14 @@ def parallelize(
         model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
     allow_generate(model, dp_size(mesh))
     allow_save_pretrained(model)
-    gradients.manage(_partial_parameters(model, plan))
-    StepWatch(model, mesh, count, gradients, context)
+    # As sharded by now; those of adapters that are not active too.
+    gradients.manage(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))
+    StepWatch(model, mesh, count, gradients, context, plan.trials)
 
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
-    names = {id(style): name for name, style in STYLES.items()}
-    styles = {name: names[id(style)] for name, style in plan.styles.values()}
+    styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize)
-    verify(model, state)
+    verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:
         state.fingerprints = base_fingerprints(model, mesh)
@@ -214,12 +219,22 @@ def _bare(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _shard_for_tp(model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: PartialGradients) -> TPContext:
-    context = TPContext(mesh, gradients, model)
+def _shard_for_tp(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: PartialGradients, count: ForwardCount
+) -> tuple[TPContext, list[tuple[nn.Module, str]]]:
+    """Make the units; return what they share, and the parameters whose gradients are partial sums over tp."""
+    context = TPContext(mesh, gradients, model, count)
+    partials: list[tuple[nn.Module, str]] = []
     for module, (name, style) in plan.styles.items():
-        apply_style(name, module, style, context)
+        partials += apply_style(name, module, style, context, plan.selections.get(module), plan.cuts.get(module))
     context.forget_originals()
-    return context
+    refuse_unload(model)
+    for sequence in plan.sequences:
+        run_on_chunks(sequence, context.group, context.tokens)
+    for module, values in plan.attributes.items():
+        for key, value in values.items():
+            setattr(module, key, laid_over(getattr(module, key), value))
+    return context, partials
 
 
 def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
@@ -319,14 +334,3 @@ def _even_dim(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
         if dim not in taken and local.shape[dim] % dp_shard == 0 and local.shape[dim] > 0:
             return Shard(dim)
     return None
-
-
-def _partial_parameters(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
-    """The parameters, as sharded, whose gradients are partial over tp; those of adapters that are not active too."""
-    found: dict[nn.Parameter, None] = {}
-    for module, (_, style) in plan.styles.items():
-        for tensor in unit_tensors(module):
-            parameter = tensor.owner._parameters[tensor.key]
-            if parameter is not None and tensor.role in style.partial:
-                found[parameter] = None
-    return list(found)

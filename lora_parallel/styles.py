@@ -7,21 +7,22 @@ LoRA factors are one unit: with W = base weight [out, in], A = lora_A [r, in], B
   the LoRA branch needs no collective. A's gradient is a partial sum over tp.
 - rowwise: W and A are split by columns, B is whole. Each rank's W- and LoRA-output are partial sums of the same output:
   added first, reduced once. B's gradient is a partial sum over tp.
+- DoRA's magnitude [out] goes with the output features: rows of it, or whole with a partial gradient.
 
 This is the layout of InfiniTrain and of torchtitan's LoRA; PEFT and Megatron-Bridge pay extra collectives for theirs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-__all__ = ["STYLES", "Style", "style_named"]
+__all__ = ["STYLES", "Style", "fed_all", "fed_tokens", "giving_tokens", "style_named"]
 
-Enter = Literal["keep", "copy", "split", "mask"]
-Leave = Literal["keep", "reduce", "gather"]
+Enter = Literal["keep", "copy", "split", "mask", "tokens"]
+Leave = Literal["keep", "reduce", "gather", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Style:
 
     enter: Enter
     """Input: used as it is; whole, and its gradient summed over tp; whole, and sliced; token ids of which each rank
-    looks up those it holds."""
+    looks up those it holds; a chunk of the tokens, gathered."""
 
     leave: Leave
-    """Output: used as it is; summed over tp; slices put together."""
+    """Output: used as it is; summed over tp; slices put together; summed, for this rank's chunk of the tokens."""
 
     partial: frozenset[str]
     """Tensors whose gradients on one rank are a partial sum over tp."""
@@ -53,21 +54,64 @@ class Style:
     even: bool
     """Whether the split width must be a multiple of tp, because code outside the layer computes on the slices."""
 
+    name: str = ""
+
+    @property
+    def magnitude(self) -> Placement:
+        """DoRA's [out], a factor of the output."""
+        return self.bias
+
+    @property
+    def output(self) -> Placement:
+        """What else acts on each output feature, in a subclass of `nn.Linear`; placed along its own dim."""
+        return self.bias
+
+    @property
+    def addend(self) -> Placement:
+        """What is added to the output inside of the layer: of partial sums, to the first rank's alone."""
+        return self.bias
+
+    @property
+    def input(self) -> Placement:
+        """What acts on each input feature, in a subclass of `nn.Linear`; placed along its own dim."""
+        return _ROWS if self.lora_A == _COLUMNS and self.enter != "mask" else _WHOLE
+
+    @property
+    def other(self) -> Placement:
+        """What is no function of a feature."""
+        return _WHOLE
+
+    @property
+    def empty(self) -> Placement:
+        """A parameter without elements."""
+        return _WHOLE
+
 
 _ROWS, _COLUMNS, _WHOLE = Shard(0), Shard(1), Replicate()
-_LORA_A, _LORA_B = frozenset({"lora_A"}), frozenset({"lora_B"})
+_OF_OUTPUT_SLICES = frozenset({"lora_A", "input", "other"})
+_OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "output", "addend", "other"})
 
 STYLES: dict[str, Style] = {
-    "colwise": Style(_ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_LORA_A, even=True),
-    "colwise_gather_output": Style(
-        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="gather", partial=_LORA_A, even=False
+    "colwise": Style(_ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_OF_OUTPUT_SLICES, even=True),
+    # Two matrices in one, gate and up.
+    "packed_colwise": Style(
+        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_OF_OUTPUT_SLICES, even=True
     ),
-    "rowwise": Style(_COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="keep", leave="reduce", partial=_LORA_B, even=True),
+    "colwise_gather_output": Style(
+        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="gather", partial=_OF_OUTPUT_SLICES, even=False
+    ),
+    "rowwise": Style(
+        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="keep", leave="reduce", partial=_OF_PARTIAL_SUMS, even=True
+    ),
     "rowwise_split_input": Style(
-        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="split", leave="reduce", partial=_LORA_B, even=False
+        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="split", leave="reduce", partial=_OF_PARTIAL_SUMS, even=False
     ),
     "embedding_rowwise": Style(
-        _ROWS, _WHOLE, _COLUMNS, _WHOLE, enter="mask", leave="reduce", partial=_LORA_B, even=False
+        _ROWS, _WHOLE, _COLUMNS, _WHOLE, enter="mask", leave="reduce", partial=_OF_PARTIAL_SUMS, even=False
+    ),
+    # A table of something of each head (T5's relative positions): each rank looks up its heads' columns.
+    "embedding_colwise": Style(
+        _COLUMNS, _WHOLE, _WHOLE, _ROWS, enter="keep", leave="keep", partial=_OF_OUTPUT_SLICES, even=True
     ),
     # A layer that sits between slices (Qwen3's q_norm on this rank's heads): whole weights, partial gradients.
     "replicated_with_grad_allreduce": Style(
@@ -77,11 +121,29 @@ STYLES: dict[str, Style] = {
         _WHOLE,
         enter="keep",
         leave="keep",
-        partial=frozenset({"weight", "bias", "lora_A", "lora_B"}),
+        partial=frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS,
         even=False,
     ),
     "replicate": Style(_WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial=frozenset(), even=False),
 }
+
+
+STYLES = {name: replace(style, name=name) for name, style in STYLES.items()}
+
+
+def fed_tokens(style: Style) -> Style:
+    """The style of a colwise layer that is fed a chunk of the tokens (sequence parallelism)."""
+    return replace(style, enter="tokens")
+
+
+def fed_all(style: Style) -> Style:
+    """The style of a colwise layer in a module that is fed all tokens."""
+    return replace(style, enter="keep")
+
+
+def giving_tokens(style: Style) -> Style:
+    """The style of a rowwise layer that gives a chunk of the tokens; its bias is added to those."""
+    return replace(style, leave="tokens", partial=style.partial | {"bias"})
 
 
 def style_named(name: str, where: str) -> Style:

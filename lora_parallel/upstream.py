@@ -28,6 +28,7 @@ __all__ = [
     "local_region",
     "no_torch_function",
     "queue_after_backward",
+    "reduce_scatter_sum",
     "set_timeout",
     "storageless",
 ]
@@ -91,6 +92,16 @@ def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over `group` as a functional (out of place) collective."""
     return funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
+
+
+def reduce_scatter_sum(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum of `stacked` [ranks, ...] over `group`, as a functional (out of place) collective.
+
+    torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single`.
+    """
+    scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    summed = scatter(stacked.flatten(0, 1), "sum", 0, group)
+    return funcol.wait_tensor(summed).view(stacked.shape[1:])
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -17,22 +17,41 @@ from lora_parallel.agreement import agreed, fingerprint, gather_numbers
 from lora_parallel.gather import local
 from lora_parallel.state import ParallelState
 
-__all__ = ["check_values", "tensors_in", "verify", "verify_same_batch"]
+__all__ = ["check_values", "tensors_in", "ties_of", "verify", "verify_same_batch"]
+
+Ties = Sequence[list[tuple[nn.Module, str]]]
+"""For each tied weight, the modules that hold it and its names there."""
 
 
-def verify(model: nn.Module, state: ParallelState) -> None:
+def ties_of(model: nn.Module) -> Ties:
+    """The weights that several modules hold."""
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((module, key))
+    return [places for places in holders.values() if len(places) > 1]
+
+
+def verify(model: nn.Module, state: ParallelState, ties: Ties = ()) -> None:
     """Check a sharded model. Collective.
 
+    Args:
+        model: After sharding.
+        state: Of it.
+        ties: Those that it had before.
+
     Raises:
-        RuntimeError: A base parameter would train, or an adapter parameter would not; a tensor is on meta; a fresh
-            adapter is not the identity; or ranks hold different values of what they should hold alike. The error names
-            the parameter and is raised on every rank.
+        RuntimeError: A base parameter would train, or an adapter parameter would not; a tensor is on meta; a tied
+            weight is not one any more; a fresh adapter is not the identity; or ranks hold different values of what they
+            should hold alike. The error names the parameter and is raised on every rank.
     """
     with agreed():
         if state.materialized:
             check_values(model)
         if state.config.require_adapters:
             _check_trainables(model)
+        _check_ties(model, ties)
         _check_fresh(model, state.fresh_adapters)
     _check_replicas(model, state.mesh)
 
@@ -50,6 +69,14 @@ def check_values(model: nn.Module) -> None:
                     f"the {kind} {name} is on the meta device: it was never given a value. Fill "
                     "it by from_pretrained or attach_checkpoint, and let parallelize materialize the model."
                 )
+
+
+def _check_ties(model: nn.Module, ties: Ties) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for places in ties:
+        if len({id(module._parameters[key]) for module, key in places}) > 1:
+            held = " and ".join(f"{names[module]}.{key}" for module, key in places)
+            raise RuntimeError(f"{held} were one tied weight, and are not after sharding: they would drift apart.")
 
 
 def _check_trainables(model: nn.Module) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,15 +13,30 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from lora_parallel.agreement import agreed
 from lora_parallel.dropout import ForwardCount
+from lora_parallel.gather import reshard
 from lora_parallel.grads import PartialGradients
 from lora_parallel.layers import TPContext
+from lora_parallel.names import innermost
+from lora_parallel.trial import Trial
 from lora_parallel.upstream import in_backward, queue_after_backward
 from lora_parallel.verify import check_values, tensors_in, verify_same_batch
 
 __all__ = ["StepWatch"]
 
 log = logging.getLogger(__name__)
+
+
+def _refuse_attentions(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(getattr(innermost(model), "config", None), "output_attentions", False)
+    if asked:
+        raise ValueError(
+            "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, and "
+            "would return that. Leave it False, or use tp=1."
+        )
 
 
 class StepWatch:
@@ -31,6 +48,7 @@ class StepWatch:
         count: Advanced by each training forward.
         gradients: Emptied after a failed step.
         context: Of its tensor parallel units; None where tp is 1.
+        trials: Of its plan, on the first batch.
     """
 
     def __init__(
@@ -40,7 +58,9 @@ class StepWatch:
         count: ForwardCount,
         gradients: PartialGradients,
         context: TPContext | None,
+        trials: Sequence[Trial] = (),
     ) -> None:
+        self._trials = list(trials)
         self._mesh = mesh
         self._count = count
         self._gradients = gradients
@@ -65,6 +85,11 @@ class StepWatch:
             self._recover(model)
         if isinstance(model, FSDPModule):
             self._check_fsdp()
+        if self._context is not None:
+            _refuse_attentions(model, kwargs)
+        with agreed() if self._trials else nullcontext():
+            while self._trials:
+                self._trials.pop().check(args, kwargs)
         self._count.advance(model.training)
         if model.training in self._unchecked:
             self._unchecked.discard(model.training)
@@ -94,7 +119,7 @@ class StepWatch:
             if tensor.requires_grad:
                 tensor.register_hook(backward_begins)
         if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
-            model.reshard()  # no backward will come to do it, and parameters() must give the sharded ones
+            reshard(model)  # no backward will come to do it, and parameters() must give the sharded ones
 
     def _backward_ends(self) -> None:
         self._in_backward = False

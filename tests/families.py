@@ -74,9 +74,19 @@ FAMILIES: dict[str, Family] = {
         "GPT2Config",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 64},
         targets=["c_attn", "c_proj"],
-        tp=False,
     ),
-    "bert": Family("BertModel", "BertConfig", ENCODER, targets=["query", "value"], tp=False),
+    "falcon": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **{key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")},
+            "num_kv_heads": 1,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+        },
+        targets=["query_key_value", "dense"],
+    ),
+    "bert": Family("BertModel", "BertConfig", ENCODER, targets=["query", "value"]),
     "mixtral": Family(
         "MixtralForCausalLM", "MixtralConfig", {**SIZES, "num_local_experts": 4}, targets=["q_proj", "v_proj"], tp=False
     ),

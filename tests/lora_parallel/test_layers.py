@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lora_parallel import parallelize
 from lora_parallel.layers import base_of, shared_parameters, unit_tensors
@@ -81,6 +82,60 @@ class Between(nn.Module):
         return self.down(self.mix(self.norm(heads)).flatten(-2))
 
 
+class Fused(nn.Module):
+    """Gate and up in one layer, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(HIDDEN, 16)
+        self.down = nn.Linear(8, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return x + self.down(torch.tanh(gate) * up)
+
+
+class Grouped(nn.Module):
+    """Four query heads share one key and value head; features of a row's last dim attend to one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(HIDDEN, 8), nn.Linear(HIDDEN, 2), nn.Linear(HIDDEN, 2)
+        self.o = nn.Linear(8, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)) for layer in (self.q, self.k, self.v))
+        return x + self.o((torch.tanh(q * k) * v).flatten(-2))
+
+
+class Transposed(nn.Module):
+    """GPT-2's layers; the first is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Conv1D(16, HIDDEN)
+        self.down = Conv1D(HIDDEN, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return x + self.down(torch.tanh(gate) * up)
+
+
+class PerHead(nn.Module):
+    """A bias of each head from a table, and a parameter with a row for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.table = nn.Embedding(3, 4)
+        self.scale = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (-1, 4)) * self.scale
+        bias = self.table(torch.tensor([0, 2])).sum(0)
+        return self.down(torch.tanh(heads + bias.unsqueeze(-1)).flatten(-2))
+
+
 class Whole(nn.Module):
     """Computed in full on every rank."""
 
@@ -117,6 +172,11 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {
         {"up": "colwise", "down": "rowwise", "[nm]*": "replicated_with_grad_allreduce"},
     ),
     "replicated": (Whole, {"one": "replicate"}),
+    "fused": (Fused, {}),
+    "packed": (Fused, {"both": "packed_colwise", "down": "rowwise"}),
+    "fewer key heads than ranks": (Grouped, {}),
+    "transposed": (Transposed, {}),
+    "something for each head": (PerHead, {"table": "embedding_colwise", "up": "colwise", "down": "rowwise"}),
     "embedding": (lambda: Words(None), WORDS),
     "padding at the start": (lambda: Words(0), WORDS),
     "padding at the end": (lambda: Words(VOCABULARY - 1), WORDS),
@@ -128,7 +188,7 @@ def build(name: str, lora: bool) -> nn.Module:
     torch.manual_seed(2)
     model = MODELS[name][0]().double()
     if lora:
-        targets = [n for n, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+        targets = [n for n, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D, nn.Embedding))]
         model = get_peft_model(model, LoraConfig(r=3, target_modules=targets))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -165,7 +225,7 @@ def on_ranks(mesh_text: str, cases: list[tuple[str, str, bool]]) -> list[Any]:
     mesh, _ = on_mesh(mesh_text)
     found = []
     for name, shape, lora in cases:
-        _, config = on_mesh(mesh_text, tp_plan=MODELS[name][1], require_adapters=False)
+        _, config = on_mesh(mesh_text, tp_plan=MODELS[name][1] or "auto", require_adapters=False)
         model = parallelize(build(name, lora), mesh, config)
         x = inputs(name, shape)
         rows = x.shape[0] // dp_size(mesh)

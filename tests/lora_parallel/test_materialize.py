@@ -25,6 +25,7 @@ from lora_parallel import attach_checkpoint, meta_init, parallelize, read_plan, 
 from lora_parallel.deferred import checkpoints_in
 from lora_parallel.gather import local
 from lora_parallel.mesh import dp_rank, dp_size
+from lora_parallel.selection import selection_of
 from lora_parallel.upstream import local_region
 from tests.families import FAMILIES, Family
 from tests.oracle import fill_adapters, full, on_mesh, ranks_of, trained
@@ -54,6 +55,14 @@ def put(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
             local(parameter).copy_(values[name].detach()[region])
 
 
+def as_built(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter in full, its rows in the order that the model was built with."""
+    owner, _, key = name.rpartition(".")
+    selected = selection_of(model.get_submodule(owner), key)
+    whole = full(model.get_parameter(name))
+    return whole if selected is None else selected[0].restored(whole, selected[1])
+
+
 def compare(model: nn.Module, want: nn.Module) -> None:
     """Parameters and buffers, bit for bit; ties too."""
     ours = dict(model.named_parameters(remove_duplicate=False))
@@ -62,7 +71,7 @@ def compare(model: nn.Module, want: nn.Module) -> None:
     for name, parameter in theirs.items():
         assert ours[name].dtype == parameter.dtype, name
         assert ours[name].requires_grad == parameter.requires_grad, name
-        assert torch.equal(full(ours[name]), parameter.detach()), name
+        assert torch.equal(as_built(model, name), parameter.detach()), name
     assert len(set(map(id, ours.values()))) == len(set(map(id, theirs.values())))
     buffers, expected = dict(model.named_buffers()), dict(want.named_buffers())
     assert buffers.keys() == expected.keys()

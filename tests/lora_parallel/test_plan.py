@@ -10,9 +10,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from lora_parallel.plan import check_globs, clean_names, resolve_plan
+from lora_parallel.families import family_plan
+from lora_parallel.names import clean_names
+from lora_parallel.plan import check_globs, resolve_plan
 from lora_parallel.styles import STYLES, style_named
 from tests.oracle import SEVEN, causal_lm, lora_config
+from tests.rows import base_model
 
 
 def styles_of(model, globs=None, tp=2):
@@ -22,6 +25,28 @@ def styles_of(model, globs=None, tp=2):
 
 def adapted(family="llama", sizes=None, **changes):
     return get_peft_model(causal_lm(family, **(sizes or {})), lora_config(**changes))
+
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_BERT = {**_SMALL, "intermediate_size": 48, "vocab_size": 131}
+TABLED = {
+    "BertModel": _BERT,
+    "RobertaForSequenceClassification": {**_BERT, "pad_token_id": 1},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64},
+    "OPTForCausalLM": {**_SMALL, "ffn_dim": 48, "vocab_size": 131, "word_embed_proj_dim": 32},
+    "FalconForCausalLM": {**_SMALL, "vocab_size": 131, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "T5ForConditionalGeneration": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 131,
+        "decoder_start_token_id": 0,
+    },
+    "ModernBertForMaskedLM": {**_BERT, "pad_token_id": 0, "global_attn_every_n_layers": 2},
+    "ViTForImageClassification": {**_SMALL, "intermediate_size": 48, "image_size": 16, "patch_size": 8},
+}
 
 
 class Mlp(nn.Module):
@@ -77,10 +102,10 @@ def test_globs_are_laid_over_the_models_own_plan():
     """A glob's * crosses dots; later entries win."""
     found = styles_of(
         adapted(),
-        {"*.mlp.*_proj": "replicate", "*.1.mlp.up_proj": "colwise", "lm_head": "replicate"},
+        {"*.mlp.*_proj": "replicate", "*.1.mlp.up_proj": "colwise_gather_output", "lm_head": "replicate"},
     )
     assert found["model.layers.0.mlp.up_proj"] == found["model.layers.1.mlp.down_proj"] == "replicate"
-    assert found["model.layers.1.mlp.up_proj"] == "colwise"
+    assert found["model.layers.1.mlp.up_proj"] == "colwise_gather_output"
     assert found["lm_head"] == "replicate"
     assert found["model.layers.0.self_attn.q_proj"] == "colwise"
 
@@ -128,7 +153,7 @@ def test_an_entry_that_matches_nothing_is_refused_with_a_hint(glob, hint):
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize("style", ["columnwise", "COLWISE", None, 3, "moe_tp_experts", "packed_colwise"])
+@pytest.mark.parametrize("style", ["columnwise", "COLWISE", None, 3, "moe_tp_experts", "grouped_gemm"])
 def test_an_unknown_style_is_refused_with_the_known_ones(style):
     with pytest.raises(ValueError, match=r"the entry '\*\.q_proj' asks for the style") as caught:
         check_globs(adapted(), {"*.q_proj": style})
@@ -136,37 +161,136 @@ def test_an_unknown_style_is_refused_with_the_known_ones(style):
     assert all(known in str(caught.value) for known in STYLES)
 
 
-def test_an_unknown_style_in_the_models_own_plan_is_refused():
+PAIR = {"up": "colwise", "down": "rowwise"}
+
+
+@pytest.mark.parametrize("plan", [None, {}, {"up": "mla_kv_a_proj"}, {"fc1": "colwise"}, {"up": "colwise"}])
+def test_what_a_models_own_plan_leaves_open_is_derived(plan):
+    """No plan, one of styles or modules that there are not, one of half of the layers."""
+
     class Planned(Mlp):
-        _tp_plan: ClassVar = {"up": "sequence_parallel"}
+        _tp_plan: ClassVar = plan
 
-    with pytest.raises(ValueError, match="the model's own entry for 'up' asks for the style 'sequence_parallel'"):
-        resolve_plan(Planned(), None, 2)
-
-
-def test_no_plan_at_all_is_refused():
-    with pytest.raises(ValueError, match="tp=2, but Mlp carries no tp_plan: pass") as caught:
-        resolve_plan(get_peft_model(Mlp(), LoraConfig(target_modules=["up"])), None, 2)
-    assert "colwise" in str(caught.value)
+    model = get_peft_model(Planned(), LoraConfig(target_modules=["up", "down"]))
+    assert styles_of(model) == PAIR
 
 
-def test_an_own_plan_that_matches_nothing_is_refused():
-    class Renamed(Mlp):
+class Unknown(Mlp):
+    """Takes what nobody can guess."""
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.down(self.up(x)) * scale
+
+
+def test_no_plan_for_a_model_that_cannot_be_run_is_refused():
+    with pytest.raises(ValueError, match="tp=2, but Unknown carries no tp_plan, and none can be derived") as caught:
+        resolve_plan(get_peft_model(Unknown(), LoraConfig(target_modules=["up"])), None, 2)
+    assert "scale" in str(caught.value)
+    assert "colwise_gather_output" in str(caught.value)
+
+
+def test_an_own_plan_of_such_a_model_that_matches_nothing_is_refused():
+    class Renamed(Unknown):
         _tp_plan: ClassVar = {"fc1": "colwise"}
 
     with pytest.raises(ValueError, match="no entry of the plan that Renamed carries matches"):
         resolve_plan(Renamed(), None, 2)
 
 
-def test_adapter_layers_without_a_style_are_refused():
-    class Planned(Mlp):
-        _tp_plan: ClassVar = {"up": "colwise"}
+def test_a_plan_of_such_a_model_holds_until_the_first_batch_and_a_line_says_so(caplog):
+    assert styles_of(Unknown().requires_grad_(False), PAIR) == PAIR
+    assert "Unknown could not be run without its weights" in caplog.text
+    assert "tried on the first batch" in caplog.text
 
-    model = get_peft_model(Planned(), LoraConfig(target_modules=["up", "down"]))
+
+def test_adapter_layers_without_a_style_are_refused():
+    """A plan that the user writes is the whole plan."""
+    model = get_peft_model(Unknown(), LoraConfig(target_modules=["up", "down"]))
     with pytest.raises(ValueError, match=r"'down' has adapter layers .* but no tensor parallel style") as caught:
-        resolve_plan(model, None, 2)
+        resolve_plan(model, {"up": "colwise_gather_output"}, 2)
     assert "replicate" in str(caught.value)
-    assert styles_of(model, {"down": "rowwise"}) == {"up": "colwise", "down": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("globs", "named"),
+    [
+        ({"up": "rowwise", "down": "colwise"}, "the entry 'down' makes 'down' colwise"),
+        ({"up": "colwise", "down": "replicate"}, "the entry 'up' makes 'up' colwise"),
+        ({"up": "replicate", "down": "rowwise"}, "the entry 'down' makes 'down' rowwise"),
+    ],
+)
+def test_styles_that_do_not_fit_what_the_model_computes_are_refused(globs, named):
+    with pytest.raises(ValueError, match="which is not what Mlp computes") as caught:
+        resolve_plan(Mlp().requires_grad_(False), globs, 2)
+    assert named in str(caught.value)
+    assert '"colwise_gather_output" and "rowwise_split_input" are right for any' in str(caught.value)
+
+
+def test_packed_layers_are_halves_where_the_model_cannot_be_run():
+    class Packed(Unknown):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 8)
+            self.down = nn.Linear(4, 6)
+
+    globs = {"up": "packed_colwise", "down": "rowwise"}
+    model = Packed().requires_grad_(False)
+    plan = resolve_plan(model, globs, 2)
+    assert plan.styles[model.up] == ("up", STYLES["colwise"])
+    assert [plan.selections[model.up].rows(rank).tolist() for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    with pytest.raises(ValueError, match="tp=3 does not divide 'up': packed_colwise cuts each half of its 8"):
+        resolve_plan(model, globs, 3)
+
+
+def test_two_styles_swapped_in_a_real_model_are_refused():
+    with pytest.raises(ValueError, match="which is not what LlamaForCausalLM computes"):
+        resolve_plan(adapted(), {"*.0.self_attn.o_proj": "colwise", "*.0.self_attn.q_proj": "rowwise"}, 2)
+
+
+def rows(model, name, tp=2):
+    """The output features of each rank."""
+    plan = resolve_plan(model, None, tp)
+    layer = next(module for module, (each, _) in plan.styles.items() if each == name)
+    return [plan.selections[layer].rows(rank).tolist() for rank in range(tp)]
+
+
+def test_fused_layers_are_cut_matrix_by_matrix():
+    """Phi3's own plan gathers them."""
+    model = adapted("phi3", target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
+    found = styles_of(model)
+    assert found["model.layers.0.mlp.gate_up_proj"] == found["model.layers.0.self_attn.qkv_proj"] == "colwise"
+    assert found["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert rows(model, "model.layers.0.mlp.gate_up_proj")[0] == [*range(22), *range(44, 66)]
+    heads, kv = 24, 12  # half of eight heads of width 6, half of four
+    assert rows(model, "model.layers.0.self_attn.qkv_proj")[0] == [
+        *range(heads),
+        *range(2 * heads, 2 * heads + kv),
+        *range(2 * heads + 2 * kv, 2 * heads + 3 * kv),
+    ]
+
+
+def test_families_of_the_table_get_what_it_says_and_what_is_found():
+    """The table and what running the model shows are told apart by leaving the table out."""
+    for name, settings in TABLED.items():
+        model = base_model(name, settings).requires_grad_(False)
+        said = styles_of(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lora_parallel.plan.family_plan", lambda config: {})
+            assert styles_of(base_model(name, settings).requires_grad_(False)) == said, name
+        assert {"colwise", "rowwise"} <= set(said.values()), name
+        family = family_plan(model.config)
+        assert family, name
+        assert set(family.values()) <= set(said.values()), name
+
+
+def test_layers_that_no_flow_has_are_gathered_and_a_line_says_so(caplog):
+    """OLMo2 norms all query heads together."""
+    settings = {**_SMALL, "num_key_value_heads": 4, "vocab_size": 131, "intermediate_size": 48, "pad_token_id": 0}
+    model = base_model("BitNetForCausalLM", settings).requires_grad_(False)
+    found = styles_of(model)
+    assert found["model.layers.0.mlp.up_proj"] == "colwise_gather_output"
+    assert "model.layers.*.mlp.up_proj (2 layers) is gathered after each" in caplog.text
+    assert "depends on all features" in caplog.text
 
 
 class Attention(nn.Module):
@@ -209,8 +333,14 @@ def test_a_size_that_tp_does_not_divide_is_refused_with_those_it_could_be(heads,
 
 def test_sizes_that_divide_are_accepted_and_kv_heads_count():
     assert styles_of(Block(6, 12), BLOCK, tp=3) == BLOCK
-    with pytest.raises(ValueError, match=r"k_proj': 2 heads \(of width 6\).*tp can be 1, 2\."):
-        resolve_plan(adapted(sizes={"num_key_value_heads": 2}), None, 4)
+    assert rows(adapted(sizes={"num_key_value_heads": 2}), "model.layers.0.self_attn.k_proj", 4) == [
+        [*range(6)],
+        [*range(6)],
+        [*range(6, 12)],
+        [*range(6, 12)],
+    ]
+    with pytest.raises(ValueError, match=r"q_proj': 8 heads \(of width 6\).*tp can be 1, 2, 4, 8"):
+        resolve_plan(adapted(sizes={"intermediate_size": 48}), None, 3)
     with pytest.raises(ValueError, match=r"gate_proj': out_features=42.*tp can be 1, 2\."):
         resolve_plan(adapted(sizes={"intermediate_size": 42}), None, 4)
 
@@ -218,21 +348,6 @@ def test_sizes_that_divide_are_accepted_and_kv_heads_count():
 def test_widths_between_whole_tensors_may_be_uneven():
     globs = {"up": "colwise_gather_output", "down": "rowwise_split_input"}
     assert styles_of(Mlp(7), globs, tp=4) == globs
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"use_dora": True}, "DoRA"),
-        ({"lora_bias": True}, "lora_bias=True"),
-        ({"target_modules": [], "target_parameters": ["lm_head.weight"]}, "ParamWrapper"),
-    ],
-)
-def test_adapters_without_a_tensor_parallel_form_are_refused_by_name(changes, reason):
-    with pytest.raises(ValueError, match=r"tp=2: .* cannot be ") as caught:
-        resolve_plan(adapted(**changes), None, 2)
-    assert reason in str(caught.value)
-    assert "tp=1" in str(caught.value)
 
 
 def test_styles_want_their_kind_of_layer():
@@ -277,10 +392,14 @@ def test_the_table_of_styles():
         assert {style.weight, style.bias, style.lora_A, style.lora_B} <= {Replicate(), Shard(0), Shard(1)}
         if style.weight == Shard(0) and style.enter != "mask":  # slices of the output
             assert (style.lora_A, style.lora_B, style.bias) == (Replicate(), Shard(0), Shard(0))
-            assert style.partial == {"lora_A"}
+            assert style.partial == {"lora_A", "input", "other"}
+            assert (style.magnitude, style.output, style.addend, style.input) == (*[Shard(0)] * 3, Replicate())
             assert style.enter == "copy"
-        elif style.weight != Replicate():  # partial sums
+        elif style.leave == "reduce":  # partial sums
             assert (style.lora_A, style.lora_B, style.bias) == (Shard(1), Replicate(), Replicate())
-            assert style.partial == {"lora_B"}
+            assert style.partial == {"lora_B", "magnitude", "output", "addend", "other"}
+            embeds = style.enter == "mask"
+            assert (style.magnitude, style.output, style.addend) == (Replicate(),) * 3
+            assert style.input == (Replicate() if embeds else Shard(0))
             assert style.leave == "reduce"
     assert set(SEVEN) <= {name.rsplit(".", 1)[-1] for name in styles_of(causal_lm())}

@@ -141,17 +141,19 @@ def functional_collectives():
     group = mesh_of("2x2").get_group("tp")
     mine = torch.full((2, 3), float(dist.get_rank()))
     stacked, summed = upstream.all_gather_stacked(mine, group), upstream.all_reduce_sum(mine, group)
-    kinds = [type(stacked), type(summed)]
-    return kinds, stacked, summed, mine
+    scattered = upstream.reduce_scatter_sum(torch.stack([mine, mine + 10]), group)
+    kinds = [type(stacked), type(summed), type(scattered)]
+    return kinds, stacked, summed, scattered, mine
 
 
 def test_functional_collectives_are_out_of_place(pool):
-    for rank, (kinds, stacked, summed, mine) in enumerate(pool.run(4, functional_collectives)):
+    for rank, (kinds, stacked, summed, scattered, mine) in enumerate(pool.run(4, functional_collectives)):
         first = rank // 2 * 2
         assert torch.equal(mine, torch.full((2, 3), float(rank)))
         assert torch.equal(stacked, torch.stack([torch.full((2, 3), float(r)) for r in (first, first + 1)]))
         assert torch.equal(summed, torch.full((2, 3), 2.0 * first + 1))
-        assert kinds == [torch.Tensor, torch.Tensor]  # plain and waited for
+        assert torch.equal(scattered, torch.full((2, 3), 2.0 * first + 1 + 20 * (rank - first)))
+        assert kinds == [torch.Tensor] * 3  # plain and waited for
 
 
 def waiting_alone():

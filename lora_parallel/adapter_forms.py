@@ -1,0 +1,73 @@
+"""Which adapters have a tensor parallel form, and why others have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.lora import Embedding as LoraEmbedding
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.variants import DoraLinearVariant
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.tensor.placement_types import Shard
+
+from lora_parallel.styles import STYLES, Style
+from lora_parallel.subclasses import is_linear, subclass_problem
+
+__all__ = ["WORKS", "cut_problem", "has_adapters_inside", "problem_anywhere"]
+
+WORKS = (
+    "What is cut over tp: LoRA (rsLoRA, rank and alpha patterns, lora_bias) and DoRA on linear layers and Conv1D, LoRA "
+    "on embeddings, modules_to_save, trained biases."
+)
+
+
+def has_adapters_inside(base: nn.Module) -> bool:
+    """Whether something that a layer is made of is adapted by itself."""
+    return any(isinstance(inner, BaseTunerLayer) for inner in base.modules() if inner is not base)
+
+
+def problem_anywhere(module: nn.Module) -> str | None:
+    """Why a layer has no tensor parallel form at all, or None if it has one (the style `replicate` at least)."""
+    for layer in [module.base_layer, module] if isinstance(module, BaseTunerLayer) else []:
+        if isinstance(layer, ParamWrapper):
+            return (
+                f"target_parameters adapts its parameter {layer.parameter_name!r} by itself: for the weight of a "
+                "linear layer name the layer in target_modules, for experts use tp=1"
+            )
+    tokens = (isinstance(inner, TrainableTokensLayer) for inner in module.modules() if inner is not module)
+    if isinstance(module, BaseTunerLayer) and any(tokens):
+        return (
+            "trainable_token_indices reaches it through a tied weight, and it has an adapter of its own: leave one out"
+        )
+    base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    if is_linear(base) and has_adapters_inside(base):
+        return f"a layer inside of {type(base).__name__} is adapted by itself: adapt the whole of it"
+    return None
+
+
+def cut_problem(module: nn.Module, style: Style) -> str | None:
+    """Why a layer cannot be cut as `style` says, or None if it can, or if the style leaves it whole."""
+    if style is STYLES["replicate"]:
+        return None
+    if isinstance(module, BaseTunerLayer) and (problem := _adapter_problem(module)) is not None:
+        return problem
+    base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    if not isinstance(style.weight, Shard) or not is_linear(base):
+        return None
+    return subclass_problem(base, style)
+
+
+def _adapter_problem(module: Any) -> str | None:
+    if isinstance(module, TrainableTokensLayer):
+        return "trainable_token_indices writes rows into the whole embedding"
+    if type(module) not in (LoraLinear, LoraEmbedding):
+        return f"adapter layers of type {type(module).__name__} have no other form under tensor parallelism"
+    if isinstance(module.base_layer, BaseTunerLayer):
+        return "adapters are nested"
+    for variant in module.lora_variant.values():
+        if isinstance(module, LoraEmbedding) or type(variant) is not DoraLinearVariant:
+            return f"its adapter is a LoRA variant ({type(variant).__name__})"
+    return None

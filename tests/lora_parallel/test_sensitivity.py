@@ -1,0 +1,185 @@
+"""Mistakes made on purpose: a guard fires, or the comparison with one process shows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lora_parallel import grads, layers, parallelize, plan, shard
+from lora_parallel.names import clean_names
+from lora_parallel.selection import Selection
+from lora_parallel.structure import _verify, find_structure
+from lora_parallel.styles import STYLES
+from tests.oracle import Case, causal_lm, on_mesh, reference, relative_error, sharded
+from tests.workers import Failure, attempt
+
+PHI3 = {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+CASES = {
+    "plain": Case(steps=1),
+    "fused": Case(family="phi3", steps=1, lora=PHI3),
+    "norms": Case(family="qwen3", steps=1, lora={"modules_to_save": ["q_norm"]}),
+    "tied": Case(steps=1, adapters=False, sizes={"tie_word_embeddings": True}),
+}
+want = cache(lambda name: reference(CASES[name]).gradients)
+
+
+def chunked(selection: Selection) -> Selection:
+    """The same number of rows on each rank, chunk after chunk."""
+    tp = len(selection.ranks)
+    return Selection.of(
+        [list(range(rank * selection.width, (rank + 1) * selection.width)) for rank in range(tp)], selection.size
+    )
+
+
+def cut_fused_layers_in_chunks(patch: pytest.MonkeyPatch) -> None:
+    own = plan.find_structure
+
+    def find(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        for flow in found.flows:
+            flow.sources = {name: chunked(selection) for name, selection in flow.sources.items()}
+        return found
+
+    patch.setattr(plan, "find_structure", find)
+
+
+def skip_a_reduction(patch: pytest.MonkeyPatch) -> None:
+    own = grads.PartialGradients.manage
+    patch.setattr(grads.PartialGradients, "manage", lambda self, parameters: own(self, list(parameters)[1:]))
+
+
+def take_a_partial_gradient_for_whole(patch: pytest.MonkeyPatch) -> None:
+    own = layers._Unit._held
+
+    def held(self: Any, tensor: Any) -> Any:
+        self.style = replace(self.style, partial=self.style.partial - {"weight"})
+        return own(self, tensor)
+
+    patch.setattr(layers._Unit, "_held", held)
+    by_name = "replicated_with_grad_allreduce"
+    patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial=frozenset()))
+
+
+def forget_the_input_reduction(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layers, "copy_to_tp", lambda x, group, where: x)
+
+
+def cut_a_tie(patch: pytest.MonkeyPatch) -> None:
+    own = shard.apply_style
+
+    def apply(name: str, module: nn.Module, *args: Any) -> Any:
+        result = own(name, module, *args)
+        if name == "lm_head":
+            module.weight = nn.Parameter(module.weight.detach().clone())
+        return result
+
+    patch.setattr(shard, "apply_style", apply)
+
+
+MISTAKES = {
+    "fused layers in chunks": ("fused", cut_fused_layers_in_chunks),
+    "one reduction skipped": ("plain", skip_a_reduction),
+    "a partial gradient taken for whole": ("norms", take_a_partial_gradient_for_whole),
+    "the input gradient not summed": ("plain", forget_the_input_reduction),
+    "a tie cut": ("tied", cut_a_tie),
+}
+
+
+def make(mistake: str | None, case: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake is not None:
+            MISTAKES[mistake][1](patch)
+        config = {"require_adapters": False} if case == "tied" else {}
+        return [attempt(sharded, CASES[case], "1x2", **config)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_mistake_the_comparison_holds(pool, case):
+    for (run,) in pool.run(2, make, None, case):
+        assert relative_error(run.gradients, want(case)) <= 1e-12
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_or_a_guard_shows_a_mistake(pool, mistake):
+    case = MISTAKES[mistake][0]
+    for (run,) in pool.run(2, make, mistake, case):
+        if isinstance(run, Failure):
+            assert mistake == "a tie cut", run.trace
+            assert "lm_head.weight were one tied weight, and are not after sharding" in run.message
+        else:
+            assert mistake != "a tie cut"
+            assert relative_error(run.gradients, want(case)) > 1e-3
+
+
+class Fused(nn.Module):
+    """Gate and up in one layer. Takes what nobody can guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(6, 16), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(torch.tanh(gate) * up) * scale
+
+
+PLANS = {
+    "in chunks": {"both": "colwise", "down": "rowwise"},
+    "swapped": {"both": "rowwise", "down": "colwise"},
+    "as it is": {"both": "packed_colwise", "down": "rowwise"},
+    "gathered": {"both": "colwise_gather_output", "down": "rowwise_split_input"},
+}
+
+
+def try_plans():
+    found = {}
+    for name, globs in PLANS.items():
+        mesh, config = on_mesh("1x2", tp_plan=globs, require_adapters=False)
+        torch.manual_seed(0)
+        alone = Fused().double()
+        torch.manual_seed(0)
+        model = parallelize(Fused().double(), mesh, config)
+        x, scale = torch.randn(4, 3, 6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+        found[name] = attempt(model, x, scale=scale), alone(x, scale=scale).detach()
+        if not isinstance(found[name][0], Failure):
+            found[name] = found[name][0].detach(), found[name][1]
+    return found
+
+
+def test_a_plan_that_could_not_be_tried_before_is_tried_on_the_first_batch(pool):
+    for found in pool.run(2, try_plans):
+        for name in ("in chunks", "swapped"):
+            error = found[name][0]
+            assert isinstance(error, Failure)
+            assert "which is not what the model computes on the first batch" in error.message
+        for name in ("as it is", "gathered"):
+            assert torch.allclose(*found[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("layer", ["qkv_proj", "gate_up_proj"])
+def test_the_proof_fails_for_a_fused_layer_in_chunks(layer):
+    """Shapes alone would not: a chunk has as many rows."""
+    model = causal_lm("phi3")
+    found = find_structure(model, clean_names(model), 2)
+    flow = next(flow for flow in found.flows if any(name.endswith(layer) for name in flow.sources))
+    twins = {real: twin for twin, real in ((t, r) for r, t in found.probe.twin_of.items())}
+    flow.attributes = {twins[module]: values for module, values in flow.attributes.items()}
+    assert _verify(found.probe, [flow], 2, range(2)) is None
+    flow.sources = {name: chunked(selection) for name, selection in flow.sources.items()}
+    problem = _verify(found.probe, [flow], 2, range(2))
+    assert problem is not None
+    assert "is not fed what it should be" in problem
+
+
+def test_the_proof_fails_with_the_whole_models_head_count():
+    model = causal_lm("phi3")
+    found = find_structure(model, clean_names(model), 2)
+    flow = next(flow for flow in found.flows if flow.attributes)
+    flow.attributes = {}
+    assert _verify(found.probe, [flow], 2, range(2)) is not None
+    assert torch.is_grad_enabled()
