@@ -31,6 +31,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         dp_replicate_size: int | None = None,
         lora_config: LoraConfig | None = None,
         tp_plan: Literal["auto"] | Mapping[str, str] = "auto",
+        sequence_parallel: bool = False,
         block_classes: Literal["auto"] | Sequence[str] | None = None,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | None = None,
@@ -48,7 +49,9 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
                 as configured, else "auto".
             dp_replicate_size: Copies of the sharded model (HSDP); None: as configured, else 1.
             lora_config: Adapter to inject into a model that has none and trains.
-            tp_plan: "auto" for the model's own plan, or a mapping {glob of module names: style} laid over it.
+            tp_plan: "auto" for the model's own plan and what can be derived, or a mapping {glob of module names: style}
+                laid over it.
+            sequence_parallel: Between the layers that tensor parallelism cuts, give each tp rank a chunk of the tokens.
             block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own; None:
                 `fsdp_transformer_layer_cls_to_wrap`, else "auto".
             reshard_after_forward: Free a block's gathered weights between forward and backward; None: as configured,
@@ -85,6 +88,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         self.timeout_seconds = timeout_seconds
         self._options: dict[str, Any] = {
             "tp_plan": tp_plan,
+            "sequence_parallel": sequence_parallel,
             "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",
             "reshard_after_forward": self.reshard_after_forward,
             "activation_checkpointing": self.activation_checkpointing,

@@ -69,7 +69,7 @@ class BaseLogic(Communication):
                 data_parallel_size.
             lora_config: Adapter to inject into a model that has none.
             tp_plan: "auto" for the model's own plan, or a mapping {glob of module names: style} laid over it.
-            sequence_parallel: Not supported yet.
+            sequence_parallel: Between the layers that tensor parallelism cuts, give each tp rank a chunk of the tokens.
             block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own.
             reshard_after_forward: Free a block's gathered weights between forward and backward.
             activation_checkpointing: Recompute each block's activations in backward.

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_lora import LoRAParallelStrategy
@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "replicas do not divide": ({"replicate_size": 3}, ValueError, "does not divide the world size 4"),
     "replicas of dp": ({"data_parallel_size": 4, "replicate_size": 3}, ValueError, "replicate_size=3 does not divide"),
     "no replicas": ({"data_parallel_size": 4, "replicate_size": 0}, ValueError, "replicate_size=0"),
-    "sequence parallel": ({"sequence_parallel": True}, ValueError, "sequence_parallel=True is not supported yet"),
+    "sequence parallel": ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel='yes'"),
     "zero": ({"tensor_parallel_size": 0}, ValueError, "tp=0"),
     "a string": ({"tensor_parallel_size": "2"}, TypeError, "tp='2'"),
     "plan": ({"tp_plan": "manual"}, ValueError, "tp_plan='manual'"),
@@ -177,15 +177,36 @@ def attempts() -> dict[str, Attempt]:
         "both": (plain, {"lora_config": lora_config()}, {}, "ValueError", "already has PEFT layers"),
         "heads": (Tuner(lambda: sized(**heads)), {}, {}, "ValueError", "3 heads (of width 8)"),
         "widths": (Tuner(lambda: sized(intermediate_size=45)), {}, {}, "ValueError", "45"),
-        "no plan": (perceptron, {}, {}, "ValueError", "carries no tp_plan"),
+        "no plan": (Tuner(unguessable, loss=m.squared_error), {}, {}, "ValueError", "carries no tp_plan"),
         "no match": (perceptron, {"tp_plan": {"*.sideways": "colwise"}}, {}, "ValueError", "matches no module"),
         "no style": (perceptron, {"tp_plan": {"*.widen": "diagonal"}}, {}, "ValueError", "'diagonal'"),
-        "half a plan": (perceptron, {"tp_plan": {"*.widen": "colwise"}}, {}, "ValueError", "no tensor parallel style"),
+        "half a plan": (
+            perceptron,
+            {"tp_plan": {"*.widen": "colwise_gather_output"}},
+            {},
+            "ValueError",
+            "no tensor parallel style",
+        ),
         "base trains": (Tuner(thawed), {}, {}, "RuntimeError", "embed_tokens.weight would train"),
         "adapter does not": (Tuner(partly_frozen), {}, {}, "RuntimeError", "would not train"),
         "blocks": (plain, {"block_classes": ["Layer"]}, {}, "ValueError", "Layer is no class of a module"),
     }
     return found
+
+
+class Unguessable(nn.Module):
+    """Its inputs cannot be made up, so that no plan can be derived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.up(x) * scale
+
+
+def unguessable() -> nn.Module:
+    return get_peft_model(Unguessable(), LoraConfig(target_modules=["up"]))
 
 
 def attempt_all(names: list[str]) -> dict[str, Any]:
