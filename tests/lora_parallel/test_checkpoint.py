@@ -35,6 +35,7 @@ from lora_parallel import (
 )
 from lora_parallel.gather import local
 from lora_parallel.optimizer_state import optimizer_state, restored
+from tests.lora_parallel.test_features import FEATURES
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, trained
 from tests.workers import Failure, attempt
 
@@ -76,6 +77,9 @@ FILLED = {
     "a saved head": (Case(lora={"modules_to_save": ["lm_head"]}), {}),
     "biases": (Case(lora={"bias": "all"}, sizes={"attention_bias": True, "mlp_bias": True}), {}),
     "ranks": (Case(lora={"rank_pattern": {"q_proj": 1}, "use_rslora": True}), {}),
+    "dora": (Case(lora={"use_dora": True}), {}),
+    "empty biases": (FEATURES["empty biases train"], {}),
+    "tokens": (FEATURES["tokens, tied"], {}),
     "everything": (Case(adapters=False), {"require_adapters": False}),
 }
 

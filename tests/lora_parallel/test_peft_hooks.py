@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraModel
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from lora_parallel import meta_init
-from lora_parallel.peft_hooks import observe_layers
+from lora_parallel.peft_hooks import observe_layers, refuse_merge, sum_weight_norm
 from tests.oracle import SEVEN, SIZES, causal_lm, lora_config
 
 TO_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -407,6 +408,46 @@ def test_the_private_methods_are_what_they_were():
     assert list(inspect.signature(replace).parameters) == ["self", "parent", "child_name", "new_module", "child"]
     assert "inject_adapter" in BaseTuner.__dict__
     assert "inject_adapter" not in LoraModel.__dict__
+
+
+def test_the_weight_norm_of_dora_is_what_it_was():
+    """Of parts of the columns, put together, it is PEFT's of all; PEFT takes no gradient through it."""
+    assert list(inspect.signature(inspect.unwrap(DoraLinearLayer.get_weight_norm)).parameters) == [
+        "self",
+        "weight",
+        "lora_weight",
+        "scaling",
+        "adapter_name",
+    ]
+    assert "weight_norm = weight_norm.detach()" in inspect.getsource(DoraLinearLayer.forward)
+    generator = torch.Generator().manual_seed(0)
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.bfloat16, 1e-2)):
+        weight, update = (torch.randn(4, 6, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+        for transposed in (False, True):
+            want = DoraLinearLayer(transposed).get_weight_norm(weight.T if transposed else weight, update, 0.5)
+            squares = torch.zeros(4, dtype=torch.float64)
+            for columns in (slice(0, 2), slice(2, 6)):
+                part = DoraLinearLayer(transposed)
+                sum_weight_norm(part, squares.add_)
+                held = weight[:, columns].requires_grad_()
+                got = part.get_weight_norm(
+                    weight=held.T if transposed else held,
+                    lora_weight=update[:, columns],
+                    scaling=0.5,
+                    adapter_name="default",
+                )
+            assert got.dtype == want.dtype
+            assert not got.requires_grad
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=0)
+
+
+def test_a_layer_that_may_not_merge_says_so():
+    """However PEFT comes to merge it."""
+    for merge in ("merge_adapter", "merge_and_unload"):
+        model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
+        refuse_merge(model.base_model.model[0], "the adapter")
+        with pytest.raises(ValueError, match="the adapter cannot be merged under tensor parallelism: save the adapter"):
+            getattr(model, merge)()
 
 
 def test_no_tuner_layer_of_lora_has_another_way_to_move():
