@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test resume-matrix faults: export OMP_NUM_THREADS := 1
+demo test resume-matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test resume-matrix faults bench bench-load bench-save lint docs clean
+.PHONY: help demo test resume-matrix faults oracle-table bench bench-load bench-save lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ resume-matrix: $(VENV)/.installed ## save on every mesh and resume on every othe
 
 faults: $(VENV)/.installed ## kill training jobs and fill their disks at random instants, and let them go on
 	FAULTS=20 $(BIN)/python -m pytest tests/lora_parallel/test_faults.py $(ARGS)
+
+oracle-table: $(VENV)/.installed ## hold every model family and feature against one process, into docs/oracle.md
+	$(BIN)/python -m benchmarks.oracle $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,142 @@
+"""The oracle table: gradients of one step on meshes against plain PEFT in one process, for families and features.
+
+    python -m benchmarks.oracle                                      # all: three to five minutes on 2 cores
+    python -m benchmarks.oracle --rows 'gemma*' --meshes 1x2 2x2     # a look; pass --output too, or it is the page
+
+- The rows are data, in `tests/rows.py`; the processes are those of the tests.
+- A cell is the largest relative error of a gradient, or what the refusal says, or FAILED, and then so does the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import warnings
+from contextlib import closing
+from fnmatch import fnmatch
+from html import escape
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+import torch
+from tqdm import tqdm
+
+from tests.rows import Cell, Row, compare, one_process, rows
+from tests.workers import Failure, WorkerPool, attempt
+
+MESHES = ["2x1", "1x2", "2x2", "1x4", "2x2x2"]
+PAGE = Path(__file__).parent.parent / "docs" / "oracle.md"
+INTRODUCTION = """# The oracle table
+
+What is held against one process, model family by model family and feature by feature. It is written by
+
+```
+make oracle-table
+```
+
+One process of plain PEFT computes the gradients of one step over a global batch of eight rows; the processes of a mesh
+compute them over their shares, through `lora_parallel.parallelize` with its defaults (`tp_plan="auto"`). Models are
+tiny, in float64, with random weights everywhere (norms, biases, both LoRA factors, magnitudes) and an adapter on every
+linear layer of the blocks. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp.
+
+A cell is one of
+
+- **a number**: the largest relative error, by norm, of the gradient of any trained parameter. Rounding in float64 is
+  1e-16 an operation, and above 1e-12 a cell has failed;
+- **refused**: `parallelize` says on every process, before it touches the model, that it cannot do this, and what to do
+  instead. Its number refers to the list under the table;
+- **FAILED**: anything else. The command then ends with an error.
+
+"""
+NOISY = """A `~` before a number: {note} There rounding is not that of float64, and the bound is {bound:.0e}.
+
+"""
+
+
+def reason(message: str) -> str:
+    """The first sentence of a refusal, without what differs between meshes and models only."""
+    sentence = re.split(r"(?<=[\w)'\"\]])\.\s", " ".join(message.split()), maxsplit=1)[0].rstrip(".")
+    sentence = re.sub(r"^tp=\d+", "tp=n", sentence)
+    sentence = re.sub(r"\b[A-Z]\w+(For[A-Z]\w+|Model)\b", "the model", sentence)
+    sentence = re.sub(r"'([^']+)'", r"`\1`", sentence)
+    return "".join(part if index % 2 else escaped(part) for index, part in enumerate(re.split("(`[^`]*`)", sentence)))
+
+
+def escaped(text: str) -> str:
+    """Placeholders and stars are no markup."""
+    return escape(text, quote=False).replace("*", "&#42;")
+
+
+def page(cells: dict[tuple[str, str], Cell], chosen: list[Row], meshes: list[str]) -> str:
+    """The page."""
+    text = INTRODUCTION
+    versions = ", ".join(f"{name} {__import__(name).__version__}" for name in ("torch", "transformers", "peft"))
+    for group, title in (("family", "Model families"), ("feature", "Features")):
+        of_group = [row for row in chosen if row.group == group]
+        if not of_group:
+            continue
+        refusals: dict[str, int] = {}
+        lines = [f"## {title}", ""]
+        if group == "feature":
+            lines += ["On a tiny Llama, all seven linear layers adapted, unless the row names another model.", ""]
+        lines += [f"| | {' | '.join(meshes)} |", "|---" * (len(meshes) + 1) + "|"]
+        for row in of_group:
+            line = []
+            for mesh in meshes:
+                cell = cells[row.name, mesh]
+                if cell.error is not None:
+                    line.append(f"{'~' if row.tolerance > 1e-12 else ''}{cell.error:.0e}")
+                elif cell.refusal is not None:
+                    number = refusals.setdefault(reason(cell.refusal), len(refusals) + 1)
+                    line.append(f"refused ({number})")
+                else:
+                    line.append("**FAILED**")
+            lines.append(f"| {row.name} | {' | '.join(line)} |")
+        lines.append("")
+        if refusals:
+            lines += [f"{number}. {said}" for said, number in refusals.items()] + [""]
+        text += "\n".join(lines) + "\n"
+    noisy = {row.note: row.tolerance for row in chosen if row.tolerance > 1e-12}
+    text += "".join(NOISY.format(note=note, bound=bound) for note, bound in noisy.items())
+    return text + f"With {versions}.\n"
+
+
+def main() -> int:
+    """Run, print progress, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="*", metavar="GLOB", help="rows by name")
+    parser.add_argument("--meshes", nargs="+", default=MESHES, help="dp_shard x tp, or dp_replicate in front")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the page to write")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    chosen = [row for row in rows().values() if fnmatch(row.name, args.rows)]
+    if not chosen:
+        parser.error(f"no row is called {args.rows!r}; there are {', '.join(rows())}")
+    cells: dict[tuple[str, str], Cell] = {}
+    want = {row.name: attempt(one_process, row.name) for row in tqdm(chosen, desc="one process")}
+    for mesh in args.meshes:
+        with closing(WorkerPool()) as pool:  # its processes end with the mesh
+            for row in tqdm(chosen, desc=mesh):
+                reference = want[row.name]
+                if isinstance(reference, Failure):
+                    cell = Cell(failure=f"one process: {reference.message}\n{reference.trace}")
+                else:
+                    cell = compare(pool, row, mesh, reference)
+                cells[row.name, mesh] = cell
+                if cell.failure is not None:
+                    tqdm.write(f"FAILED {row.name} on {mesh}: {cell.failure}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(page(cells, chosen, args.meshes))
+    failed = [key for key, cell in cells.items() if cell.failure is not None]
+    print(f"{len(cells)} cells, {len(failed)} failed; written to {args.output}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The rows of the oracle table: each equals one process on a mesh, or is refused with the text that it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.rows import Step, compare, one_process, rows
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights and Conv1D
+reference = cache(one_process)
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "1x4"])
+@pytest.mark.parametrize("name", list(rows()))
+def test_a_row_equals_one_process_or_is_refused(pool, name, mesh):
+    row = rows()[name]
+    refusal = row.refusal(mesh)
+    cell = compare(pool, row, mesh, reference(name))
+    assert cell.failure is None, cell.failure
+    if refusal is None:
+        assert cell.refusal is None
+    else:
+        assert cell.refusal is not None, f"works, with an error of {cell.error}: take {refusal!r} off the row"
+        assert refusal in cell.refusal
+
+
+@pytest.mark.parametrize("name", list(rows()))
+def test_a_row_trains_what_can_be_compared(name):
+    """An adapter without a gradient, or with one that is rounding, would agree with anything."""
+    norms = [gradient.norm().item() for gradient in reference(name).gradients.values()]
+    assert min(norms) > 1e-3
+
+
+def test_the_comparison_fails_where_it_should(pool):
+    row, want = rows()["llama"], reference("llama")
+    first = next(iter(want.gradients))
+    off = {**want.gradients, first: want.gradients[first] * (1 + 1e-9)}
+    fewer = {name: gradient for name, gradient in want.gradients.items() if name != first}
+    assert compare(pool, row, "2x1", want).error <= 1e-14
+    assert "gradients differ by 1.0e-09" in compare(pool, row, "2x1", Step(want.loss, off)).failure
+    assert "other gradients" in compare(pool, row, "2x1", Step(want.loss, fewer)).failure
+    assert "in place of" in compare(pool, row, "2x1", Step(want.loss + 0.1, want.gradients)).failure
+    assert "KeyError" in compare(pool, replace(row, name="no such row"), "2x1", want).failure
