@@ -105,7 +105,7 @@ class Draft:
             entered |= {real for real, twin in probe.twin_of.items() if twin in probe.entered}
         for module, (name, style) in self.styles.items():
             partial = style is STYLES["replicated_with_grad_allreduce"] and name in self._by_user
-            if partial and module in entered and module not in self._between:
+            if partial and module in entered and self._between.isdisjoint(module.modules()):
                 raise ValueError(
                     f"tp_plan: {self._by_user[name]} makes {name!r} replicated_with_grad_allreduce, which is for what "
                     "acts on the slices between a colwise and a rowwise layer, and it does not: use replicate."

@@ -428,6 +428,7 @@ def apply_style(
                 rows[tensor] = dim, chosen.rows(context.rank)
         if isinstance(placement, Shard) or parameter in context.stored_whole:
             _set_parameter(tensor, context.place(parameter, placement, arranged))
+            context.stored_whole.discard(parameter)  # or it would hold the full copy
         if tensor.role in style.partial or tensor in rows:
             partial.append((tensor.owner, tensor.key))
     if isinstance(base, Conv1D) and style.lora_B == Shard(0):
