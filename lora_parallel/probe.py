@@ -27,7 +27,9 @@ from lora_parallel.layers import base_of, features_dim, is_linear
 
 __all__ = ["Call", "FailedError", "Probe", "ProbeError", "probed_models", "stand_in_for"]
 
-_BATCH, _TOKENS, _MORE_TOKENS = 2, 8, 40
+_SHAPE, _OTHER_SHAPE = (1, 8), (2, 12)
+"""Rows and tokens of the first run, whose graph of a model of 405 billion parameters is in memory as a whole, and of
+the next."""
 
 
 class ProbeError(Exception):
@@ -49,7 +51,34 @@ class Call:
     """Its input [..., in_features], or token ids."""
 
     gave: Tensor
-    """A leaf of autograd's graph: its output [..., features]."""
+    """A leaf of autograd's graph, from which its output [..., features] is made."""
+
+    def output(self, features: Tensor | None = None) -> Tensor:
+        """What the stand-in returns, or some features of it; free to be changed in place."""
+        gave = self.gave if features is None else self.gave.index_select(-1, features)
+        # Each feature is positive for one token and negative for the next: no ReLU is dead for all of them.
+        signs = 1 - 2 * (torch.arange(gave[..., 0].numel()) % 2)
+        return gave * signs.view(*gave.shape[:-1], 1)
+
+
+class _Tape:
+    """Random numbers above 0.1, of which every stand-in reads another stretch: none is stored twice."""
+
+    _STARTS, _STRIDE = 2**16, 9973
+
+    def __init__(self) -> None:
+        # Its own, so that what the model draws is the same when it is run again.
+        self._generator = torch.Generator().manual_seed(0)
+        self._values = torch.empty(0)
+        self._reads = 0
+
+    def read(self, shape: torch.Size) -> Tensor:
+        start = self._reads * self._STRIDE % self._STARTS
+        self._reads += 1
+        missing = self._STARTS + shape.numel() - len(self._values)
+        if missing > 0:
+            self._values = torch.cat([self._values, torch.randn(missing, generator=self._generator).abs() + 0.1])
+        return self._values[start : start + shape.numel()].view(shape)
 
 
 def probed_models(model: nn.Module) -> list[nn.Module]:
@@ -93,6 +122,8 @@ class Probe:
 
     entered: set[nn.Module] = field(init=False, default_factory=set)
     """The modules of the twin that were called; of others, parameters may be used all the same."""
+
+    _tape: _Tape = field(init=False, default_factory=_Tape)
 
     def __post_init__(self) -> None:
         with torch.enable_grad(), torch.inference_mode(False):
@@ -151,7 +182,7 @@ class Probe:
     def _first_run(self) -> dict[str, Any]:
         """Find inputs that work, and note the calls."""
         problems = []
-        for index, inputs in enumerate([self.given] if self.given is not None else _inputs(self.twin, _TOKENS)):
+        for index, inputs in enumerate([self.given] if self.given is not None else _inputs(self.twin, _SHAPE)):
             self.calls = []
             try:
                 with _Uses(self.used):
@@ -172,37 +203,39 @@ class Probe:
             except Exception:  # what needs labels in training, say; such a model is seen in evaluation mode
                 continue
 
-    def run_otherwise(self) -> bool:
+    def run_otherwise(self) -> None:
         """Note a run under other conditions, in place of the first: more tokens, training mode (without dropout), or as
-        much of it as the model allows. Nothing is noted for gradients. Whether there is any.
+        much of it as the model allows. Nothing is noted for gradients.
+
+        Raises:
+            ProbeError: It does not even run as it did.
         """
-        if self.given is not None:
-            return False
         _without_dropout(self.twin)
-        first = self.calls, self.outputs, self._inputs
-        for tokens, training in ((_MORE_TOKENS, True), (_MORE_TOKENS, False), (_TOKENS, True)):
-            self.calls = []
+        problem: Exception | None = None
+        for shape, training in ((_OTHER_SHAPE, True), (_OTHER_SHAPE, False), (_SHAPE, True), (_SHAPE, False)):
+            self.calls, self.outputs = [], []
             try:
-                with torch.no_grad(), torch.inference_mode(False):
+                with torch.inference_mode(False), torch.no_grad():
                     torch.manual_seed(0)
-                    self._inputs = next(islice(_inputs(self.twin, tokens), self._kind, None))
+                    self._inputs = next(islice(_inputs(self.twin, shape), self._kind, None))
                     self.twin.train(training)
                     self.outputs = self._run(self._inputs, self._note)
-                return True
-            except Exception:  # positions that are no more, say
-                continue
-        self.calls, self.outputs, self._inputs = first
-        self.twin.eval()
-        return False
+                return
+            except Exception as error:  # positions that are no more, say
+                problem = error
+        assert problem is not None
+        raise ProbeError(_brief(problem)) from problem
 
     def _note(self, unit: str, features: int, fed: Tensor) -> Tensor:
-        shape = _positions(fed)
-        gave = torch.randn(*shape, features).abs() + 0.1
-        # Each feature is positive for one token and negative for the next: no ReLU is dead for all of them.
-        signs = 1 - 2 * (torch.arange(shape.numel()) % 2)
-        leaf = (gave * signs.view(*shape, 1)).requires_grad_()
-        self.calls.append(Call(unit, fed, leaf))
-        return leaf.clone()  # which, unlike a leaf, may be changed in place
+        gave = self._tape.read(torch.Size([*_positions(fed), features])).requires_grad_()
+        self.calls.append(Call(unit, fed, gave))
+        return self.calls[-1].output()
+
+    def drop_graph(self) -> None:
+        """Keep the numbers that were noted only; the graph takes more memory than they."""
+        for call in self.calls:
+            call.fed = call.fed.detach()
+        self.outputs = [output.detach() for output in self.outputs]
 
     def run_again(self, stand_in: Callable[[int, Call, Tensor], Tensor]) -> list[Tensor]:
         """Run on the same inputs; `stand_in(index, noted call, fed now)` gives each output.
@@ -218,7 +251,7 @@ class Probe:
                 raise ProbeError(f"{unit} was called out of turn")
             return stand_in(index, call, fed)
 
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the former enables gradients
             try:
                 return self._run(self._inputs, replay)
             except ProbeError:
@@ -310,27 +343,27 @@ def stand_in_for(model: nn.Module) -> nn.Module:
     return twin.eval()
 
 
-def _inputs(model: nn.Module, tokens: int) -> Iterator[dict[str, Any]]:
-    """Inputs that the model may take, the likeliest first; of texts, this many tokens."""
+def _inputs(model: nn.Module, shape: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Inputs that the model may take, the likeliest first; of texts, this many rows and tokens."""
     if not isinstance(model, PreTrainedModel):
         first = next((m for m in model.modules() if next(m.children(), None) is None and m._parameters), None)
         if isinstance(first, nn.Embedding):
-            yield {"args": (torch.randint(first.num_embeddings, (_BATCH, tokens)),)}
+            yield {"args": (torch.randint(first.num_embeddings, shape),)}
         elif isinstance(first, (nn.Linear, Conv1D, nn.LayerNorm, nn.RMSNorm)):
             layer = isinstance(first, (nn.Linear, Conv1D))
             width = first.weight.shape[1 - features_dim(first)] if layer else first.weight.shape[-1]
-            yield {"args": (torch.randn(_BATCH, tokens, width),)}
-            yield {"args": (torch.randn(_BATCH, width),)}
+            yield {"args": (torch.randn(*shape, width),)}
+            yield {"args": (torch.randn(shape[0], width),)}
         return
     known = set(inspect.signature(model.forward).parameters)
     off = {key: False for key in ("use_cache",) if key in known}
     config: Any = model.config
-    text = {key: value for key, value in _text(config, tokens).items() if key in known}
-    options = {key: value for key, value in _options(config, tokens).items() if key in known}
-    image = {key: value for key, value in _image(config).items() if key in known}
-    sound = {key: value for key, value in _sound(config).items() if key in known}
+    text = {key: value for key, value in _text(config, shape).items() if key in known}
+    options = {key: value for key, value in _options(config, shape).items() if key in known}
+    image = {key: value for key, value in _image(config, shape[0]).items() if key in known}
+    sound = {key: value for key, value in _sound(config, shape[0]).items() if key in known}
     decoder = (
-        {"decoder_input_ids": text.get("input_ids", _text(config, tokens)["input_ids"])}
+        {"decoder_input_ids": text.get("input_ids", _text(config, shape)["input_ids"])}
         if ("decoder_input_ids" in known and getattr(config, "is_encoder_decoder", False))
         else {}
     )
@@ -338,53 +371,53 @@ def _inputs(model: nn.Module, tokens: int) -> Iterator[dict[str, Any]]:
     for each in (text, options, {**text, **image}, image, sound, {**text, **sound}, model.dummy_inputs):
         if each:
             yield {**each, **decoder, **off}
-    for each in (_video(config), _spectrogram(config)):
+    for each in (_video(config, shape[0]), _spectrogram(config, shape[0])):
         if each.keys() & known:
             yield {key: value for key, value in each.items() if key in known} | decoder | off
 
 
-def _text(config: Any, tokens: int) -> dict[str, Tensor]:
+def _text(config: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(inner, "vocab_size", None) or 2
     special = [getattr(inner, key, None) for key in ("pad_token_id", "eos_token_id", "bos_token_id")]
     reserved = {each for value in special for each in (value if isinstance(value, (list, tuple)) else [value])}
     ids = [index for index in range(min(vocabulary, 64)) if index not in reserved] or [0]
-    chosen = torch.tensor(ids)[torch.randint(len(ids), (_BATCH, tokens))]
-    mask = torch.ones(_BATCH, tokens, dtype=torch.long)
-    mask[0, -(tokens // 8) :] = 0
+    chosen = torch.tensor(ids)[torch.randint(len(ids), shape)]
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[0, -(shape[1] // 8) :] = 0
     return {"input_ids": chosen, "attention_mask": mask}
 
 
-def _options(config: Any, tokens: int) -> dict[str, Tensor]:
+def _options(config: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
     """Multiple choice: [rows, choices, tokens]."""
-    return {key: value[:, None].expand(-1, 2, -1) for key, value in _text(config, tokens).items()}
+    return {key: value[:, None].expand(-1, 2, -1) for key, value in _text(config, shape).items()}
 
 
-def _video(config: Any) -> dict[str, Tensor]:
+def _video(config: Any, rows: int) -> dict[str, Tensor]:
     frames = getattr(config, "num_frames", 8)
-    image = _image(config)["pixel_values"]
+    image = _image(config, rows)["pixel_values"]
     return {"pixel_values": image[:, None].expand(-1, frames, -1, -1, -1)}
 
 
-def _spectrogram(config: Any) -> dict[str, Tensor]:
+def _spectrogram(config: Any, rows: int) -> dict[str, Tensor]:
     bands: Any = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
     length: Any = getattr(config, "max_length", None) or 64
-    values = torch.randn(_BATCH, length, bands)
+    values = torch.randn(rows, length, bands)
     return {"input_values": values, "input_features": values}
 
 
-def _image(config: Any) -> dict[str, Tensor]:
+def _image(config: Any, rows: int) -> dict[str, Tensor]:
     inner = getattr(config, "vision_config", config)
     size = getattr(inner, "image_size", 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return {"pixel_values": torch.randn(_BATCH, getattr(inner, "num_channels", 3), height, width)}
+    return {"pixel_values": torch.randn(rows, getattr(inner, "num_channels", 3), height, width)}
 
 
-def _sound(config: Any) -> dict[str, Tensor]:
+def _sound(config: Any, rows: int) -> dict[str, Tensor]:
     frames = 2 * getattr(config, "max_source_positions", 50)
     return {
-        "input_features": torch.randn(_BATCH, getattr(config, "num_mel_bins", 80), frames),
-        "input_values": torch.randn(_BATCH, 4000),
+        "input_features": torch.randn(rows, getattr(config, "num_mel_bins", 80), frames),
+        "input_values": torch.randn(rows, 4000),
     }
 
 

@@ -148,18 +148,18 @@ def _verify(probe: Probe, found: Sequence, flows: list[Flow], tp: int, rank: int
             whole[module].append(_output(output))
 
     def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        gave = call.gave.detach()
+        gave = call.output()
         in_chunks = state["inside"] and call.unit not in sources | found.sinks
         want = chunk(call.fed) if in_chunks or (state["inside"] and call.unit in found.layers) else call.fed
         if not same(fed, want):
             raise ProbeError(f"{call.unit} is not fed the same by a chunk of the tokens as by all")
-        return (chunk(gave) if in_chunks or (state["inside"] and call.unit in found.sinks) else gave).clone()
+        return chunk(gave) if in_chunks or (state["inside"] and call.unit in found.sinks) else gave
 
     state = {"inside": False}
     watched = [*found.stacks, *found.stacks.values(), *found.modules]
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in dict.fromkeys(watched)]
     try:
-        probe.run_again(lambda index, call, fed: call.gave.detach().clone())
+        probe.run_again(lambda index, call, fed: call.output())
     except ProbeError as error:
         return str(error)
     finally:

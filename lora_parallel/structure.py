@@ -101,6 +101,7 @@ def find_structure(
     reached = _reached(probe)
     rejected: dict[str, str] = {}
     candidates = _candidates(probe, reached, tp, rejected)
+    probe.drop_graph()
     groups: dict[object, list[Flow]] = {}
     direct = {
         name
@@ -121,7 +122,8 @@ def find_structure(
         else:
             rejected.update({name: problem for flow in group for name in flow.units})
     kept = _proven(probe, kept, tp, range(tp), rejected)
-    if kept and probe.run_otherwise():
+    if kept and given is None:
+        probe.run_otherwise()
         kept = _proven(probe, kept, tp, (0, tp - 1), rejected)
     for flow in kept:
         flow.between = {(real_of[module], key): cut for (module, key), cut in flow.between.items()}
@@ -512,8 +514,7 @@ def _verify_rank(probe: Probe, flows: Sequence[Flow], tp: int, rank: int, until:
             want = want[..., start:stop]
         if not same(fed, want):
             raise ProbeError(f"{call.unit} is not fed what it should be by a rank's share of the features")
-        gave = call.gave.detach()
-        return gave[..., sources[call.unit]] if call.unit in sources else gave.clone()
+        return call.output(sources.get(call.unit))
 
     with _cut_to(flows, rank):
         try:

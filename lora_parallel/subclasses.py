@@ -67,7 +67,7 @@ def _roles(base: nn.Module, style: Style) -> dict[str, Role] | None:
     settings = tuple((k, v) for k, v in sorted(base.__dict__.items()) if isinstance(v, (bool, int, float, str)))
     key = type(base), shapes, settings, repr(base), style.weight
     if key not in _found:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.inference_mode(False):
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
             _found[key] = _search(base, columns=style.weight == Shard(1))
     return _found[key]
 

@@ -28,7 +28,6 @@ BAD = [
     ({"param_dtype": torch.int8}, TypeError, r"param_dtype=torch\.int8"),
     ({"reduce_dtype": torch.int64}, TypeError, r"reduce_dtype=torch\.int64"),
     ({"param_dtype": torch.float16}, ValueError, "loss scaling.*bfloat16"),
-    ({"sequence_parallel": True}, ValueError, "sequence_parallel=True is not supported yet"),
     ({"cpu_offload": True}, ValueError, "cpu_offload=True is not supported yet"),
     ({"compile": True}, ValueError, "compile=True is not supported yet"),
 ]
