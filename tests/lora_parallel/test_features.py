@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -182,6 +184,7 @@ FEATURES: dict[str, Feature] = {
     "dora, grouped": Feature(lora=DORA, sizes={**BIASED, **GROUPED}),
     "dora, Conv1D": Feature(base=gpt2, lora={**DORA, "target_modules": FUSED, "fan_in_fan_out": True}),
     "dora, ends": Feature(lora={**DORA, "target_modules": ENDS}),
+    "dora, tied ends": Feature(lora={**DORA, "target_modules": ENDS}, sizes=TIED),
     "dora, any layer": Feature(
         lora=DORA,
         sizes=BIASED,
@@ -403,6 +406,14 @@ def test_what_has_no_tensor_parallel_form_is_refused_by_name(build, reason):
     assert "tp=1" in str(caught.value)
 
 
+def test_a_tied_weight_with_two_adapters_is_refused():
+    model = get_peft_model(
+        causal_lm(**TIED), lora_config(trainable_token_indices=[1, 2], target_modules=["q_proj", "lm_head"])
+    )
+    with pytest.raises(ValueError, match="'lm_head' cannot be replicate: trainable_token_indices reaches it"):
+        resolve_plan(model, None, 2)
+
+
 @pytest.mark.parametrize(
     ("base", "lora", "plan", "reason"),
     [
@@ -430,12 +441,60 @@ def test_what_cannot_be_cut_is_refused_where_the_user_says_so(base, lora, plan, 
     assert 'the style "replicate"' in str(caught.value)
 
 
+def test_a_partial_gradient_of_what_acts_on_no_slices_is_refused():
+    plan = {"*.input_layernorm": "replicated_with_grad_allreduce"}
+    with pytest.raises(ValueError, match=r"input_layernorm'.* and it does not: use replicate"):
+        resolve_plan(get_peft_model(causal_lm(), lora_config()), plan, 2)
+    norms = get_peft_model(causal_lm("qwen3"), lora_config())
+    assert resolve_plan(norms, {"*.[qk]_norm": "replicated_with_grad_allreduce"}, 2)
+
+
 def test_what_cannot_be_cut_is_whole_in_a_plan_of_our_own_and_said_so(caplog):
     model = get_peft_model(causal_lm(), lora_config(alora_invocation_tokens=[1, 2], target_modules=["q_proj"]))
     with caplog.at_level(logging.WARNING):
         plan = resolve_plan(model, None, 2)
     assert {style is STYLES["replicate"] for name, style in plan.styles.values() if "q_proj" in name} == {True}
     assert "q_proj (2 layers) is computed in full on every tp rank: its adapter is a LoRA variant" in caplog.text
+
+
+def unsaid_otherwise() -> dict[str, Any]:
+    """What would compute something else without a word."""
+    mesh, config = on_mesh("1x2")
+    model: Any = parallelize(Feature().model(), mesh, config)
+    (batch,) = Case(steps=1).batches()
+    inner = model.get_base_model()
+
+    def asked_of_config() -> Any:
+        inner.set_attn_implementation("eager")
+        inner.config.output_attentions = True
+        return model(input_ids=batch)
+
+    def other_config_on_each_rank() -> Any:
+        return parallelize(Feature().model(), mesh, replace(config, sequence_parallel=dist.get_rank() == 1))
+
+    return {
+        "merge_and_unload": attempt(model.merge_and_unload),
+        "unload": attempt(model.unload),
+        "attentions": attempt(model, input_ids=batch, output_attentions=True),
+        "attentions of the config": attempt(asked_of_config),
+        "other configs": attempt(other_config_on_each_rank),
+    }
+
+
+def test_what_would_be_wrong_without_a_word_is_refused_on_every_rank(pool):
+    reasons = {
+        "merge_and_unload": "write the merged model with export_merged",
+        "unload": "write the merged model with export_merged",
+        "attentions": "output_attentions=True: .* Leave it False, or use tp=1",
+        "attentions of the config": "output_attentions=True: .* Leave it False, or use tp=1",
+        "other configs": "config is ParallelConfig.*sequence_parallel=True.* on rank 1",
+    }
+    for rank, found in enumerate(pool.run(2, unsaid_otherwise)):
+        for name, reason in reasons.items():
+            failure = found[name]
+            assert isinstance(failure, Failure), (rank, name)
+            assert failure.kind == "ValueError", failure.trace
+            assert re.search(reason, failure.message, re.DOTALL), (rank, name, failure.message)
 
 
 class Attending(nn.Module):
@@ -553,6 +612,45 @@ def test_merging_what_cannot_be_merged_under_tp_is_refused(pool):
             assert isinstance(error, Failure), name
             assert error.kind == "ValueError", error.trace
             assert "cannot be merged under tensor parallelism: save the adapter" in error.message
+
+
+MERGED = {
+    "whole": Feature(
+        config={"tp_plan": {"*.q_proj": "replicate", "*.up_proj": "replicate", "*.down_proj": "replicate"}}
+    ),
+    "gathered": Feature(sizes=BIASED, config=FEATURES["dora, any layer"].config),
+    "sliced": Feature(sizes=BIASED),
+    "arranged": Feature(family="phi3", lora={"target_modules": PHI3}),
+}
+
+
+def merged_logits(model: Any) -> list[Tensor]:
+    """With an adapter merged, and taken out again."""
+    (batch,) = Case(steps=1).batches()
+    found = []
+    for change in (model.merge_adapter, model.unmerge_adapter):
+        change()
+        with torch.no_grad():
+            found.append(model.eval()(input_ids=batch).logits)
+    return found
+
+
+def merged_on(mesh_text: str) -> dict[str, Any]:
+    mesh, _ = on_mesh(mesh_text)
+    found = {}
+    for name, feature in MERGED.items():
+        _, config = on_mesh(mesh_text, **feature.config)
+        found[name] = attempt(merged_logits, parallelize(feature.model(), mesh, config))
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x2"])
+def test_an_adapter_is_merged_in_place(pool, mesh):
+    for found in pool.run(ranks_of(mesh), merged_on, mesh):
+        for name, logits in found.items():
+            assert not isinstance(logits, Failure), f"{name}: {logits.trace}"
+            for got, want in zip(logits, merged_logits(MERGED[name].model()), strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=1e-10, msg=name)
 
 
 def two_adapters() -> nn.Module:
