@@ -32,10 +32,10 @@ def has_adapters_inside(base: nn.Module) -> bool:
 def problem_anywhere(module: nn.Module) -> str | None:
     """Why a layer has no tensor parallel form at all, or None if it has one (the style `replicate` at least)."""
     for layer in [module.base_layer, module] if isinstance(module, BaseTunerLayer) else []:
-        if isinstance(layer, ParamWrapper):
+        if isinstance(layer, ParamWrapper) and layer.get_param().dim() != 3:
             return (
                 f"target_parameters adapts its parameter {layer.parameter_name!r} by itself: for the weight of a "
-                "linear layer name the layer in target_modules, for experts use tp=1"
+                "linear layer name the layer in target_modules"
             )
     tokens = (isinstance(inner, TrainableTokensLayer) for inner in module.modules() if inner is not module)
     if isinstance(module, BaseTunerLayer) and any(tokens):
@@ -50,7 +50,7 @@ def problem_anywhere(module: nn.Module) -> str | None:
 
 def cut_problem(module: nn.Module, style: Style) -> str | None:
     """Why a layer cannot be cut as `style` says, or None if it can, or if the style leaves it whole."""
-    if style is STYLES["replicate"]:
+    if style is STYLES["replicate"] or style.enter == "experts":
         return None
     if isinstance(module, BaseTunerLayer) and (problem := _adapter_problem(module)) is not None:
         return problem

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
+from torch.utils._pytree import tree_leaves
 
 from lora_parallel.adapter_forms import cut_problem, problem_anywhere
+from lora_parallel.experts import Sharing, holds_experts, share_experts
 from lora_parallel.layers import base_of, features_dim, is_linear, shared_parameters
 from lora_parallel.names import embeddings_of, innermost
 from lora_parallel.plan_checks import check_widths, cut_as
@@ -47,6 +49,7 @@ class Draft:
         self.selections: dict[nn.Module, Selection] = {}
         self.cuts: dict[nn.Module, dict[str, tuple[int, Selection]]] = {}
         self.attributes: dict[nn.Module, dict[str, Any]] = {}
+        self.sharings: dict[nn.Module, Sharing] = {}
         self.sequences: list[Sequence] = []
         self.proven: set[nn.Module] = set()
         """Layers of flows, and parameters between them: shown to be right by running the model."""
@@ -259,6 +262,67 @@ class Draft:
             if name not in self._by_user and not layer and isinstance(style.weight, Shard):
                 del self.styles[module]  # experts, say: a model's own plan means something else by the style
 
+    def share_experts(self, structures: list[Structure]) -> None:
+        """Share the experts of mixtures: slices of all of them on each rank if that is what their forward can do, or
+        else some of them; or as the user says.
+
+        Raises:
+            ValueError: They cannot be shared as the user says, or have adapters and cannot be shared at all.
+        """
+        ways = {STYLES["moe_tp_experts"]: "features", STYLES["ep_dispatch_experts"]: "experts"}
+        fed = {
+            module: (probe, probe.twin_of[base])
+            for probe in (structure.probe for structure in structures)
+            for module in self.names
+            if (base := base_of(module)) in probe.twin_of and probe.twin_of[base] in probe.experts
+        }
+        known: dict[object, Sharing | str] = {}
+        for module, name in self.names.items():
+            base = base_of(module)
+            if not holds_experts(base):
+                if name in self._by_user and self.styles[module][1] in ways:
+                    raise ValueError(
+                        f"tp_plan: {self._by_user[name]} makes {name!r} {self.styles[module][1].name}, and "
+                        f"{type(base).__name__} holds no stacks of experts: parameters [experts, ., .]."
+                    )
+                self._drop_experts(module, ways)
+                continue
+            asked = ways.get(self.styles[module][1]) if name in self._by_user else None
+            if name in self._by_user and asked is None:
+                continue
+            reasons = ["nothing that the model was run with reached it"]
+            if module in fed:
+                probe, twin = fed[module]
+                reasons = []
+                for style, by in ways.items():
+                    if asked not in (None, by):
+                        continue
+                    key = type(base), by, _shapes(base), _shapes(probe.experts[twin])
+                    if key not in known:
+                        known[key] = share_experts(twin, probe.experts[twin], self.tp, by)
+                    found = known[key]
+                    if isinstance(found, str):
+                        reasons.append(f"{style.name}: {found}")
+                        continue
+                    self.styles[module] = name, style
+                    self.sharings[module] = found
+                    self.attributes.setdefault(base, {}).update(found.attributes)
+                    break
+            if module in self.sharings:
+                continue
+            self._drop_experts(module, ways)
+            why = "; ".join(reasons)
+            if asked is not None or isinstance(module, BaseTunerLayer):
+                raise ValueError(
+                    f"tp={self.tp}: the experts {name!r} ({type(base).__name__}) cannot be shared by tp ranks: {why}. "
+                    "Use another tp, tp=1 (FSDP2 only), or leave them out of target_parameters and of tp_plan."
+                )
+            self._whole[name] = why
+
+    def _drop_experts(self, module: nn.Module, ways: Mapping[Style, str]) -> None:
+        if module in self.styles and self.styles[module][1] in ways:
+            del self.styles[module]
+
     def complete(self, structures: list[Structure]) -> None:
         """Give the large layers that no plan speaks of, and no flow has, the style that is right for any."""
         direct = {name for structure in structures for name in structure.used_directly}
@@ -421,6 +485,13 @@ class Draft:
         if module not in self.selections:
             return name
         return f"{name}, {self.selections[module].width} of {self.selections[module].size} rows on each rank"
+
+
+def _shapes(values: Any) -> object:
+    """Of a module's parameters, or of all tensors in arguments."""
+    if isinstance(values, nn.Module):
+        return tuple((key, tuple(p.shape)) for key, p in values._parameters.items() if p is not None)
+    return tuple(tuple(x.shape) for x in tree_leaves(values) if isinstance(x, Tensor))
 
 
 _NO_SINK = "no layer takes slices of what it computes"

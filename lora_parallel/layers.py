@@ -20,11 +20,13 @@ import torch
 from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters import adapter_parameters
@@ -40,6 +42,7 @@ from lora_parallel.collectives import (
 )
 from lora_parallel.deferred import rearrange_stored
 from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
+from lora_parallel.experts import Sharing, adapter_cuts
 from lora_parallel.grads import PartialGradients
 from lora_parallel.peft_hooks import refuse_merge, sum_weight_norm
 from lora_parallel.selection import Selection, selection_of, set_selection
@@ -246,9 +249,17 @@ class _Unit:
     """The forward of one styled layer. Bound to the layer as its `forward`."""
 
     def __init__(
-        self, name: str, module: nn.Module, style: Style, context: TPContext, tensors: list[UnitTensor], rows: _Rows
+        self,
+        name: str,
+        module: nn.Module,
+        style: Style,
+        context: TPContext,
+        tensors: list[UnitTensor],
+        rows: _Rows,
+        sharing: Sharing | None,
     ):
         base = base_of(module)
+        self.sharing = sharing
         self.rows = rows
         self.name = name
         self.style = style
@@ -262,7 +273,9 @@ class _Unit:
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         style, context = self.style, self.context
         outside = None
-        if style.enter != "keep":
+        if self.sharing is not None:
+            args, kwargs = self._routed(self.sharing, args, kwargs)
+        elif style.enter != "keep":
             first = None if args else next(iter(kwargs))
             x = args[0] if first is None else kwargs[first]
             if style.enter == "copy":
@@ -280,6 +293,8 @@ class _Unit:
         bias = self._shadow(module)
         try:
             y = forward(*args, **kwargs)
+            if self.sharing is not None:
+                y = _AllUsed.apply(y, *(x for t in self.tensors if (x := t.owner.__dict__[t.key]).requires_grad))
         finally:
             self._unshadow(module)
         if outside is not None:
@@ -292,6 +307,14 @@ class _Unit:
             assert self.out_features is not None
             return gather_last_dim(y, self.out_features, context.group, self.name)
         return y
+
+    def _routed(self, sharing: Sharing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of experts, the gradients of which are sums over what each rank computes."""
+
+        def enter(x: Tensor) -> Tensor:
+            return self.context.copy(x, self.name) if x.is_floating_point() else x
+
+        return sharing.routed(tree_map_only(Tensor, enter, (args, kwargs)), self.context.rank)
 
     def _shadow(self, module: nn.Module) -> Tensor | None:
         """Put plain tensors in front of the unit's DTensors; return the bias that is to be added after the sum."""
@@ -365,6 +388,20 @@ class _Unit:
         return (ids - start).masked_fill(outside, 0), outside
 
 
+class _AllUsed(torch.autograd.Function):
+    """Gives what no token reached a gradient of zeros: other ranks wait for it in their reductions."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *used: Tensor) -> Tensor:
+        ctx.used = [(x.shape, x.dtype, x.device) for x in used]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        zeros = (torch.zeros(1, dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.used)
+        return grads[0], *zeros
+
+
 def _parameter(tensor: UnitTensor) -> nn.Parameter:
     parameter = tensor.owner._parameters[tensor.key]
     assert parameter is not None
@@ -395,6 +432,7 @@ def apply_style(
     context: TPContext,
     selection: Selection | None = None,
     cuts: Mapping[str, tuple[int, Selection]] | None = None,
+    sharing: Sharing | None = None,
 ) -> list[tuple[nn.Module, str]]:
     """Make `module` a tensor parallel unit, in place: place its tensors, and run its own forward on local ones.
 
@@ -405,11 +443,14 @@ def apply_style(
         context: Of the model.
         selection: The output features of each rank, where `style` cuts these and they are not one chunk a rank.
         cuts: The dim and the rows by which parameters of a layer that is whole otherwise are cut, by their names.
+        sharing: Of experts.
 
     Returns:
         The parameters whose gradients on one rank will be partial sums over tp: what holds each, and its name there.
     """
-    base, tensors = base_of(module), unit_tensors(module, style)
+    base = base_of(module)
+    shares = _expert_tensors(module, sharing) if sharing is not None else {}
+    tensors = [*shares] or unit_tensors(module, style)
     rows: _Rows = {}
     partial: list[tuple[nn.Module, str]] = []
     for tensor in tensors:
@@ -417,7 +458,10 @@ def apply_style(
         arranged = None
         if isinstance(parameter, DTensor):
             continue  # of tied layers, which share what trains
-        if (cut := _cut(base, tensor, selection, cuts or {})) is not None:
+        cut = shares[tensor] if shares else _cut(base, tensor, selection, cuts or {})
+        if shares and cut is not None:
+            placement = Shard(cut[0])
+        if cut is not None and not (shares and cut[1].is_chunked):
             dim, chosen = cut
             if isinstance(placement, Shard) and parameter not in context.stored_whole:
                 arranged = chosen, dim
@@ -433,7 +477,7 @@ def apply_style(
             partial.append((tensor.owner, tensor.key))
     if isinstance(base, Conv1D) and style.lora_B == Shard(0):
         base.nf = context.slice_of(base.nf) if selection is None else selection.width
-    if isinstance(module, LoraLayer):
+    if isinstance(module, LoraLayer) and sharing is None:
         split = isinstance(style.lora_A, Shard) and style.enter != "mask"
         offset = chunk_bounds(module.in_features or 0, context.mesh.size(), context.rank)[0] if split else 0
         for dropout in module.lora_dropout.values():
@@ -444,7 +488,10 @@ def apply_style(
         elif not isinstance(style.weight, Shard):
             _merge_whole(module)
         _prepare_adapters(name, module, style, context, selection is not None)
-    unit = _Unit(name, module, style, context, tensors, rows)
+    if isinstance(module, ParamWrapper):
+        for layer in _wrappers(module):
+            refuse_merge(layer, "an adapter of experts")
+    unit = _Unit(name, module, style, context, tensors, rows, sharing)
     own_forward = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -452,6 +499,37 @@ def apply_style(
 
     module.forward = MethodType(forward, module)
     return partial
+
+
+def _wrappers(module: nn.Module) -> list[ParamWrapper]:
+    """PEFT's layers around experts, one in the other: each adapts one parameter."""
+    found = []
+    while isinstance(module, ParamWrapper):
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
+def _expert_tensors(module: nn.Module, sharing: Sharing) -> dict[UnitTensor, tuple[int, Selection] | None]:
+    """The parameters of experts and of their adapters, with the dim that is cut and each rank's part of it."""
+    base = base_of(module)
+    tensors: dict[UnitTensor, tuple[int, Selection] | None] = {}
+    for inner in base.modules():
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                own = inner is base
+                cut = sharing.cuts.get(key) if own else None
+                role = "weight" if cut is not None else "addend" if own and key in sharing.addends else "other"
+                tensors[UnitTensor(inner, key, role)] = cut
+    for wrapper in _wrappers(module):
+        for adapter in wrapper.lora_A:
+            cuts = adapter_cuts(wrapper, adapter, sharing)
+            for role in ("lora_A", "lora_B"):
+                cut = cuts.get(role)
+                partial = cut is None or not cut[1].is_chunked
+                owner = getattr(wrapper, role)[adapter]
+                tensors[UnitTensor(owner, "weight", role if partial else "weight")] = cut
+    return tensors
 
 
 def _placement(base: nn.Module, tensor: UnitTensor, style: Style) -> Placement:

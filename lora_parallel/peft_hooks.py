@@ -1,4 +1,4 @@
-"""PEFT's private API, in one place: layers on a base that is on meta, and DoRA on columns of a weight.
+"""PEFT's private API, in one place: layers on a base that is on meta, DoRA on columns of a weight, LoRA of experts.
 
 PEFT moves an adapter to its base layer's device as soon as it has drawn it. With a base that waits on meta for its
 weights that would lose the values, so there an adapter stays where it was drawn; in the base's dtype, as always.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
 from lora_parallel.deferred import accept_memory, is_deferred
+from lora_parallel.factored import FactoredWeight, Factors
 
 __all__ = [
     "adapters_off_meta",
     "check_needs_no_base",
+    "keep_factored",
     "observe_layers",
     "refuse_merge",
     "refuse_unload",
@@ -190,6 +193,45 @@ def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
         return total(norm.square()).sqrt().to(weight.dtype)
 
     dora.get_weight_norm = get_weight_norm
+
+
+def keep_factored(model: nn.Module) -> None:
+    """Let the adapters of experts be computed with by their factors, which PEFT multiplies with each other and adds to
+    the weight in every forward (https://github.com/huggingface/peft/issues/3080 is about that layer on shards).
+    """
+    for module in model.modules():
+        if isinstance(module, ParamWrapper) and module._param_ndim == 3 and module.get_param().dtype in _COMPUTED_WITH:
+            module._activate_lora = MethodType(_activate_factored, module)  # type: ignore[method-assign]
+
+
+_COMPUTED_WITH = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def _activate_factored(layer: Any, active_adapters: list[str]) -> Iterator[None]:
+    adapters = [adapter for adapter in active_adapters if adapter in layer.lora_A]
+    if not adapters:
+        yield
+        return
+    owner, key = layer.get_base_layer(), layer.parameter_name
+    shadowed, weight = owner.__dict__.get(key), getattr(owner, key)
+    owner.__dict__[key] = FactoredWeight(weight, [_factors(layer, adapter, weight) for adapter in adapters])
+    try:
+        yield
+    finally:
+        del owner.__dict__[key]
+        if shadowed is not None:
+            owner.__dict__[key] = shadowed
+
+
+def _factors(layer: Any, adapter: str, weight: Tensor) -> Factors:
+    """PEFT's layout: lora_A [experts * r, in], lora_B [out, r * experts]. Of as many experts as `weight` has."""
+    A, B = layer.lora_A[adapter].weight.to(weight.dtype), layer.lora_B[adapter].weight.to(weight.dtype)
+    experts = weight.shape[0]
+    A = A.reshape(experts, -1, A.shape[-1])
+    B = B.reshape(B.shape[0], -1, experts).permute(2, 0, 1)
+    factors = Factors(B, A, layer.scaling[adapter])
+    return factors if layer._did_swap_in_out_features else factors.transposed
 
 
 def refuse_unload(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lora_parallel.draft import Draft, Entries
+from lora_parallel.experts import Sharing
 from lora_parallel.families import family_plan
 from lora_parallel.names import clean_names, innermost
 from lora_parallel.plan_checks import check_kinds, check_ties, check_widths
@@ -50,6 +51,9 @@ class Plan:
 
     trials: list[Trial] = field(default_factory=list)
     """Of models that could not be run, for the first batch."""
+
+    sharings: dict[nn.Module, Sharing] = field(default_factory=dict)
+    """Of modules of experts."""
 
     sequences: list[Sequence] = field(default_factory=list)
     """Where the tokens are split between ranks."""
@@ -138,6 +142,7 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
         draft.fit(structure)
     draft.check_entries(structures)
     draft.check_between(structures)
+    draft.share_experts(structures)
     if structures and not globs:
         draft.complete(structures)
     draft.keep_whole(structures)
@@ -156,7 +161,7 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     draft.say(problem)
     for trial in trials:
         trial.expect(draft.styles, draft.selections)
-    return Plan(draft.styles, draft.selections, draft.cuts, draft.attributes, trials, draft.sequences)
+    return Plan(draft.styles, draft.selections, draft.cuts, draft.attributes, trials, draft.sharings, draft.sequences)
 
 
 def _structures(

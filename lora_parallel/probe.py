@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lora_parallel.experts import holds_experts
 from lora_parallel.layers import base_of, features_dim, is_linear
 
 __all__ = ["Call", "FailedError", "Probe", "ProbeError", "probed_models", "stand_in_for"]
@@ -123,6 +124,9 @@ class Probe:
     entered: set[nn.Module] = field(init=False, default_factory=set)
     """The modules of the twin that were called; of others, parameters may be used all the same."""
 
+    experts: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
+    """What modules of the twin that hold experts were fed first: positional and keyword arguments."""
+
     _tape: _Tape = field(init=False, default_factory=_Tape)
 
     def __post_init__(self) -> None:
@@ -152,7 +156,7 @@ class Probe:
             }
             for module in self.embeddings:
                 self._tell_apart(module)
-            hooks = [module.register_forward_pre_hook(self._enter) for module in self.twin.modules()]
+            hooks = [m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()]
             self._inputs = self._first_run()
             for hook in hooks:
                 hook.remove()
@@ -176,8 +180,10 @@ class Probe:
 
         embedding.__dict__["forward"] = forward
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.entered.add(module)
+        if holds_experts(module):
+            self.experts.setdefault(module, tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
 
     def _first_run(self) -> dict[str, Any]:
         """Find inputs that work, and note the calls."""

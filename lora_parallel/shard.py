@@ -28,7 +28,7 @@ from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, inj
 from lora_parallel.layers import TPContext, apply_style, shared_parameters
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.overlay import laid_over
-from lora_parallel.peft_hooks import refuse_unload
+from lora_parallel.peft_hooks import keep_factored, refuse_unload
 from lora_parallel.plan import Plan, check_globs, resolve_plan
 from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.saving import allow_save_pretrained
@@ -96,6 +96,7 @@ def parallelize(
         check_fresh(model)
         if _wants_fsdp(mesh, config):
             _check_scalars(model)
+        keep_factored(model)
         plan = resolve_plan(model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
     _check_seed(mesh, config)
     adopt_rank_zero(tensors_of(model), mesh)
@@ -226,7 +227,9 @@ def _shard_for_tp(
     context = TPContext(mesh, gradients, model, count)
     partials: list[tuple[nn.Module, str]] = []
     for module, (name, style) in plan.styles.items():
-        partials += apply_style(name, module, style, context, plan.selections.get(module), plan.cuts.get(module))
+        partials += apply_style(
+            name, module, style, context, plan.selections.get(module), plan.cuts.get(module), plan.sharings.get(module)
+        )
     context.forget_originals()
     refuse_unload(model)
     for sequence in plan.sequences:

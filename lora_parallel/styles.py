@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 __all__ = ["STYLES", "Style", "fed_all", "fed_tokens", "giving_tokens", "style_named"]
 
-Enter = Literal["keep", "copy", "split", "mask", "tokens"]
+Enter = Literal["keep", "copy", "split", "mask", "tokens", "experts"]
 Leave = Literal["keep", "reduce", "gather", "tokens"]
 
 
@@ -43,7 +43,7 @@ class Style:
 
     enter: Enter
     """Input: used as it is; whole, and its gradient summed over tp; whole, and sliced; token ids of which each rank
-    looks up those it holds; a chunk of the tokens, gathered."""
+    looks up those it holds; a chunk of the tokens, gathered; activations, routing weights and indices of experts."""
 
     leave: Leave
     """Output: used as it is; summed over tp; slices put together; summed, for this rank's chunk of the tokens."""
@@ -90,6 +90,7 @@ class Style:
 _ROWS, _COLUMNS, _WHOLE = Shard(0), Shard(1), Replicate()
 _OF_OUTPUT_SLICES = frozenset({"lora_A", "input", "other"})
 _OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "output", "addend", "other"})
+_OF_EXPERTS = frozenset({"lora_A", "lora_B", "addend", "other"})
 
 STYLES: dict[str, Style] = {
     "colwise": Style(_ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_OF_OUTPUT_SLICES, even=True),
@@ -123,6 +124,13 @@ STYLES: dict[str, Style] = {
         leave="keep",
         partial=frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS,
         even=False,
+    ),
+    # A module of experts (see `experts`): slices of all of them on each rank, or some of them.
+    "moe_tp_experts": Style(
+        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial=_OF_EXPERTS, even=False
+    ),
+    "ep_dispatch_experts": Style(
+        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial=_OF_EXPERTS, even=False
     ),
     "replicate": Style(_WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial=frozenset(), even=False),
 }

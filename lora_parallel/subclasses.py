@@ -29,6 +29,7 @@ _TRIALS = 256
 _TOLERANCE = 1e-4
 """A subclass may compute in float32; a mistake is of the order of 1."""
 
+_giving: dict[type, bool] = {}
 _found: dict[object, dict[str, Role] | None] = {}
 
 
@@ -38,8 +39,33 @@ def features_dim(base: nn.Module) -> int:
 
 
 def is_linear(base: nn.Module) -> bool:
-    """Whether the layer is a linear one: `nn.Linear`, or transformers' `Conv1D`, which stores its weight transposed."""
-    return isinstance(base, (nn.Linear, Conv1D))
+    """Whether the layer is a linear one: `nn.Linear`, or transformers' `Conv1D`, which stores its weight transposed.
+
+    A subclass that gives something else than its output features (Llama 4's router, a tuple) is none.
+    """
+    return isinstance(base, (nn.Linear, Conv1D)) and _gives_features(base)
+
+
+def _gives_features(base: nn.Module) -> bool:
+    kind, own = type(base), Conv1D if isinstance(base, Conv1D) else nn.Linear
+    if kind not in _giving:
+        _giving[kind] = kind.forward is own.forward or _gives_when_tried(base)
+    return _giving[kind]
+
+
+@torch.random.fork_rng(devices=[])
+def _gives_when_tried(base: nn.Module) -> bool:
+    out, width = _SMALL
+    shapes = {name: p.shape for name, p in base.named_parameters()}
+    shapes["weight"] = torch.Size((out, width) if features_dim(base) == 0 else (width, out))
+    shapes |= {"bias": torch.Size((out,))} if "bias" in shapes else {}
+    values = {name: torch.rand(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            given: Any = _run(base, values, torch.rand(3, width, dtype=torch.float64), _SMALL, out, False)
+    except Exception:  # of one whose other parameters do not fit these sizes; it is tried in `_search`
+        return True
+    return isinstance(given, Tensor) and given.shape == (3, out)
 
 
 def own_roles(base: nn.Module, style: Style) -> dict[tuple[nn.Module, str], Role]:

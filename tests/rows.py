@@ -139,7 +139,7 @@ class Row:
     """One line of the table."""
 
     name: str
-    group: Literal["family", "feature"]
+    group: Literal["family", "experts", "feature"]
     build: Callable[[], nn.Module]
     """The PEFT model in full, float64, in training mode, with adapters that are zero nowhere."""
 
@@ -169,7 +169,9 @@ class Row:
 @cache
 def rows() -> dict[str, Row]:
     """All rows by name, families first."""
-    found = [*families(), *features()]
+    from tests.expert_rows import experts  # which are made of what is here
+
+    found = [*families(), *experts(), *features()]
     assert len({row.name for row in found}) == len(found)
     return {row.name: row for row in found}
 
