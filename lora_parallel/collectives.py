@@ -6,7 +6,7 @@ timeout: each rank then names its own last collective, see `_named`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from lora_parallel.upstream import all_gather_stacked, all_reduce_sum, reduce_sc
 __all__ = [
     "all_reduce",
     "chunk_bounds",
+    "copy_all_to_tp",
     "copy_to_tp",
     "gather_last_dim",
     "gather_tokens",
@@ -57,16 +58,20 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Te
 
 
 class _CopyToTP(torch.autograd.Function):
-    """Identity forward; backward sums the gradient over tp, for every layer that was fed from it at once."""
+    """Identity forward; backward sums the gradients over tp, in one message, for every layer fed from it at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    def forward(ctx: Any, group: ProcessGroup, where: str, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.where = group, where
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduce(grads[0], ctx.group, "input gradient", ctx.where), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if len(grads) == 1:
+            return None, None, all_reduce(grads[0], ctx.group, "input gradient", ctx.where)
+        flat = torch.cat([grad.flatten() for grad in grads])
+        total = all_reduce(flat, ctx.group, "input gradients", ctx.where).split([grad.numel() for grad in grads])
+        return None, None, *(each.view_as(grad).to(grad.dtype) for each, grad in zip(total, grads, strict=True))
 
 
 class _SumOverTP(torch.autograd.Function):
@@ -228,7 +233,12 @@ def whole_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tenso
 
 def copy_to_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
     """`x`, whole on every rank, fed to slices: the gradient that comes back is partial and is summed over tp."""
-    return _CopyToTP.apply(x, group, where)
+    return _CopyToTP.apply(group, where, x)[0]
+
+
+def copy_all_to_tp(xs: Sequence[Tensor], group: ProcessGroup, where: str) -> tuple[Tensor, ...]:
+    """As `copy_to_tp` of each, with one sum for all of their gradients."""
+    return _CopyToTP.apply(group, where, *xs)
 
 
 def sum_over_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:

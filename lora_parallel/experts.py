@@ -108,7 +108,7 @@ def share_experts(module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]]
     else:
         hidden = next((x.shape[-1] for x in _tensors(fed) if x.is_floating_point()), 0)
         candidates = _by_features(module, stacks, hidden, tp)
-    problem = "none of its stacks is fed features that the others compute"
+    problem = None
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         torch.manual_seed(0)
         values = {key: _random(p) for key, p in module._parameters.items() if p is not None}
@@ -120,7 +120,12 @@ def share_experts(module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]]
             found = _problem(module, sharing, values, fed, whole, tp)
             if found is None:
                 return sharing
-            problem = found
+            problem = problem or found
+    if problem is None:
+        shapes = ", ".join(f"{key} {tuple(p.shape)}" for key, p in stacks.items())
+        problem = (
+            f"none of its stacks ({shapes}) is fed a number of features that the others compute and tp={tp} divides"
+        )
     return problem
 
 

@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters import adapter_parameters
 from lora_parallel.collectives import (
     all_reduce,
     chunk_bounds,
+    copy_all_to_tp,
     copy_to_tp,
     gather_last_dim,
     gather_tokens,
@@ -294,7 +295,8 @@ class _Unit:
         try:
             y = forward(*args, **kwargs)
             if self.sharing is not None:
-                y = _AllUsed.apply(y, *(x for t in self.tensors if (x := t.owner.__dict__[t.key]).requires_grad))
+                used = [*tree_leaves((args, kwargs)), *(t.owner.__dict__[t.key] for t in self.tensors)]
+                y = _AllUsed.apply(y, *(x for x in used if isinstance(x, Tensor) and x.requires_grad))
         finally:
             self._unshadow(module)
         if outside is not None:
@@ -310,11 +312,12 @@ class _Unit:
 
     def _routed(self, sharing: Sharing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of experts, the gradients of which are sums over what each rank computes."""
-
-        def enter(x: Tensor) -> Tensor:
-            return self.context.copy(x, self.name) if x.is_floating_point() else x
-
-        return sharing.routed(tree_map_only(Tensor, enter, (args, kwargs)), self.context.rank)
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        fed = copy_all_to_tp([leaves[place] for place in places], self.context.group, self.name)
+        for place, x in zip(places, fed, strict=True):
+            leaves[place] = x
+        return sharing.routed(tree_unflatten(leaves, structure), self.context.rank)
 
     def _shadow(self, module: nn.Module) -> Tensor | None:
         """Put plain tensors in front of the unit's DTensors; return the bias that is to be added after the sum."""
@@ -389,7 +392,7 @@ class _Unit:
 
 
 class _AllUsed(torch.autograd.Function):
-    """Gives what no token reached a gradient of zeros: other ranks wait for it in their reductions."""
+    """Gives what no token was computed with a gradient of zeros: other ranks wait for it in their reductions."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *used: Tensor) -> Tensor:

@@ -31,8 +31,6 @@ class Family:
     config: str
     settings: dict[str, Any] = field(hash=False)
     targets: Any = field(default="all-linear", hash=False)
-    tp: bool = True
-    """Whether its plan has the styles that tensor parallelism needs here."""
 
     def model_class(self) -> Any:
         return getattr(transformers, self.name)
@@ -88,13 +86,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": Family("BertModel", "BertConfig", ENCODER, targets=["query", "value"]),
     "mixtral": Family(
-        "MixtralForCausalLM", "MixtralConfig", {**SIZES, "num_local_experts": 4}, targets=["q_proj", "v_proj"], tp=False
+        "MixtralForCausalLM", "MixtralConfig", {**SIZES, "num_local_experts": 4}, targets=["q_proj", "v_proj"]
     ),
     "qwen3-moe": Family(
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         {**SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         targets=["q_proj", "o_proj"],
-        tp=False,
+    ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        targets=["q_proj", "o_proj"],
     ),
 }
