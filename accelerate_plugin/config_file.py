@@ -84,16 +84,18 @@ def _options() -> frozenset[str]:
 def _launched_with() -> Path | None:
     if "WORLD_SIZE" not in os.environ:
         return None
-    try:
-        parents = psutil.Process().parents()
-        commands = [(parent.cmdline(), parent.cwd()) for parent in parents[:3]]
-    except psutil.Error:
-        return None
-    for words, folder in commands:
-        rest = _launcher_arguments(words)
-        if rest is not None:
-            found = config_file_of(rest)
-            return Path(folder) / found if found is not None else None
+    process: psutil.Process | None = psutil.Process()
+    for _ in range(3):
+        try:
+            process = process.parent() if process is not None else None
+            if process is None:
+                return None
+            rest = _launcher_arguments(process.cmdline())
+            if rest is not None:
+                found = config_file_of(rest)
+                return Path(process.cwd()) / found if found is not None else None
+        except psutil.Error:  # of a process that may not be looked at, as the first of a container
+            return None
     return None
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
@@ -153,9 +154,38 @@ import beside
 
 PartialState()  # as data sets do, long before the Accelerator is made
 accelerator = Accelerator()
-print(beside.NAME, sys.argv[1:], Path(__file__).name, accelerator.parallelism_config.tp_size, accelerator.device.type)
+said = beside.NAME, sys.argv[1:], Path(__file__).name, accelerator.parallelism_config.tp_size, accelerator.device.type
+sys.stdout.write(" ".join(map(str, said)) + "\\n")  # at once: there are two of us
 accelerator.end_training()
 """
+
+
+class Parent:
+    """A launcher, whose own parent may not be looked at."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
+
+    def parent(self) -> Parent:
+        return Parent(self.depth + 1)
+
+    def cmdline(self) -> list[str]:
+        if self.depth > 1:
+            raise psutil.AccessDenied(1)
+        return ["python", "-m", "accelerate.commands.launch", "--config_file", "mine.yaml", "train.py"]
+
+    def cwd(self) -> str:
+        if self.depth > 1:
+            raise psutil.AccessDenied(1)
+        return "/"
+
+
+def test_the_file_is_found_in_a_container_whose_first_process_is_closed(monkeypatch, tmp_path):
+    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(config_file.psutil, "Process", Parent)
+    assert config_file._launched_with() == Path("/mine.yaml")
 
 
 @pytest.mark.parametrize("use_cpu", [False, True])
