@@ -76,7 +76,7 @@ def page(cells: dict[tuple[str, str], Cell], chosen: list[Row], meshes: list[str
     """The page."""
     text = INTRODUCTION
     versions = ", ".join(f"{name} {__import__(name).__version__}" for name in ("torch", "transformers", "peft"))
-    for group, title in (("family", "Model families"), ("feature", "Features")):
+    for group, title in (("family", "Model families"), ("experts", "Mixtures of experts"), ("feature", "Features")):
         of_group = [row for row in chosen if row.group == group]
         if not of_group:
             continue
