@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor.placement_types import Shard
 
+from lora_parallel.quantised.layer import Quantised
 from lora_parallel.styles import STYLES, Style
 from lora_parallel.subclasses import is_linear, subclass_problem
 
@@ -63,7 +64,7 @@ def cut_problem(module: nn.Module, style: Style) -> str | None:
 def _adapter_problem(module: Any) -> str | None:
     if isinstance(module, TrainableTokensLayer):
         return "trainable_token_indices writes rows into the whole embedding"
-    if type(module) not in (LoraLinear, LoraEmbedding):
+    if type(module) not in (LoraLinear, LoraEmbedding) and not isinstance(module.get_base_layer(), Quantised):
         return f"adapter layers of type {type(module).__name__} have no other form under tensor parallelism"
     if isinstance(module.base_layer, BaseTunerLayer):
         return "adapters are nested"

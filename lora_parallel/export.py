@@ -28,6 +28,7 @@ from lora_parallel.adapters import check_unmerged
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, local_path
 from lora_parallel.gather import class_of, local, region_of, reshard
+from lora_parallel.quantised import Quantised
 from lora_parallel.safetensors_writer import write_safetensors
 from lora_parallel.selection import Selection, selection_of
 from lora_parallel.sources import INDEX, Reader, Source
@@ -139,6 +140,12 @@ class _Weight:
 
 def _weights(base: nn.Module) -> dict[str, _Weight]:
     """The parameters and persistent buffers of the merged model, by their names in it; a tied one under the first."""
+    for prefix, module in base.named_modules():
+        if isinstance(module, Quantised):
+            raise ValueError(
+                f"{_plain(prefix)} is quantised ({type(module).__name__}), which export_merged does not write. "
+                "Save the adapter (save_adapter) and merge it with PEFT in one process."
+            )
     found: dict[str, _Weight] = {}
     seen: dict[int, tuple[str, bool]] = {}
     for prefix, module in base.named_modules():

@@ -46,6 +46,7 @@ from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
 from lora_parallel.experts import Sharing, adapter_cuts
 from lora_parallel.grads import PartialGradients
 from lora_parallel.peft_hooks import refuse_merge, sum_weight_norm
+from lora_parallel.quantised.layer import Quantised
 from lora_parallel.selection import Selection, selection_of, set_selection
 from lora_parallel.styles import Style
 from lora_parallel.subclasses import features_dim, is_linear, own_roles
@@ -122,7 +123,7 @@ def _base_role(base: nn.Module, owner: nn.Module, key: str) -> str:
 def _adapter_role(module: nn.Module, container: str, key: str) -> str:
     if isinstance(module, LoraEmbedding):
         return {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}.get(container, "other")
-    if not isinstance(module, LoraLinear):
+    if not isinstance(module, LoraLinear) and not isinstance(base_of(module), Quantised):
         return "other"
     roles = {"lora_A": "lora_A", "lora_B": "lora_B", "lora_magnitude_vector": "magnitude"}
     return "addend" if (container, key) == ("lora_B", "bias") else roles.get(container, "other")

@@ -248,12 +248,12 @@ def refuse_unload(model: nn.Module) -> None:
             module.merge_and_unload = module.unload = unload  # type: ignore[method-assign,assignment]
 
 
-def refuse_merge(layer: Any, what: str) -> None:
+def refuse_merge(layer: Any, what: str, where: str = "under tensor parallelism") -> None:
     """Let `merge_adapter` and its kin fail on a PEFT layer: they would compute with its tensors as they are stored."""
 
     def merge(*_: Any, **__: Any) -> None:
         raise ValueError(
-            f"{what} cannot be merged under tensor parallelism: save the adapter (save_adapter) and merge it in one "
+            f"{what} cannot be merged {where}: save the adapter (save_adapter) and merge it in one "
             "process with PEFT's merge_and_unload."
         )
 

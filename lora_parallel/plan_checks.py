@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from lora_parallel.adapter_forms import WORKS, cut_problem, problem_anywhere
 from lora_parallel.layers import base_of, features_dim, is_linear, shared_parameters, unit_tensors
+from lora_parallel.quantised.layer import Quantised
 from lora_parallel.styles import Style
 
 __all__ = ["check_kinds", "check_ties", "check_widths", "cut_as"]
@@ -43,7 +44,9 @@ def check_kinds(styles: Mapping[nn.Module, tuple[str, Style]], tp: int) -> None:
                 refused = f"{kind} is no nn.Embedding, which {style_name} needs"
             elif base.max_norm is not None:
                 refused = "an embedding with max_norm rewrites its weights in forward"
-        if refused is None and any(not t.owner._parameters[t.key].is_floating_point() for t in unit_tensors(module)):  # type: ignore[union-attr]
+        if refused is None and isinstance(base, Quantised):
+            refused = base.cut_problem(style, tp)
+        elif refused is None and any(not t.owner._parameters[t.key].is_floating_point() for t in unit_tensors(module)):  # type: ignore[union-attr]
             refused = f"{kind} holds quantised weights"
         if refused is not None:
             raise ValueError(
@@ -74,6 +77,8 @@ def check_widths(
             continue
         split_out = isinstance(style.weight, Shard) and style.weight.dim == 0
         width = base.weight.shape[features_dim(base) if split_out else 1 - features_dim(base)]
+        if isinstance(base, Quantised):
+            width = base.out_features if split_out else base.in_features
         head_dim = getattr(parents.get(module), "head_dim", None)
         if isinstance(head_dim, int) and head_dim > 0 and width % head_dim == 0:
             size, what = width // head_dim, f"{width // head_dim} heads (of width {head_dim})"

@@ -331,8 +331,9 @@ def stand_in_for(model: nn.Module) -> nn.Module:
             values = 0.5 + torch.rand(parameter.shape)
         if parameter.is_floating_point():
             memo[id(parameter)] = nn.Parameter(values.expand(parameter.shape))
-        else:
-            raise ProbeError("it is quantised")
+        else:  # of a quantised layer, for which another stands in
+            nothing = torch.zeros(1, dtype=parameter.dtype).view([1] * parameter.dim())
+            memo[id(parameter)] = nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
     for buffer in model.buffers():
         if id(buffer) in memo:
             continue

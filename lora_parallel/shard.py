@@ -30,6 +30,7 @@ from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.overlay import laid_over
 from lora_parallel.peft_hooks import keep_factored, refuse_unload
 from lora_parallel.plan import Plan, check_globs, resolve_plan
+from lora_parallel.quantised import check_quantised, hold_as_bytes
 from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.saving import allow_save_pretrained
 from lora_parallel.sequence import run_on_chunks
@@ -82,6 +83,7 @@ def parallelize(
         globs = None if isinstance(config.tp_plan, str) else config.tp_plan
         if globs is not None:
             check_globs(model, globs)
+        check_quantised(model)
         blocks = _blocks(model, config)
         deferred = has_deferred(model)
         check_checkpoints(model, materialize)
@@ -93,6 +95,8 @@ def parallelize(
             late = LateAdapter(model, lora_config, autocast_adapter_dtype)
         elif lora_config is not None:
             inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
+        check_quantised(model)
+        hold_as_bytes(model)
         check_fresh(model)
         if _wants_fsdp(mesh, config):
             _check_scalars(model)
@@ -186,8 +190,6 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
                 f"{name} is a DTensor already: load the model without tp_plan=, device_mesh= or DistributedConfig; "
                 "from_pretrained under meta_init lets each rank read its own slices too."
             )
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} is quantised ({parameter.dtype}), which is not supported yet.")
 
 
 def _blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 from transformers.pytorch_utils import Conv1D
 
+from lora_parallel.quantised.layer import Quantised
 from lora_parallel.styles import Style
 
 __all__ = ["features_dim", "is_linear", "own_roles", "subclass_problem"]
@@ -43,7 +44,7 @@ def is_linear(base: nn.Module) -> bool:
 
     A subclass that gives something else than its output features (Llama 4's router, a tuple) is none.
     """
-    return isinstance(base, (nn.Linear, Conv1D)) and _gives_features(base)
+    return isinstance(base, Quantised) or (isinstance(base, (nn.Linear, Conv1D)) and _gives_features(base))
 
 
 def _gives_features(base: nn.Module) -> bool:
@@ -85,6 +86,8 @@ def subclass_problem(base: nn.Module, style: Style) -> str | None:
 
 
 def _roles(base: nn.Module, style: Style) -> dict[str, Role] | None:
+    if isinstance(base, Quantised):
+        return base.roles()
     own = Conv1D if isinstance(base, Conv1D) else nn.Linear
     extra = {name for name, p in base.named_parameters() if p.numel()} - {"weight", "bias"}
     if not isinstance(style.weight, Shard) or (type(base).forward is own.forward and not extra):

@@ -1,0 +1,117 @@
+"""Which layers of a model are quantised, in what order that may have happened, and changing all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_parallel.peft_hooks import refuse_merge
+from lora_parallel.quantised.layer import Quantised
+
+__all__ = ["check_quantised", "hold_as_bytes"]
+
+_Format = tuple[Callable[[Any], None], Callable[[Any], "str | None"]]
+"""How a layer is changed, and why it cannot be."""
+
+
+def _format_of(module: nn.Module) -> _Format | None:
+    """None of a layer that is not quantised, or in no way that is known here."""
+    if isinstance(module, Quantised):
+        return None
+    if "bitsandbytes" in sys.modules:
+        import bitsandbytes
+
+        from lora_parallel.quantised import bnb
+
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            return bnb.Linear4bit.take, bnb.problem_4bit
+        if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            return bnb.Linear8bit.take, bnb.problem_8bit
+    weight = module._parameters.get("weight")
+    if type(module) is nn.Linear and type(weight).__module__.startswith("torchao."):
+        from lora_parallel.quantised import ao
+
+        return ao.LinearAO.take, ao.problem_ao
+    return None
+
+
+def check_quantised(model: nn.Module) -> None:
+    """Check that what is quantised can be sharded.
+
+    Raises:
+        ValueError: A layer is quantised in a way that cannot, is on meta, or is an adapter's: it was there before the
+            base was quantised.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    inside = {inner: layer for layer in model.modules() if isinstance(layer, LoraLayer) for inner in _own(layer)}
+    known: set[Tensor] = set()
+    for module, name in names.items():
+        found = _format_of(module)
+        if found is None:
+            continue
+        layer = inside.get(module)
+        if layer is not None:
+            raise ValueError(
+                f"{name} is a factor of an adapter, and quantised: the adapter was there before the base was "
+                "quantised. Quantise first (from_pretrained with a quantization_config), then add the adapter."
+            )
+        if any(p is not None and p.is_meta for p in module._parameters.values()):
+            raise ValueError(
+                f"{name} is quantised and on meta: quantised models are read in full on every rank so far. Load it "
+                "outside of meta_init."
+            )
+        problem = found[1](module)
+        if problem is not None:
+            raise ValueError(f"{name} ({type(module).__name__}) is quantised and cannot be sharded: {problem}.")
+        known.update(p for p in module._parameters.values() if p is not None)
+    for module, name in names.items():
+        if isinstance(module, BaseTunerLayer):
+            _check_adapter(module, name)
+    for name, parameter in model.named_parameters():
+        if parameter not in known and (not parameter.is_floating_point() or _is_torchao(parameter)):
+            raise ValueError(
+                f"{name} is quantised ({type(parameter).__name__}, {parameter.dtype}) in a way that cannot be sharded. "
+                "What can: linear layers of bitsandbytes (4-bit, int8) and of torchao (int8, float8, intx weight-only)."
+            )
+
+
+def _is_torchao(parameter: object) -> bool:
+    return type(parameter).__module__.startswith("torchao.")
+
+
+def _own(layer: Any) -> Iterator[nn.Module]:
+    base = set(layer.get_base_layer().modules())
+    return (module for module in layer.modules() if module not in base)
+
+
+def _check_adapter(layer: Any, name: str) -> None:
+    found = _format_of(layer.get_base_layer())
+    if found is None:
+        return
+    if type(layer) is LoraLinear and not _is_torchao(layer.get_base_layer().weight):
+        raise ValueError(
+            f"{name} is an adapter of a plain linear layer around a quantised one: it was there before the base was "
+            "quantised. Quantise first (from_pretrained with a quantization_config), then add the adapter."
+        )
+    if variants := getattr(layer, "lora_variant", None):
+        variant = type(next(iter(variants.values()))).__name__
+        raise ValueError(f"{name} is a LoRA variant ({variant}) on a quantised layer: plain LoRA only is supported.")
+
+
+def hold_as_bytes(model: nn.Module) -> None:
+    """Let every quantised layer hold its tensors as bytes that can be sharded, in place. After adapters were added:
+    PEFT knows the quantisers' layers only.
+    """
+    for module in list(model.modules()):
+        found = _format_of(module)
+        if found is not None:
+            found[0](module)
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), Quantised):
+            refuse_merge(module, "an adapter of a quantised layer", "on a mesh")
