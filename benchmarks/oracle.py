@@ -57,6 +57,13 @@ NOISY = """A `~` before a number: {note} There rounding is not that of float64, 
 
 """
 
+TITLES = {
+    "family": "Model families",
+    "experts": "Mixtures of experts",
+    "quantised": "Quantised bases",
+    "feature": "Features",
+}
+
 
 def reason(message: str) -> str:
     """The first sentence of a refusal, without what differs between meshes and models only."""
@@ -76,7 +83,7 @@ def page(cells: dict[tuple[str, str], Cell], chosen: list[Row], meshes: list[str
     """The page."""
     text = INTRODUCTION
     versions = ", ".join(f"{name} {__import__(name).__version__}" for name in ("torch", "transformers", "peft"))
-    for group, title in (("family", "Model families"), ("experts", "Mixtures of experts"), ("feature", "Features")):
+    for group, title in TITLES.items():
         of_group = [row for row in chosen if row.group == group]
         if not of_group:
             continue

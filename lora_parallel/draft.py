@@ -24,7 +24,7 @@ from lora_parallel.probe import probed_models
 from lora_parallel.selection import Selection
 from lora_parallel.sequence import Sequence, find_sequence
 from lora_parallel.structure import Flow, Structure
-from lora_parallel.styles import STYLES, Style, fed_all, fed_tokens, giving_tokens, style_named
+from lora_parallel.styles import STYLES, WAYS_OF_EXPERTS, Style, fed_all, fed_tokens, giving_tokens, style_named
 
 __all__ = ["Draft", "Entries"]
 
@@ -262,66 +262,73 @@ class Draft:
             if name not in self._by_user and not layer and isinstance(style.weight, Shard):
                 del self.styles[module]  # experts, say: a model's own plan means something else by the style
 
-    def share_experts(self, structures: list[Structure]) -> None:
+    def share_experts(self, structures: list[Structure], sequence_parallel: bool) -> None:
         """Share the experts of mixtures: slices of all of them on each rank if that is what their forward can do, or
         else some of them; or as the user says.
+
+        Args:
+            structures: Of the models inside.
+            sequence_parallel: A rank computes with its own tokens only, and needs all of the experts for them.
 
         Raises:
             ValueError: They cannot be shared as the user says, or have adapters and cannot be shared at all.
         """
-        ways = {STYLES["moe_tp_experts"]: "features", STYLES["ep_dispatch_experts"]: "experts"}
+        ways = {STYLES[style]: by for style, by in WAYS_OF_EXPERTS.items()}
         fed = {
             module: (probe, probe.twin_of[base])
             for probe in (structure.probe for structure in structures)
             for module in self.names
             if (base := base_of(module)) in probe.twin_of and probe.twin_of[base] in probe.experts
         }
+        bases = [base_of(module) for module in self.names]
         known: dict[object, Sharing | str] = {}
         for module, name in self.names.items():
             base = base_of(module)
-            if not holds_experts(base):
-                if name in self._by_user and self.styles[module][1] in ways:
-                    raise ValueError(
-                        f"tp_plan: {self._by_user[name]} makes {name!r} {self.styles[module][1].name}, and "
-                        f"{type(base).__name__} holds no stacks of experts: parameters [experts, ., .]."
-                    )
-                self._drop_experts(module, ways)
-                continue
             asked = ways.get(self.styles[module][1]) if name in self._by_user else None
+            if asked is not None and not holds_experts(base):
+                raise ValueError(
+                    f"tp_plan: {self._by_user[name]} makes {name!r} {self.styles[module][1].name}, and "
+                    f"{type(base).__name__} holds no stacks of experts: parameters [experts, ., .], of several."
+                )
             if name in self._by_user and asked is None:
                 continue
-            reasons = ["nothing that the model was run with reached it"]
-            if module in fed:
+            if self.styles.get(module, ("", None))[1] in ways:
+                del self.styles[module]
+            if not holds_experts(base):
+                continue
+            if module not in fed and any(other in fed for other in self._modules[name]):
+                continue  # of `modules_to_save`, the original, which is not computed with
+            reasons = ["nothing that the model was run with reached it"] if module not in fed else []
+            if bases.count(base) > 1:
+                reasons = ["several layers share them"]
+            if sequence_parallel:
+                reasons = ["with sequence_parallel=True each rank has the tokens of its own only: set it to False"]
+            for style, by in ways.items() if not reasons else ():
+                if asked not in (None, by):
+                    continue
                 probe, twin = fed[module]
-                reasons = []
-                for style, by in ways.items():
-                    if asked not in (None, by):
-                        continue
-                    key = type(base), by, _shapes(base), _shapes(probe.experts[twin])
-                    if key not in known:
-                        known[key] = share_experts(twin, probe.experts[twin], self.tp, by)
-                    found = known[key]
-                    if isinstance(found, str):
-                        reasons.append(f"{style.name}: {found}")
-                        continue
-                    self.styles[module] = name, style
-                    self.sharings[module] = found
-                    self.attributes.setdefault(base, {}).update(found.attributes)
-                    break
+                key = type(base), by, _shapes(base), _shapes(probe.experts[twin])
+                if key not in known:
+                    known[key] = share_experts(twin, probe.experts[twin], self.tp, by)
+                found = known[key]
+                if isinstance(found, str):
+                    reasons.append(f"{style.name}: {found}")
+                    continue
+                self.styles[module] = name, style
+                self.sharings[module] = found
+                self.attributes.setdefault(base, {}).update(found.attributes)
+                break
             if module in self.sharings:
                 continue
-            self._drop_experts(module, ways)
             why = "; ".join(reasons)
             if asked is not None or isinstance(module, BaseTunerLayer):
                 raise ValueError(
                     f"tp={self.tp}: the experts {name!r} ({type(base).__name__}) cannot be shared by tp ranks: {why}. "
-                    "Use another tp, tp=1 (FSDP2 only), or leave them out of target_parameters and of tp_plan."
+                    'Use another tp, tp=1 (FSDP2 only), the style "replicate" for them (in full on every tp rank), or '
+                    "leave them out of target_parameters and of tp_plan."
                 )
-            self._whole[name] = why
-
-    def _drop_experts(self, module: nn.Module, ways: Mapping[Style, str]) -> None:
-        if module in self.styles and self.styles[module][1] in ways:
-            del self.styles[module]
+            if not sequence_parallel:
+                self._whole[name] = why
 
     def complete(self, structures: list[Structure]) -> None:
         """Give the large layers that no plan speaks of, and no flow has, the style that is right for any."""

@@ -108,14 +108,15 @@ class FactoredWeight:
 
     def __getitem__(self, index: Any) -> Any:
         """Of some experts it stays factored."""
-        if self.dim() != 3 or not isinstance(index, (int, Tensor)):
+        mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+        if self.dim() != 3 or mask or not isinstance(index, (int, Tensor)):
             return self.dense()[index]
         return self._map(lambda x: x[index], lambda x: x[index], lambda x: x[index])
 
-    def transpose(self, first: int, second: int) -> Any:
+    def transpose(self, dim0: int, dim1: int) -> Any:
         """Of the last two dims it stays factored."""
-        if {first % self.dim(), second % self.dim()} != {self.dim() - 2, self.dim() - 1}:
-            return self.dense().transpose(first, second)
+        if {dim0 % self.dim(), dim1 % self.dim()} != {self.dim() - 2, self.dim() - 1}:
+            return self.dense().transpose(dim0, dim1)
         base = None if self._base is None else self._base.transpose(-2, -1)
         return FactoredWeight(base, [each.transposed for each in self._factors])
 
@@ -141,6 +142,7 @@ class FactoredWeight:
 
     def index_select(self, dim: int, rows: Tensor) -> FactoredWeight:
         """Some experts (dim 0), rows (1) or columns (2) of a stack."""
+        dim %= self.dim()
 
         def chosen(x: Tensor) -> Tensor:
             return x.index_select(dim, rows)
@@ -166,6 +168,8 @@ class FactoredWeight:
 
     def _after(self, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`x @ self`"""
+        if x.dim() < 2:  # each factor would take it for something else
+            return multiply(x, self.dense())
         total = None if self._base is None else multiply(x, self._base)
         for each in self._factors:
             product = multiply(multiply(x, each.left), each.right) * each.scaling
@@ -175,6 +179,8 @@ class FactoredWeight:
 
     def _times(self, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`self @ x`"""
+        if x.dim() < 2:
+            return multiply(self.dense(), x)
         total = None if self._base is None else multiply(self._base, x)
         for each in self._factors:
             product = multiply(each.left, multiply(each.right, x)) * each.scaling
@@ -194,8 +200,6 @@ class FactoredWeight:
                 return second._after(first, func)
             if isinstance(first, cls) and not isinstance(second, cls):
                 return first._times(second, func)
-        if name == "transpose" and not kwargs and len(args) == 3:
-            return args[0].transpose(*args[1:])
         if "grouped_mm" in name and not isinstance(args[0], cls) and isinstance(args[1], cls):
             rest = args[2:]
             return args[1]._aligned()._after(args[0], lambda x, w: func(x, w, *rest, **kwargs))
@@ -207,10 +211,25 @@ class FactoredWeight:
         return FactoredWeight(self._base, [_filled_up(each) for each in self._factors])
 
 
-def _linear(x: Tensor, weight: FactoredWeight, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, FactoredWeight):
-        return F.linear(*tree_map_only(FactoredWeight, FactoredWeight.dense, (x, weight, bias)))
-    y = weight.transpose(-2, -1)._after(x, torch.matmul)
+def _dense_operator(name: str) -> Callable[..., Any]:
+    def operator(self: FactoredWeight, *others: Any) -> Any:
+        return getattr(self.dense(), name)(*tree_map_only(FactoredWeight, FactoredWeight.dense, others))
+
+    return operator
+
+
+# Python looks for these on the class.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    for _side in ("", "r"):
+        setattr(FactoredWeight, f"__{_side}{_name}__", _dense_operator(f"__{_side}{_name}__"))
+for _name in ("neg", "abs", "lt", "le", "gt", "ge", "iter"):
+    setattr(FactoredWeight, f"__{_name}__", _dense_operator(f"__{_name}__"))
+
+
+def _linear(input: Tensor, weight: FactoredWeight, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, FactoredWeight) or weight.dim() != 2:
+        return F.linear(*tree_map_only(FactoredWeight, FactoredWeight.dense, (input, weight, bias)))
+    y = weight.transpose(-2, -1)._after(input, torch.matmul)
     return y if bias is None else y + bias
 
 

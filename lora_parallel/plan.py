@@ -25,7 +25,7 @@ from lora_parallel.probe import ProbeError, probed_models
 from lora_parallel.selection import Selection
 from lora_parallel.sequence import Sequence
 from lora_parallel.structure import Structure, find_structure
-from lora_parallel.styles import Style, style_named
+from lora_parallel.styles import WAYS_OF_EXPERTS, Style, style_named
 from lora_parallel.trial import Trial
 
 __all__ = ["Plan", "check_globs", "resolve_plan"]
@@ -142,8 +142,9 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
         draft.fit(structure)
     draft.check_entries(structures)
     draft.check_between(structures)
-    draft.share_experts(structures)
-    if structures and not globs:
+    draft.share_experts(structures, sequence_parallel)
+    of_layers = [glob for glob, style in (globs or {}).items() if style not in WAYS_OF_EXPERTS]
+    if structures and not of_layers:
         draft.complete(structures)
     draft.keep_whole(structures)
     draft.pack()

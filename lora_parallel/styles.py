@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-__all__ = ["STYLES", "Style", "fed_all", "fed_tokens", "giving_tokens", "style_named"]
+__all__ = ["STYLES", "WAYS_OF_EXPERTS", "Style", "fed_all", "fed_tokens", "giving_tokens", "style_named"]
 
 Enter = Literal["keep", "copy", "split", "mask", "tokens", "experts"]
 Leave = Literal["keep", "reduce", "gather", "tokens"]
@@ -137,6 +137,9 @@ STYLES: dict[str, Style] = {
 
 
 STYLES = {name: replace(style, name=name) for name, style in STYLES.items()}
+
+WAYS_OF_EXPERTS = {"moe_tp_experts": "features", "ep_dispatch_experts": "experts"}
+"""What each tp rank has of the experts: slices of all of them, or some."""
 
 
 def fed_tokens(style: Style) -> Style:

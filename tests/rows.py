@@ -139,7 +139,7 @@ class Row:
     """One line of the table."""
 
     name: str
-    group: Literal["family", "experts", "feature"]
+    group: Literal["family", "experts", "quantised", "feature"]
     build: Callable[[], nn.Module]
     """The PEFT model in full, float64, in training mode, with adapters that are zero nowhere."""
 
@@ -170,8 +170,9 @@ class Row:
 def rows() -> dict[str, Row]:
     """All rows by name, families first."""
     from tests.expert_rows import experts  # which are made of what is here
+    from tests.quantised_rows import quantised_rows
 
-    found = [*families(), *experts(), *features()]
+    found = [*families(), *experts(), *quantised_rows(), *features()]
     assert len({row.name for row in found}) == len(found)
     return {row.name: row for row in found}
 

@@ -27,7 +27,7 @@ from lora_parallel.selection import Selection
 from tests.expert_rows import ATTENTION, BY_EXPERTS, MIXTRAL, STACKS
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import full, lora_config, on_mesh, ranks_of, relative_error, trained
-from tests.rows import build, language
+from tests.rows import build, language, rows
 from tests.workers import Failure, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about target_parameters
@@ -61,6 +61,11 @@ OPERATIONS: dict[str, tuple[Callable[[Any, Tensor], Any], tuple[int, ...], bool]
     "another dtype": (lambda w, x: F.linear(x.float(), w[1].to(torch.float32)), (5, 6), True),
     "einsum": (lambda w, x: torch.einsum("eoi,ni->eno", w, x), (5, 6), False),
     "slices": (lambda w, x: F.linear(x, w[1, ::2]), (5, 6), False),
+    "arithmetic": (lambda w, x: F.linear(x, 2 * w[0] / 3 - w[1] * x.sum() + 1), (5, 6), False),
+    "a vector": (lambda w, x: torch.matmul(w, x), (6,), False),
+    "a vector first": (lambda w, x: x @ w, (4,), False),
+    "keywords": (lambda w, x: F.linear(input=x, weight=w[0].transpose(dim0=0, dim1=1).mT), (5, 6), True),
+    "a mask": (lambda w, x: x @ w[torch.tensor([True, False, True])].sum(0).T, (5, 6), False),
     "a method": (lambda w, x: x @ w[1].t().contiguous().clone(), (5, 6), False),
 }
 
@@ -436,6 +441,52 @@ def test_experts_without_adapters_that_cannot_be_shared_are_whole(caplog):
     plan = resolve_plan(model, None, 2)
     assert plan.sharings == {}
     assert "mlp.experts (2 layers) is computed in full on every tp rank" in caplog.text
+
+
+def with_sequence_parallel(mesh_text: str, stacks: Any, config: dict[str, Any]) -> Any:
+    mesh, settings = on_mesh(mesh_text, sequence_parallel=True, **config)
+    model = attempt(parallelize, mixtral(stacks=stacks), mesh, settings)
+    if isinstance(model, Failure):
+        return [model]
+    batch = {key: value.chunk(dp_size(mesh))[dp_rank(mesh)] for key, value in language().items()}
+    model(**batch).loss.backward()
+    return [{name: full(p.grad) for name, p in trained(model).items()}]
+
+
+def test_with_sequence_parallelism_each_rank_has_all_experts_for_its_tokens(pool):
+    """Shared experts would be sums over other tokens."""
+    model = mixtral(stacks=[])
+    model(**language()).loss.backward()
+    want = {name: p.grad for name, p in trained(model).items()}
+    for (found,) in pool.run(2, with_sequence_parallel, "1x2", [], {}):
+        assert not isinstance(found, Failure), found.trace
+        assert relative_error(found, want) <= 1e-6
+    for stacks, config in ((STACKS, {}), ([], BY_EXPERTS), ([], BY_FEATURES)):
+        for (found,) in pool.run(2, with_sequence_parallel, "1x2", stacks, config):
+            assert isinstance(found, Failure)
+            assert "with sequence_parallel=True each rank has the tokens of its own only" in found.message
+
+
+def test_an_entry_for_experts_leaves_the_plan_of_other_layers(caplog):
+    """DeepSeek carries none for its attention."""
+    model = rows()["deepseek-v3"].build()
+    keep_factored(model)
+    plan = resolve_plan(model, {"*.experts": "ep_dispatch_experts"}, 2)
+    assert {sharing.by for sharing in plan.sharings.values()} == {"experts"}
+    names = {name for name, _ in plan.styles.values()}
+    assert "model.layers.1.self_attn.o_proj" in names
+
+
+def test_copies_of_experts_are_shared_and_what_several_layers_hold_is_not():
+    settings = {**MIXTRAL, "experts_implementation": "eager"}
+    model = build("MixtralForCausalLM", settings, target_modules=["q_proj"], modules_to_save=["experts"])
+    plan = resolve_plan(model, {"*.experts": "ep_dispatch_experts"}, 2)
+    assert len(plan.sharings) == 2
+    tied = planned()
+    layers = tied.get_submodule("base_model.model.model.layers")
+    layers[1].mlp.experts = layers[0].mlp.experts.get_base_layer()
+    with pytest.raises(ValueError, match="several layers share them"):
+        resolve_plan(tied, None, 2)
 
 
 def merging() -> Any:
