@@ -32,12 +32,6 @@ def has_adapters_inside(base: nn.Module) -> bool:
 
 def problem_anywhere(module: nn.Module) -> str | None:
     """Why a layer has no tensor parallel form at all, or None if it has one (the style `replicate` at least)."""
-    for layer in [module.base_layer, module] if isinstance(module, BaseTunerLayer) else []:
-        if isinstance(layer, ParamWrapper) and layer.get_param().dim() != 3:
-            return (
-                f"target_parameters adapts its parameter {layer.parameter_name!r} by itself: for the weight of a "
-                "linear layer name the layer in target_modules"
-            )
     tokens = (isinstance(inner, TrainableTokensLayer) for inner in module.modules() if inner is not module)
     if isinstance(module, BaseTunerLayer) and any(tokens):
         return (
@@ -64,6 +58,8 @@ def cut_problem(module: nn.Module, style: Style) -> str | None:
 def _adapter_problem(module: Any) -> str | None:
     if isinstance(module, TrainableTokensLayer):
         return "trainable_token_indices writes rows into the whole embedding"
+    if isinstance(module, ParamWrapper):
+        return f"target_parameters adapts its {module.parameter_name!r} by itself"
     if type(module) not in (LoraLinear, LoraEmbedding) and not isinstance(module.get_base_layer(), Quantised):
         return f"adapter layers of type {type(module).__name__} have no other form under tensor parallelism"
     if isinstance(module.base_layer, BaseTunerLayer):

@@ -196,11 +196,11 @@ def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
 
 
 def keep_factored(model: nn.Module) -> None:
-    """Let the adapters of experts be computed with by their factors, which PEFT multiplies with each other and adds to
-    the weight in every forward (https://github.com/huggingface/peft/issues/3080 is about that layer on shards).
+    """Let adapters of parameters (experts, routers) be computed with by their factors, which PEFT multiplies and adds
+    to the weight in every forward (https://github.com/huggingface/peft/issues/3080 is about that layer on shards).
     """
     for module in model.modules():
-        if isinstance(module, ParamWrapper) and module._param_ndim == 3 and module.get_param().dtype in _COMPUTED_WITH:
+        if isinstance(module, ParamWrapper) and module.get_param().dtype in _COMPUTED_WITH:
             module._activate_lora = MethodType(_activate_factored, module)  # type: ignore[method-assign]
 
 
@@ -225,8 +225,12 @@ def _activate_factored(layer: Any, active_adapters: list[str]) -> Iterator[None]
 
 
 def _factors(layer: Any, adapter: str, weight: Tensor) -> Factors:
-    """PEFT's layout: lora_A [experts * r, in], lora_B [out, r * experts]. Of as many experts as `weight` has."""
+    """PEFT's layout: lora_A [experts * r, in], lora_B [out, r * experts]. Of as many experts as `weight` has, or of a
+    weight [out, in] (a router's).
+    """
     A, B = layer.lora_A[adapter].weight.to(weight.dtype), layer.lora_B[adapter].weight.to(weight.dtype)
+    if weight.dim() == 2:
+        return Factors(B, A, layer.scaling[adapter])
     experts = weight.shape[0]
     A = A.reshape(experts, -1, A.shape[-1])
     B = B.reshape(B.shape[0], -1, experts).permute(2, 0, 1)

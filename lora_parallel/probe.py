@@ -28,9 +28,9 @@ from lora_parallel.layers import base_of, features_dim, is_linear
 
 __all__ = ["Call", "FailedError", "Probe", "ProbeError", "probed_models", "stand_in_for"]
 
-_SHAPE, _OTHER_SHAPE = (1, 8), (2, 12)
-"""Rows and tokens of the first run, whose graph of a model of 405 billion parameters is in memory as a whole, and of
-the next."""
+_SHAPE, _MORE_ROWS, _OTHER_SHAPE = (1, 8), (2, 8), (2, 12)
+"""Rows and tokens of the first run, whose graph of a model of 405 billion parameters is in memory as a whole; of the
+first run of a model that takes several rows only; and of the next."""
 
 
 class ProbeError(Exception):
@@ -188,7 +188,7 @@ class Probe:
     def _first_run(self) -> dict[str, Any]:
         """Find inputs that work, and note the calls."""
         problems = []
-        for index, inputs in enumerate([self.given] if self.given is not None else _inputs(self.twin, _SHAPE)):
+        for index, inputs in [(0, self.given)] if self.given is not None else self._attempts():
             self.calls = []
             try:
                 with _Uses(self.used):
@@ -198,6 +198,10 @@ class Probe:
             except Exception as error:  # whatever the model's own code may raise
                 problems.append(_brief(error))
         raise ProbeError(problems[0] if problems else "there are no inputs that it is known to take")
+
+    def _attempts(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for shape in (_SHAPE, _MORE_ROWS):
+            yield from enumerate(_inputs(self.twin, shape))
 
     def _run_without_gradients(self) -> None:
         """See what is computed with in training only (dropout makes it no good for more), or in torch's fast paths."""
@@ -218,7 +222,7 @@ class Probe:
         """
         _without_dropout(self.twin)
         problem: Exception | None = None
-        for shape, training in ((_OTHER_SHAPE, True), (_OTHER_SHAPE, False), (_SHAPE, True), (_SHAPE, False)):
+        for shape, training in ((_OTHER_SHAPE, True), (_OTHER_SHAPE, False), (_MORE_ROWS, True), (_MORE_ROWS, False)):
             self.calls, self.outputs = [], []
             try:
                 with torch.inference_mode(False), torch.no_grad():

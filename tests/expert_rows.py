@@ -13,6 +13,7 @@ BY_EXPERTS = {"tp_plan": {"*.experts": "ep_dispatch_experts"}}
 ROUTED_IN_FLOAT32: dict[str, Any] = {"tolerance": 1e-6, "note": "the router computes in float32."}
 
 MIXTRAL = {**DECODER, "num_local_experts": 8, "num_experts_per_tok": 2}
+EAGER = {**MIXTRAL, "experts_implementation": "eager"}
 QWEN3 = {
     **DECODER,
     "num_experts": 8,
@@ -65,6 +66,12 @@ def experts() -> list[Row]:
     """Each family by slices of all experts; some by experts, too."""
     return [
         _row("mixtral", "MixtralForCausalLM", MIXTRAL, ATTENTION),
+        Row(
+            "mixtral, all-linear",
+            "experts",
+            lambda: build("MixtralForCausalLM", EAGER, target_modules="all-linear", task_type="CAUSAL_LM"),
+            **ROUTED_IN_FLOAT32,
+        ),
         _row("mixtral, by experts", "MixtralForCausalLM", MIXTRAL, ATTENTION, config=BY_EXPERTS),
         _row("qwen3-moe", "Qwen3MoeForCausalLM", QWEN3, ATTENTION),
         _row("olmoe", "OlmoeForCausalLM", OLMOE, ATTENTION),

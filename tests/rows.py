@@ -597,7 +597,6 @@ def features() -> list[Row]:
             "target_parameters",
             target_modules=["q_proj"],
             target_parameters=["mlp.down_proj.weight"],
-            row={"refused": {"tp": "target_parameters adapts"}},
         ),
         _feature(
             "trainable_token_indices",

@@ -153,7 +153,7 @@ def test_an_entry_that_matches_nothing_is_refused_with_a_hint(glob, hint):
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize("style", ["columnwise", "COLWISE", None, 3, "moe_tp_experts", "grouped_gemm"])
+@pytest.mark.parametrize("style", ["columnwise", "COLWISE", None, 3, "moe_identity_expert", "grouped_gemm"])
 def test_an_unknown_style_is_refused_with_the_known_ones(style):
     with pytest.raises(ValueError, match=r"the entry '\*\.q_proj' asks for the style") as caught:
         check_globs(adapted(), {"*.q_proj": style})

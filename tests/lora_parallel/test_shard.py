@@ -279,7 +279,6 @@ def refusals():
         "ia3": (lambda: get_peft_model(base(), ia3), {}, None),
         "ia3 config": (base, {}, ia3),
         "eva": (base, {}, lora_config(init_lora_weights="eva")),
-        "target_parameters": (lambda: adapted(target_modules=[], target_parameters=["lm_head.weight"]), {}, None),
         "no style": (
             lambda: get_peft_model(Stack(), LoraConfig(target_modules=["up", "unused"])),
             {"tp_plan": {"*.up": "colwise"}},
@@ -337,7 +336,6 @@ REFUSED = {
     "ia3": ("ValueError", "PEFT type IA3: only LORA is supported. What works: LoRA, DoRA"),
     "ia3 config": ("TypeError", "IA3"),
     "eva": ("ValueError", "peft.initialize_lora_eva_weights"),
-    "target_parameters": ("ValueError", "name the layer in target_modules, for experts use tp=1"),
     "no style": ("ValueError", "'unused' has adapter layers"),
     "no plan": ("ValueError", "Unguessable carries no tp_plan"),
     "unmatched": ("ValueError", "'*.q' (colwise) matches no module"),
