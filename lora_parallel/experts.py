@@ -111,6 +111,7 @@ def share_experts(module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]]
     problem = None
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         torch.manual_seed(0)
+        fed = _example(fed, experts)
         values = {key: _random(p) for key, p in module._parameters.items() if p is not None}
         try:
             whole = _run(module, values, {}, fed)
@@ -205,6 +206,21 @@ def adapter_cuts(wrapper: Any, adapter: str, sharing: Sharing) -> dict[str, tupl
 
 
 # ---------------------------------------------------------------------- trial
+
+
+def _example(fed: Any, experts: int) -> Any:
+    """Random numbers in place of what the module was fed: a router without its weights may choose the same experts for
+    all tokens, or give no numbers at all.
+    """
+    rows = next((len(x) for x in _tensors(fed) if x.is_floating_point() and x.dim()), 0)
+
+    def drawn(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            return torch.randn(x.shape, dtype=x.dtype)
+        ids = x.dtype != torch.bool and x.dim() == 2 and len(x) == rows and x.shape[1] <= experts
+        return torch.rand(rows, experts).topk(x.shape[1]).indices.to(x.dtype) if ids else x
+
+    return tree_map_only(Tensor, drawn, fed)
 
 
 def _random(parameter: nn.Parameter) -> Any:

@@ -405,6 +405,9 @@ def test_the_trial_refuses_wrong_shares(monkeypatch):
     fed = ((torch.randn(3, MIXTRAL["hidden_size"]), ids, torch.rand(3, 2)), {})
     assert isinstance(share_experts(module, fed, 2, "features"), Sharing)
     assert share_experts(module, fed, 2, "experts").attributes == {"num_experts": 4, "_is_expert_parallel": True}
+    unrouted = ((fed[0][0], torch.zeros_like(ids), torch.full((3, 2), torch.nan)), {})
+    for by in ("features", "experts"):
+        assert isinstance(share_experts(module, unrouted, 2, by), Sharing)
     size = 2 * MIXTRAL["intermediate_size"]
     monkeypatch.setattr(experts, "_halves", lambda *_: [Selection.of([range(size // 2), range(size // 2, size)], size)])
     assert "does not add up to the whole" in share_experts(module, fed, 2, "features")
