@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from lora_parallel.families import family_plan
 from lora_parallel.names import clean_names
 from lora_parallel.plan import check_globs, resolve_plan
-from lora_parallel.styles import STYLES, style_named
+from lora_parallel.styles import STYLES, WAYS_OF_EXPERTS, style_named
 from tests.oracle import SEVEN, causal_lm, lora_config
 from tests.rows import base_model
 
@@ -390,7 +390,10 @@ def test_the_table_of_styles():
     for name, style in STYLES.items():
         assert style_named(name, "here") is style
         assert {style.weight, style.bias, style.lora_A, style.lora_B} <= {Replicate(), Shard(0), Shard(1)}
-        if style.weight == Shard(0) and style.enter != "mask":  # slices of the output
+        if name in WAYS_OF_EXPERTS:  # several tensors, each placed along its own dim
+            assert (style.enter, style.leave) == ("experts", "reduce")
+            assert style.partial == {"lora_A", "lora_B", "addend", "other"}
+        elif style.weight == Shard(0) and style.enter != "mask":  # slices of the output
             assert (style.lora_A, style.lora_B, style.bias) == (Replicate(), Shard(0), Shard(0))
             assert style.partial == {"lora_A", "input", "other"}
             assert (style.magnitude, style.output, style.addend, style.input) == (*[Shard(0)] * 3, Replicate())
