@@ -332,12 +332,11 @@ class Draft:
 
     def complete(self, structures: list[Structure]) -> None:
         """Give the large layers that no plan speaks of, and no flow has, the style that is right for any."""
-        direct = {name for structure in structures for name in structure.used_directly}
         called = {name for structure in structures for name in structure.called}
         reasons = {name: reason for structure in structures for name, reason in structure.rejected.items()}
         for module, name in self.names.items():
             base = base_of(module)
-            if module in self.styles or name in direct or not is_linear(base):
+            if module in self.styles or name in self._direct or not is_linear(base):
                 continue
             adapted = isinstance(module, BaseTunerLayer)
             if _in_block(name) and (adapted or name in called):
@@ -347,7 +346,12 @@ class Draft:
         for side, style in ends.items():
             for module in _ends(self.model, side):
                 fits = isinstance(base_of(module), nn.Embedding) if side == "input" else is_linear(base_of(module))
-                if fits and module in self.names and module not in self.styles and self.names[module] not in direct:
+                if (
+                    fits
+                    and module in self.names
+                    and module not in self.styles
+                    and self.names[module] not in self._direct
+                ):
                     self.styles[module] = self.names[module], STYLES[style]
         self._untie()
         self._completed = True
