@@ -122,7 +122,8 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
                 _note(module, _EXPECTED, key, describe(tensor.node))
                 if id(tensor) not in replaced:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    replaced[id(tensor)] = Waiting.of(tensor.node, is_parameter, tensor.requires_grad)
+                    waiting = Waiting.of(tensor.node, is_parameter, tensor.requires_grad)
+                    replaced[id(tensor)] = waiting.noting(tensor)
                 container[key] = replaced[id(tensor)]  # type: ignore[assignment]
     for name in fresh or ():
         owner, _, key = name.rpartition(".")

@@ -9,7 +9,7 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -22,27 +22,32 @@ from lora_parallel.upstream import no_torch_function, storageless
 
 __all__ = [
     "Computed",
+    "Derived",
     "Leaf",
     "Node",
     "Piece",
+    "Read",
     "Region",
     "StoredTensor",
     "describe",
     "leaves",
     "read",
-    "read_block",
+    "read_blocks",
     "whole",
 ]
 
 Region = tuple[slice, ...]
 """A rectangle of a tensor: one slice with start and stop a dim."""
 
+Read = Callable[..., Tensor]
+"""Brings a node into memory, or a region of it: `read`."""
+
 
 @dataclass(frozen=True)
 class Piece:
     """A rectangle of a stored tensor, and where it goes in the region that was asked for."""
 
-    leaf: Leaf | Computed
+    leaf: Leaf | Derived
     region: Region
     """What to read of the leaf."""
 
@@ -64,8 +69,28 @@ class Node(Protocol):
     def dtype(self) -> torch.dtype:
         """Its dtype."""
 
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """What it is made of; nothing, of a leaf."""
+
     def pieces(self, region: Region) -> Iterator[Piece]:
         """What to read for a region of it."""
+
+
+class Derived(Node, Protocol):
+    """A node whose values are computed from those of others."""
+
+    def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
+        """What of its inputs a region of it needs."""
+
+    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+        """Regions of it, on any device, from inputs that `read` brings into memory.
+
+        Args:
+            regions: All that is wanted, so that what they have in common is done once.
+            read: Of a node, or of a region of it.
+            device: Where to compute what costs something.
+        """
 
 
 def whole(shape: tuple[int, ...]) -> Region:
@@ -96,6 +121,10 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return ()
+
     def pieces(self, region: Region) -> Iterator[Piece]:
         if all(part.stop > part.start for part in region):
             yield Piece(self, region, _inside(region))
@@ -118,23 +147,30 @@ class Computed:
         if all(part.stop > part.start for part in region):
             yield Piece(self, region, _inside(region))
 
-    def compute(self, read: Callable[[Node], Tensor]) -> Tensor:
-        """The whole result, from inputs that `read` brings into memory."""
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return tuple(each.node for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, StoredTensor))
+
+    def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
+        yield from ((node, whole(node.shape)) for node in self.inputs)
+
+    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
         args, kwargs = tree_map_only(StoredTensor, lambda each: read(each.node), (self.args, self.kwargs))
         result = self.function(*args, **kwargs)
-        return result if self.index is None else result[self.index]
+        result = result if self.index is None else result[self.index]
+        yield from (result[region] for region in regions)
 
 
 @dataclass(frozen=True)
 class _Concat:
-    parts: tuple[Node, ...]
+    inputs: tuple[Node, ...]
     dim: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def pieces(self, region: Region) -> Iterator[Piece]:
         wanted, start = region[self.dim], 0
-        for part in self.parts:
+        for part in self.inputs:
             end = start + part.shape[self.dim]
             low, high = max(start, wanted.start), min(end, wanted.stop)
             if low < high:
@@ -145,8 +181,16 @@ class _Concat:
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _OfOne:
     parent: Node
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.parent,)
+
+
+@dataclass(frozen=True)
+class _Slice(_OfOne):
     dim: int
     start: int
     shape: tuple[int, ...]
@@ -157,8 +201,7 @@ class _Slice:
 
 
 @dataclass(frozen=True)
-class _Permute:
-    parent: Node
+class _Permute(_OfOne):
     dims: tuple[int, ...]
     """Dim i of the result is dim dims[i] of the parent."""
 
@@ -176,8 +219,7 @@ class _Permute:
 
 
 @dataclass(frozen=True)
-class _Unsqueeze:
-    parent: Node
+class _Unsqueeze(_OfOne):
     dim: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -194,8 +236,7 @@ class _Unsqueeze:
 
 
 @dataclass(frozen=True)
-class _Select:
-    parent: Node
+class _Select(_OfOne):
     dim: int
     index: int
     shape: tuple[int, ...]
@@ -212,8 +253,7 @@ class _Select:
 
 
 @dataclass(frozen=True)
-class _Cast:
-    parent: Node
+class _Cast(_OfOne):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -226,15 +266,8 @@ def leaves(node: Node) -> Iterator[Leaf]:
     """The checkpoint's tensors that `node` is made of, whether or not a region of it needs them."""
     if isinstance(node, Leaf):
         yield node
-    elif isinstance(node, Computed):
-        for each in tree_leaves((node.args, node.kwargs)):
-            if isinstance(each, StoredTensor):
-                yield from leaves(each.node)
-    elif isinstance(node, _Concat):
-        for part in node.parts:
-            yield from leaves(part)
-    else:
-        yield from leaves(node.parent)  # type: ignore[attr-defined]
+    for each in node.inputs:
+        yield from leaves(each)
 
 
 def describe(node: Node) -> str:
@@ -448,21 +481,23 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 _EQUAL_BYTES = 16 * 2**20
 
 
-def read(node: Node, region: Region | None = None) -> Tensor:
+def read(node: Node, region: Region | None = None, device: str = "cpu") -> Tensor:
     """A region of a stored tensor in memory, by itself; `lora_parallel.weights` reads many, file by file."""
     region = whole(node.shape) if region is None else region
-    result = torch.empty([part.stop - part.start for part in region], dtype=node.dtype)
+    result = torch.empty([part.stop - part.start for part in region], dtype=node.dtype, device=device)
     for piece in node.pieces(region):
-        block = read_block(piece)
+        (block,) = read_blocks(piece.leaf, [piece.region], device)
         for step in piece.steps:
             block = step(block)
         result[piece.target] = block
     return result
 
 
-def read_block(piece: Piece) -> Tensor:
-    """What a piece asks of its leaf, which is opened for this."""
-    if isinstance(piece.leaf, Computed):
-        return piece.leaf.compute(read)[piece.region]
-    with piece.leaf.source.open() as reader:
-        return reader(piece.leaf.key, piece.region)
+def read_blocks(leaf: Leaf | Derived, regions: Sequence[Region], device: str = "cpu") -> Iterator[Tensor]:
+    """Regions of a leaf, which is opened for this; or of what is computed, on `device`."""
+    if not isinstance(leaf, Leaf):
+        yield from leaf.blocks(regions, read, device)
+        return
+    with leaf.source.open() as reader:
+        for region in regions:
+            yield reader(leaf.key, region)

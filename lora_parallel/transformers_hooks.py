@@ -30,8 +30,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from lora_parallel.deferred import Checkpoint, check_fit, read_whole, remember
+from lora_parallel.quantised.stored import Packed
 from lora_parallel.sources import INDEX, PickleFile, SafetensorsFile, check_index, list_sources, read_index, refusal
 from lora_parallel.stored import Leaf, StoredTensor
+from lora_parallel.transformers_quantisers import check_complete, lazily
 
 __all__ = ["claim", "deferred_loading"]
 
@@ -138,10 +140,7 @@ def _load(
     """In place of transformers' own, which reads."""
     if state_dict is not None or checkpoint_files is None or expected_keys is not None:  # expected_keys: an adapter
         return _own_load.__func__(model, state_dict, checkpoint_files, load_config, expected_keys)
-    if load_config.hf_quantizer is not None:
-        raise ValueError(
-            "from_pretrained of a quantised model is not supported under meta_init yet: load an unquantised one."
-        )
+    load_config = lazily(load_config)
     checkpoint = Checkpoint(str(load_config.pretrained_model_name_or_path), dtype=load_config.dtype)
     try:
         info = _fill(model, _list(checkpoint_files, load_config), load_config)
@@ -180,9 +179,9 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
             transformers_logging.enable_progress_bar()
     if info.conversion_errors:
         name, cause = next(iter(info.conversion_errors.items()))
+        reason = [line for line in cause.strip().splitlines() if not line.startswith("Error")][-1]
         raise ValueError(
-            f"{load_config.pretrained_model_name_or_path}: {name} cannot be made of what the files hold: "
-            f"{cause.strip().splitlines()[-1]}"
+            f"{load_config.pretrained_model_name_or_path}: {name} cannot be made of what the files hold: {reason}"
         )
     if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
         name, there, here = min(info.mismatched_keys, key=lambda each: each[0])
@@ -197,8 +196,10 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
         )
     if found:  # else what an earlier attempt left behind, whose problem is known
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, StoredTensor):
+            if isinstance(tensor, StoredTensor) and not isinstance(tensor.node, Packed):
                 check_fit(name, wanted[name], tensor.node)
+        if load_config.hf_quantizer is not None:
+            check_complete(model, load_config.hf_quantizer, str(load_config.pretrained_model_name_or_path))
     return info
 
 

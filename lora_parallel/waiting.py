@@ -38,8 +38,14 @@ class Waiting(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Waiting(shape={tuple(self.shape)}, dtype={self.dtype}, from {describe(self.node)})"
 
+    def noting(self, other: Tensor) -> Waiting:
+        """Itself, with the attributes that somebody has set on `other`: quantisers do, and PEFT asks for them."""
+        own = {"node", "source", "_is_param"}
+        self.__dict__.update({key: value for key, value in vars(other).items() if key not in own})
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Waiting:
-        copied = Waiting.of(self.node, getattr(self, "_is_param", False), self.requires_grad)
+        copied = Waiting.of(self.node, getattr(self, "_is_param", False), self.requires_grad).noting(self)
         memo[id(self)] = copied
         return copied
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lora_parallel.deferred import forget, stored_of
 from lora_parallel.gather import local, region_of
 from lora_parallel.sources import Source
-from lora_parallel.stored import Computed, Leaf, Node, Piece, Region, describe, leaves, read_block, whole
+from lora_parallel.stored import Derived, Leaf, Node, Piece, Region, describe, leaves, read_blocks, whole
 
 __all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
 
@@ -106,7 +106,7 @@ def read_plan(model: nn.Module) -> list[Read]:
             )
             continue
         for piece in wanted.pieces():
-            parts = [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf)
+            parts = [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf, piece.region)
             for part in parts:
                 assert isinstance(part.leaf, Leaf)
                 count = prod(each.stop - each.start for each in part.region)
@@ -119,8 +119,10 @@ def _read(name: str, source: Source | None, key: str, region: Region, count: int
     return Read(name, file, key, tuple((part.start, part.stop) for part in region), count * dtype.itemsize)
 
 
-def _inputs(computed: Computed) -> list[Piece]:
-    return [piece for leaf in leaves(computed) for piece in leaf.pieces(whole(leaf.shape))]
+def _inputs(derived: Derived, region: Region) -> Iterator[Piece]:
+    for node, needed in derived.needs(region):
+        for piece in node.pieces(needed):
+            yield from [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf, piece.region)
 
 
 def read_weights(model: nn.Module, device: str) -> None:
@@ -148,9 +150,11 @@ def read_weights(model: nn.Module, device: str) -> None:
     ) as progress:
         for source in ordered:
             if source is None:
-                for piece, filled in by_source[source]:
-                    _place(read_block(piece), piece, filled)
-                    progress.update(_bytes(piece))
+                for work in _by_leaf(by_source[source]):
+                    blocks = read_blocks(work[0][0].leaf, [piece.region for piece, _ in work], device)
+                    for block, (piece, filled) in zip(blocks, work, strict=True):
+                        _place(block, piece, filled)
+                        progress.update(_bytes(piece))
                 continue
             order = {key: index for index, key in enumerate(source.list())}
             with source.open() as reader:
@@ -158,6 +162,14 @@ def read_weights(model: nn.Module, device: str) -> None:
                     _place(reader(piece.leaf.key, piece.region), piece, filled)  # type: ignore[union-attr]
                     progress.update(_bytes(piece))
     forget(model)
+
+
+def _by_leaf(work: list[tuple[Piece, Tensor]]) -> list[list[tuple[Piece, Tensor]]]:
+    """What is computed from the same together, so that it is computed once."""
+    found: dict[int, list[tuple[Piece, Tensor]]] = {}
+    for each in work:
+        found.setdefault(id(each[0].leaf), []).append(each)
+    return list(found.values())
 
 
 def _place(block: Tensor, piece: Piece, filled: Tensor) -> None:

@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lora_parallel.quantised.layer import Quantised, bytes_of
+from lora_parallel.quantised.stored import Bytes, Encoding, Packed
+from lora_parallel.stored import Node, StoredTensor
 
-__all__ = ["LinearAO", "problem_ao"]
+__all__ = ["LinearAO", "dense_ao", "problem_ao", "stored_ao"]
 
 _WEIGHT = "qdata"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A quantised weight of torchao without its values."""
+
+    kind: Any
+    attributes: dict[str, Any]
+    inner: dict[str, tuple[torch.dtype, int]]
+    """Dtype and number of dims of each of its tensors."""
+
+    @staticmethod
+    def of(weight: Any) -> _Form:
+        names, attributes = weight.__tensor_flatten__()
+        return _Form(type(weight), attributes, {n: (getattr(weight, n).dtype, getattr(weight, n).dim()) for n in names})
+
+    def filled(self, tensors: dict[str, Tensor]) -> Any:
+        """With values, uint8 [rows, .] of each of its tensors."""
+        made = {name: tensors[name].view(dtype) for name, (dtype, _) in self.inner.items()}
+        made = {name: t.flatten() if self.inner[name][1] == 1 else t for name, t in made.items()}
+        block = self.attributes["block_size"]
+        here = type(block)(min(each) for each in zip(block, made[_WEIGHT].shape, strict=True))
+        return self.kind.__tensor_unflatten__(made, {**self.attributes, "block_size": here}, None, None)
 
 
 class LinearAO(Quantised):
     """Each inner tensor of the quantised weight as bytes: `weight` its data, `weight_scale` and others beside it."""
 
-    _rebuilt: tuple[Any, dict[str, Any], dict[str, tuple[torch.dtype, int]]]
+    _form: _Form
 
     @classmethod
     def take(cls, layer: Any) -> None:
         """Change a layer that is quantised, in place."""
-        weight = layer.weight
-        names, attributes = weight.__tensor_flatten__()
-        inner = {name: getattr(weight, name) for name in names}
+        form = _Form.of(layer.weight)
+        parts = {_key(name): bytes_of(getattr(layer.weight, name), layer.out_features) for name in form.inner}
+        cls.hold(layer, parts, form)
+
+    @classmethod
+    def hold(cls, layer: Any, parts: Mapping[str, Tensor], form: _Form) -> None:
+        """Let a layer hold these parameters, of which `form` is made."""
         del layer._parameters["weight"]
-        for name, tensor in inner.items():
-            setattr(layer, _key(name), bytes_of(tensor, len(tensor)))
-        layer._rebuilt = type(weight), attributes, {name: (t.dtype, t.dim()) for name, t in inner.items()}
-        layer.block = attributes["block_size"][1]
+        for name, tensor in parts.items():
+            setattr(layer, name, tensor)
+        layer._form = form
+        layer.block = form.attributes["block_size"][1]
         whole = layer.block >= layer.in_features
-        layer.scales = {_key(name): whole for name in names if name != _WEIGHT}
+        layer.scales = {name: whole for name in parts if name != "weight"}
         layer.__class__ = cls
 
     def _quantised(self) -> Any:
-        kind, attributes, inner = self._rebuilt
-        tensors = {name: getattr(self, _key(name)).detach().view(dtype) for name, (dtype, _) in inner.items()}
-        tensors = {name: t.flatten() if inner[name][1] == 1 else t for name, t in tensors.items()}
-        block = attributes["block_size"]
-        here = type(block)(min(each) for each in zip(block, tensors[_WEIGHT].shape, strict=True))
-        return kind.__tensor_unflatten__(tensors, {**attributes, "block_size": here}, None, None)
+        return self._form.filled({name: getattr(self, _key(name)).detach() for name in self._form.inner})
 
     def dense(self) -> Tensor:
         """See `Quantised`."""
@@ -62,7 +89,12 @@ def _key(name: str) -> str:
 
 def problem_ao(layer: Any) -> str | None:
     """Why a layer with a weight of torchao cannot be held as bytes, or None if it can."""
-    weight = layer.weight
+    return _problem(layer.weight)
+
+
+def _problem(weight: Any) -> str | None:
+    if not hasattr(weight, "__tensor_flatten__"):
+        return "its quantiser leaves it as it is"
     names, attributes = weight.__tensor_flatten__()
     rows = weight.shape[0]
     block = attributes.get("block_size")
@@ -72,3 +104,86 @@ def problem_ao(layer: Any) -> str | None:
     if tuple(weight.qdata.shape) != tuple(weight.shape):
         return f"{type(weight).__name__} packs several features into one element"
     return None
+
+
+# ---------------------------------------------------------------------- layers that are still on disk
+
+
+def dense_ao(layer: Any, dense: Node, quantise: Callable[[nn.Linear], None]) -> Packed:
+    """The weight of a linear layer on meta, to be quantised as it is read.
+
+    Args:
+        layer: Not quantised.
+        dense: Its weight.
+        quantise: Quantises a linear layer in place.
+
+    Raises:
+        ValueError: It would be quantised in a way that cannot be sharded.
+    """
+    out, features = dense.shape
+    sample = _sample(features, dense.dtype, quantise)
+    if problem := _problem(sample):
+        raise ValueError(f"{problem}, and cannot be sharded")
+    form = _Form.of(sample)
+
+    def encode(block: Tensor) -> dict[str, Tensor]:
+        weight = _quantised(block, quantise)
+        return {_key(name): bytes_of(getattr(weight, name), len(block)) for name in form.inner}
+
+    block = form.attributes["block_size"][1]
+    widths = {_key(name): bytes_of(getattr(sample, name), 2).shape[1] for name in form.inner}
+    of_rows = frozenset(name for name in widths if block >= features and name != "weight")
+    encoding = Encoding(dense, block, encode, widths, of_rows)
+    parts = {name: encoding.part(name) for name in widths}
+    return Packed(parts, partial(LinearAO.hold, form=form), (out, features), dense.dtype)
+
+
+def stored_ao(
+    layer: Any, tensors: Mapping[str, StoredTensor], weight: Any, quantise: Callable[[nn.Linear], None]
+) -> Packed:
+    """The weight of a linear layer on meta, of what torchao saves for it.
+
+    Args:
+        layer: Not quantised.
+        tensors: By the names of the weight's own.
+        weight: What torchao makes of them, on meta.
+        quantise: Quantises a linear layer in place, as the model's config says.
+
+    Raises:
+        ValueError: They are not those of this layer, or are quantised otherwise than the config says or in a way that
+            cannot be sharded.
+    """
+    if tuple(weight.shape) != (layer.out_features, layer.in_features):
+        raise ValueError(
+            f"the files hold a weight of shape {tuple(weight.shape)}, and the layer has "
+            f"{(layer.out_features, layer.in_features)}: the config is not the checkpoint's"
+        )
+    if problem := _problem(weight):
+        raise ValueError(f"{problem}, and cannot be sharded")
+    form = _Form.of(weight)
+    said = _sample(layer.in_features, weight.dtype, quantise)
+    if _named(weight) != _named(said):
+        raise ValueError(
+            f"config.json says {_named(said)}, and the files hold {_named(weight)}: the config is not the checkpoint's"
+        )
+    parts = {_key(name): Bytes.of(tensors[name].node, layer.out_features) for name in form.inner}
+    return Packed(parts, partial(LinearAO.hold, form=form), tuple(weight.shape), weight.dtype)
+
+
+def _quantised(block: Tensor, quantise: Callable[[nn.Linear], None]) -> Any:
+    part = nn.Linear(block.shape[1], len(block), bias=False, device="meta")
+    part.weight = nn.Parameter(block, requires_grad=False)
+    quantise(part)
+    return part.weight
+
+
+def _sample(features: int, dtype: torch.dtype, quantise: Callable[[nn.Linear], None]) -> Any:
+    return _quantised(torch.ones(2, features, dtype=dtype), quantise)  # of two rows: more than a block of one has
+
+
+def _named(weight: Any) -> str:
+    if not hasattr(weight, "__tensor_flatten__"):
+        return f"{str(weight.dtype).removeprefix('torch.')}, not quantised"
+    form = _Form.of(weight)
+    inner = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, (dtype, _) in sorted(form.inner.items()))
+    return f"{form.kind.__name__} ({inner}; blocks of {form.attributes.get('block_size', (0, 0))[-1]} features)"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import bitsandbytes
@@ -11,8 +14,19 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 
 from lora_parallel.quantised.layer import Quantised, bytes_of, frozen
+from lora_parallel.quantised.stored import Bytes, Encoding, Packed
+from lora_parallel.stored import Node, Piece, Read, Region, StoredTensor, read, whole
 
-__all__ = ["Linear4bit", "Linear8bit", "problem_4bit", "problem_8bit"]
+__all__ = [
+    "Linear4bit",
+    "Linear8bit",
+    "dense_4bit",
+    "dense_8bit",
+    "problem_4bit",
+    "problem_8bit",
+    "stored_4bit",
+    "stored_8bit",
+]
 
 
 class Linear4bit(bitsandbytes.nn.Linear4bit, Quantised):
@@ -35,9 +49,15 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, Quantised):
         absmax = state.absmax
         if state.nested:
             absmax = quantisation.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        weight = frozen(packed.view(torch.uint8).view(out, width // 2))
+        cls.hold(layer, {"weight": weight, "weight_absmax": bytes_of(absmax.float(), out)}, state)
+
+    @classmethod
+    def hold(cls, layer: Any, parts: Mapping[str, Tensor], state: QuantState) -> None:
+        """Let a layer hold these parameters, which `state` describes."""
         del layer._parameters["weight"]
-        layer.weight = frozen(packed.view(torch.uint8).view(out, width // 2))
-        layer.weight_absmax = bytes_of(absmax.float(), out)
+        for name, tensor in parts.items():
+            setattr(layer, name, tensor)
         layer.scales = {"weight_absmax": False}
         layer.block, layer.quant_state = state.blocksize, None
         layer._code, layer._kind, layer._dtype = state.code, state.quant_type, state.dtype
@@ -82,10 +102,15 @@ class Linear8bit(bitsandbytes.nn.Linear8bitLt, Quantised):
     def take(cls, layer: Any) -> None:
         """Change a layer that is quantised, in place."""
         scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
-        packed = layer.weight.data
+        weight = frozen(layer.weight.data.view(torch.uint8))
+        cls.hold(layer, {"weight": weight, "weight_scb": bytes_of(scales.float(), len(scales))})
+
+    @classmethod
+    def hold(cls, layer: Any, parts: Mapping[str, Tensor]) -> None:
+        """Let a layer hold these parameters."""
         del layer._parameters["weight"]
-        layer.weight = frozen(packed.view(torch.uint8))
-        layer.weight_scb = bytes_of(scales.float(), len(scales))
+        for name, tensor in parts.items():
+            setattr(layer, name, tensor)
         layer.scales = {"weight_scb": True}
         layer.block = layer.in_features
         layer.state.CB = layer.state.SCB = None
@@ -125,3 +150,196 @@ def problem_8bit(layer: Any) -> str | None:
     if layer.weight.dtype != torch.int8 or (layer.weight.SCB is None and layer.state.SCB is None):
         return "its weight is not quantised yet"
     return None
+
+
+# ---------------------------------------------------------------------- layers that are still on disk
+
+
+def dense_4bit(layer: Any, dense: Node) -> Packed:
+    """The weight of a `Linear4bit` on meta, to be quantised as it is read."""
+    settings, out, features = layer.weight, *dense.shape
+    keep = {"quant_type": settings.quant_type, "blocksize": settings.blocksize}
+
+    def encode(block: Tensor) -> dict[str, Tensor]:
+        # Quantised on its way to a device: to the one where it is, in place.
+        weight = bitsandbytes.nn.Params4bit(block.cpu(), compress_statistics=False, **keep).to(block.device)
+        absmax = bytes_of(weight.quant_state.absmax.float(), len(block))
+        return {"weight": weight.data.view(len(block), -1), "weight_absmax": absmax}
+
+    if features % settings.blocksize:
+        raise ValueError(
+            f"its blocks of {settings.blocksize} do not end with its rows of {features} features: such a layer cannot "
+            "be sharded (llm_int8_skip_modules leaves it as it is)"
+        )
+    widths = {"weight": features // 2, "weight_absmax": features // settings.blocksize * 4}
+    encoding = Encoding(dense, settings.blocksize, encode, widths)
+    absmax: Node = encoding.part("weight_absmax")
+    if settings.compress_statistics:
+        encoding = Encoding(dense, settings.blocksize, encode, widths, only="weight")
+        scales = Encoding(dense, settings.blocksize, encode, widths, only="weight_absmax")
+        absmax = _Compressed(scales.part("weight_absmax"), (out, widths["weight_absmax"]))
+    state = QuantState(
+        absmax=torch.empty(0),
+        shape=torch.Size((out, features)),
+        code=quantisation.get_4bit_type(settings.quant_type, device="cpu"),
+        dtype=dense.dtype,
+        **keep,
+    )
+    return _packed_4bit(encoding.part("weight"), absmax, state)
+
+
+def _packed_4bit(weight: Node, absmax: Node, state: QuantState) -> Packed:
+    out, features = state.shape
+    parts = {"weight": weight, "weight_absmax": absmax}
+    return Packed(parts, partial(Linear4bit.hold, state=state), (out * features // 2, 1), torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class _Compressed:
+    """Scales as they are after double quantisation, which is by the mean of all of them: of the whole weight."""
+
+    absmax: Node
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.absmax,)
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        if all(part.stop > part.start for part in region):
+            yield Piece(self, region, tuple(slice(0, part.stop - part.start) for part in region))
+
+    def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
+        yield self.absmax, whole(self.shape)
+
+    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+        absmax = read(self.absmax, device=device).view(torch.float32).flatten()
+        offset = absmax.mean()
+        compressed, state = quantisation.quantize_blockwise(absmax - offset, blocksize=256)
+        scales = quantisation.dequantize_blockwise(compressed, state) + offset
+        scales = scales.view(self.shape[0], -1).view(torch.uint8)
+        yield from (scales[region] for region in regions)
+
+
+def stored_4bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
+    """The weight of a `Linear4bit` on meta, of what bitsandbytes saves for it.
+
+    Raises:
+        ValueError: They are not those of this layer.
+    """
+    kinds = [name.rpartition("__")[2] for name in tensors if "quant_state" in name]
+    if len(kinds) != 1 or "weight.absmax" not in tensors or "weight.quant_map" not in tensors:
+        raise ValueError(
+            f"config.json says that it is quantised by bitsandbytes to 4 bits, and the files hold {_list(tensors)} of "
+            "it: the config is not the checkpoint's"
+        )
+    if kinds[0] != layer.weight.quant_type:
+        raise ValueError(
+            f"config.json says bnb_4bit_quant_type={layer.weight.quant_type!r}, and the files hold {kinds[0]!r}: the "
+            "config is not the checkpoint's"
+        )
+    small = ("quant_map", "nested_quant_map", f"bitsandbytes__{kinds[0]}")
+    given = {name: read(each.node) if name.endswith(small) else each for name, each in tensors.items()}
+    packed: Any = given.pop("weight")
+    state = QuantState.from_dict(given, device=torch.device("cpu"))
+    out, features = layer.out_features, layer.in_features
+    if tuple(state.shape) != (out, features) or packed.numel() * packed.element_size() * 2 != out * features:
+        raise ValueError(
+            f"the files hold a weight of shape {tuple(state.shape)} in {packed.numel()} bytes, and the layer has "
+            f"{(out, features)}: the config is not the checkpoint's"
+        )
+    if features % state.blocksize:
+        raise ValueError(f"its blocks of {state.blocksize} do not end with its rows of {features} features")
+    absmax: Node = Bytes.of(state.absmax.node, out)
+    if state.nested:
+        absmax = _Nested(state.absmax.node, state.state2, state.offset, (out, features // state.blocksize * 4))
+    state.absmax = torch.empty(0)
+    return _packed_4bit(Bytes.of(packed.node, out), absmax, state)
+
+
+@dataclass(frozen=True, eq=False)
+class _Nested:
+    """Scales that a file holds as double quantisation left them."""
+
+    compressed: Node
+    """uint8 [blocks of the weight]."""
+
+    state: QuantState
+    """Of which the scales are stored too: one of each so many."""
+
+    offset: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.compressed, self.state.absmax.node)
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        if all(part.stop > part.start for part in region):
+            yield Piece(self, region, tuple(slice(0, part.stop - part.start) for part in region))
+
+    def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
+        scales, blocks = self._blocks(region[0])
+        yield from ((self.compressed, (blocks,)), (self.state.absmax.node, (scales,)))
+
+    def _blocks(self, rows: slice) -> tuple[slice, slice]:
+        """Which of the scales' scales some rows need, and the scales that those are of."""
+        each, size = self.shape[1] // 4, self.state.blocksize
+        scales = slice(rows.start * each // size, -(-rows.stop * each // size))
+        return scales, slice(scales.start * size, min(scales.stop * size, self.compressed.shape[0]))
+
+    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+        for rows, columns in regions:
+            scales, blocks = self._blocks(rows)
+            values = quantisation.dequantize_blockwise(
+                read(self.compressed, (blocks,), device),
+                absmax=read(self.state.absmax.node, (scales,), device),
+                code=self.state.code.to(device),
+                blocksize=self.state.blocksize,
+            )
+            values = values + self.offset.to(device)
+            each = self.shape[1] // 4
+            values = values[rows.start * each - blocks.start : rows.stop * each - blocks.start]
+            yield values.view(rows.stop - rows.start, each).view(torch.uint8)[:, columns]
+
+
+def dense_8bit(layer: Any, dense: Node) -> Packed:
+    """The weight of a `Linear8bitLt` on meta, to be quantised as it is read."""
+    out, features = dense.shape
+
+    def encode(block: Tensor) -> dict[str, Tensor]:
+        weight = bitsandbytes.nn.Int8Params(block.cpu(), requires_grad=False).to(block.device)
+        return {"weight": weight.data.view(torch.uint8), "weight_scb": bytes_of(weight.SCB.float(), len(block))}
+
+    widths = {"weight": features, "weight_scb": 4}
+    encoding = Encoding(dense, features, encode, widths, of_rows=frozenset({"weight_scb"}))
+    parts = {name: encoding.part(name) for name in widths}
+    return Packed(parts, Linear8bit.hold, (out, features), torch.int8)
+
+
+def stored_8bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
+    """The weight of a `Linear8bitLt` on meta, of what bitsandbytes saves for it.
+
+    Raises:
+        ValueError: They are not those of this layer.
+    """
+    weight, scales = tensors.get("weight"), tensors.get("SCB")
+    if weight is None or scales is None or weight.dtype != torch.int8:
+        raise ValueError(
+            f"config.json says that it is quantised by bitsandbytes to int8, and the files hold {_list(tensors)} of it: "
+            "the config is not the checkpoint's"
+        )
+    shape = layer.out_features, layer.in_features
+    if tuple(weight.shape) != shape or scales.numel() != shape[0]:
+        raise ValueError(
+            f"the files hold a weight of shape {tuple(weight.shape)} with {scales.numel()} scales, and the layer has "
+            f"{shape}: the config is not the checkpoint's"
+        )
+    parts = {"weight": Bytes.of(weight.node, shape[0]), "weight_scb": Bytes.of(scales.node, shape[0])}
+    return Packed(parts, Linear8bit.hold, shape, torch.int8)
+
+
+def _list(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} ({str(each.dtype).removeprefix('torch.')})" for name, each in tensors.items())

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from lora_parallel.peft_hooks import refuse_merge
 from lora_parallel.quantised.layer import Quantised
+from lora_parallel.quantised.stored import Packed
+from lora_parallel.waiting import Waiting
 
 __all__ = ["check_quantised", "hold_as_bytes"]
 
@@ -24,6 +26,9 @@ def _format_of(module: nn.Module) -> _Format | None:
     """None of a layer that is not quantised, or in no way that is known here."""
     if isinstance(module, Quantised):
         return None
+    weight = module._parameters.get("weight")
+    if isinstance(weight, Waiting) and isinstance(weight.node, Packed):
+        return _hold_waiting, lambda _: None
     if "bitsandbytes" in sys.modules:
         import bitsandbytes
 
@@ -33,7 +38,6 @@ def _format_of(module: nn.Module) -> _Format | None:
             return bnb.Linear4bit.take, bnb.problem_4bit
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
             return bnb.Linear8bit.take, bnb.problem_8bit
-    weight = module._parameters.get("weight")
     if type(module) is nn.Linear and type(weight).__module__.startswith("torchao."):
         from lora_parallel.quantised import ao
 
@@ -41,11 +45,17 @@ def _format_of(module: nn.Module) -> _Format | None:
     return None
 
 
+def _hold_waiting(layer: Any) -> None:
+    """Of a layer that is still on disk: let what will fill it be known by part."""
+    packed = layer.weight.node
+    packed.hold(layer, {name: Waiting.of(node, parameter=True) for name, node in packed.parts.items()})
+
+
 def check_quantised(model: nn.Module) -> None:
     """Check that what is quantised can be sharded.
 
     Raises:
-        ValueError: A layer is quantised in a way that cannot, is on meta, or is an adapter's: it was there before the
+        ValueError: A layer is quantised in a way that cannot, or is an adapter's: it was there before the
             base was quantised.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -60,11 +70,6 @@ def check_quantised(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} is a factor of an adapter, and quantised: the adapter was there before the base was "
                 "quantised. Quantise first (from_pretrained with a quantization_config), then add the adapter."
-            )
-        if any(p is not None and p.is_meta for p in module._parameters.values()):
-            raise ValueError(
-                f"{name} is quantised and on meta: quantised models are read in full on every rank so far. Load it "
-                "outside of meta_init."
             )
         problem = found[1](module)
         if problem is not None:
@@ -94,7 +99,8 @@ def _check_adapter(layer: Any, name: str) -> None:
     found = _format_of(layer.get_base_layer())
     if found is None:
         return
-    if type(layer) is LoraLinear and not _is_torchao(layer.get_base_layer().weight):
+    weight = layer.get_base_layer().weight
+    if type(layer) is LoraLinear and not (_is_torchao(weight) or isinstance(weight, Waiting)):
         raise ValueError(
             f"{name} is an adapter of a plain linear layer around a quantised one: it was there before the base was "
             "quantised. Quantise first (from_pretrained with a quantization_config), then add the adapter."

@@ -1,0 +1,170 @@
+"""Quantised weights that are still on disk: bytes that a checkpoint holds, or made of a dense weight as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_parallel.stored import Node, Piece, Read, Region, whole
+
+__all__ = ["Bytes", "Encoded", "Encoding", "Packed", "row_chunks"]
+
+_CHUNK = 8 * 2**20
+"""How many elements are brought into memory at once, to be made smaller: rows of about that many."""
+
+
+def row_chunks(rows: slice, width: int) -> Iterator[slice]:
+    """Rows of `width` elements, a few at a time."""
+    step = max(1, _CHUNK // max(1, width))
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(start + step, rows.stop))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The weight of a quantised layer as its quantiser shows it. It is read as what the layer holds in its place."""
+
+    parts: Mapping[str, Node]
+    """uint8 [out, .] by the name of the parameter that holds it."""
+
+    hold: Callable[[Any, Mapping[str, Tensor]], None]
+    """Lets a layer hold parameters of these names in place of its weight."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return tuple(self.parts.values())
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        raise ValueError(
+            "the weight of a quantised layer is on disk, and cannot be used before the model is sharded: load the "
+            "model outside of meta_init for that."
+        )
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A tensor of a checkpoint, row-major, as uint8 [rows, bytes of a row]; in the file it may have any shape."""
+
+    parent: Node
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.uint8
+
+    @staticmethod
+    def of(parent: Node, rows: int) -> Bytes:
+        """With so many rows."""
+        return Bytes(parent, (rows, prod(parent.shape) * parent.dtype.itemsize // rows))
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.parent,)
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        rows, columns = region
+        if rows.stop <= rows.start or columns.stop <= columns.start:
+            return
+        size, shape = self.parent.dtype.itemsize, tuple(self.parent.shape)
+        if len(shape) == 2 and shape[0] == self.shape[0]:
+            first, last = columns.start // size, -(-columns.stop // size)
+            yield self._piece((rows, slice(first, last)), region, rows, first * size)
+        elif len(shape) == 1 and shape[0] == self.shape[0]:
+            yield self._piece((rows,), region, rows, 0)
+        else:
+            each = shape[0] // self.shape[0]
+            for some in row_chunks(rows, each):
+                flat = slice(some.start * each, some.stop * each)
+                yield self._piece((flat, *whole(shape[1:])), region, some, 0)
+
+    def _piece(self, asked: Region, region: Region, rows: slice, offset: int) -> Piece:
+        """The piece of some of the region's rows, of which each row that is read begins `offset` bytes in."""
+        (piece,) = self.parent.pieces(asked)
+        cut = slice(region[1].start - offset, region[1].stop - offset)
+        height = rows.stop - rows.start
+        return replace(
+            piece,
+            target=(slice(rows.start - region[0].start, rows.stop - region[0].start), slice(0, cut.stop - cut.start)),
+            steps=(*piece.steps, lambda block: block.contiguous().view(height, -1).view(torch.uint8)[:, cut]),
+        )
+
+
+@dataclass(eq=False)
+class Encoding:
+    """How a layer's tensors are made of a dense weight [out, in], by blocks of one row and `block` input features."""
+
+    dense: Node
+    block: int
+    encode: Callable[[Tensor], Mapping[str, Tensor]]
+    """Of some rows, and of some whole blocks of their features: uint8 [rows, .] of each part."""
+
+    widths: Mapping[str, int]
+    """Bytes of a row of each part."""
+
+    of_rows: frozenset[str] = frozenset()
+    """The parts that have so many bytes of a row, of however many of its features."""
+
+    only: str | None = None
+    """Nothing but this part is asked for."""
+
+    _rest: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict)
+    """Of what was encoded for one part, the others, which are asked for next."""
+
+    def part(self, name: str) -> Encoded:
+        """One of the tensors."""
+        return Encoded(self, name, (self.dense.shape[0], self.widths[name]))
+
+    def features(self, part: str, columns: slice) -> slice:
+        """Which of the input features, in whole blocks, some bytes of a row are made of."""
+        total, width = self.dense.shape[1], self.widths[part]
+        if part in self.of_rows:
+            return slice(0, total)
+        first, last = columns.start * total // width, -(-columns.stop * total // width)
+        return slice(first // self.block * self.block, min(-(-last // self.block) * self.block, total))
+
+    def rows(self, part: str, rows: slice, features: slice, read: Read, device: str) -> Iterator[tuple[slice, Tensor]]:
+        """`part` of some rows and features, a few rows at a time."""
+        for some in row_chunks(rows, features.stop - features.start):
+            key = (some.start, some.stop, features.start, features.stop)
+            found = self._rest.pop(key, None)
+            if found is None or part not in found:
+                found = dict(self.encode(read(self.dense, (some, features)).to(device)))
+            yield some, found.pop(part)
+            if found and self.only is None:
+                self._rest[key] = found
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A part of an encoding."""
+
+    encoding: Encoding
+    part: str
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.encoding.dense,)
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        if all(part.stop > part.start for part in region):
+            yield Piece(self, region, tuple(slice(0, part.stop - part.start) for part in region))
+
+    def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
+        yield self.encoding.dense, (region[0], self.encoding.features(self.part, region[1]))
+
+    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+        for rows, columns in regions:
+            features = self.encoding.features(self.part, columns)
+            before = features.start * self.shape[1] // self.encoding.dense.shape[1]
+            cut = slice(columns.start - before, columns.stop - before)
+            block = torch.empty(rows.stop - rows.start, cut.stop - cut.start, dtype=torch.uint8, device=device)
+            for some, values in self.encoding.rows(self.part, rows, features, read, device):
+                block[some.start - rows.start : some.stop - rows.start] = values[:, cut]
+            yield block

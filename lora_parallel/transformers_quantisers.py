@@ -1,0 +1,220 @@
+"""transformers' quantisers on weights that are still on disk: what they do to each, noted instead of done.
+
+Their private API is here in one place, as `transformers_hooks` is for loading, and is held to its meaning by
+`tests/lora_parallel/test_quantised_loading.py`. There is no public way to quantise a checkpoint by slices
+(https://github.com/huggingface/transformers/issues/39404 is about whole parameters).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.modeling_utils import LoadStateDictConfig
+
+from lora_parallel.quantised.stored import Packed
+from lora_parallel.stored import StoredTensor
+
+__all__ = ["check_complete", "lazily"]
+
+_KNOWN = ("bitsandbytes", "torchao")
+
+
+def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
+    """The same with a quantiser that notes what its own would do to stored tensors.
+
+    Raises:
+        ValueError: It is of a method that cannot be sharded.
+    """
+    own = load_config.hf_quantizer
+    if own is None:
+        return load_config
+    method = str(getattr(own.quantization_config.quant_method, "value", own.quantization_config.quant_method))
+    if not method.startswith(_KNOWN):
+        raise ValueError(
+            f"{load_config.pretrained_model_name_or_path} is quantised by {method}, whose weights cannot be sharded. What "
+            "can: linear layers of bitsandbytes (4-bit, int8) and of torchao (int8, float8, intx weight-only)."
+        )
+    mapping = [_lazy(each, own) for each in load_config.weight_mapping or []]
+    return replace(load_config, hf_quantizer=_Quantiser(own), weight_mapping=mapping)
+
+
+class _Quantiser:
+    """As transformers' own, but for what it does to weights."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantise(self._own)
+
+
+def _lazy(converter: Any, own: Any) -> Any:
+    if not isinstance(converter, WeightConverter) or not any(hasattr(op, "hf_quantizer") for op in converter.operations):
+        return converter
+    converter = copy.copy(converter)
+    converter.operations = [_Deserialise(own)]
+    return converter
+
+
+class _Quantise(ConversionOps):
+    """A dense weight that is to be quantised."""
+
+    def __init__(self, own: Any) -> None:
+        self.hf_quantizer = own
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
+    ) -> dict[str, Tensor]:
+        own = self.hf_quantizer
+        if own.quantization_config.quant_method == "torchao":
+            (value,) = (_only(each) for each in input_dict.values())
+            return {full_layer_name: _torchao(own, model, full_layer_name, value)}
+        return {name: _bitsandbytes(model, name, _only(each)) for name, each in input_dict.items()}
+
+
+class _Deserialise(ConversionOps):
+    """A weight that was quantised before it was saved."""
+
+    def __init__(self, own: Any) -> None:
+        self.hf_quantizer = own
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
+    ) -> dict[str, Tensor]:
+        import bitsandbytes
+
+        from lora_parallel.quantised import bnb
+
+        tensors = {name: _only(each) for name, each in input_dict.items()}
+        layer = model.get_submodule(full_layer_name.rpartition(".")[0])
+        if self.hf_quantizer.quantization_config.quant_method == "torchao":
+            return {full_layer_name: _saved_torchao(self.hf_quantizer, model, full_layer_name, tensors)}
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            return {"weight": _packed(bnb.stored_4bit(layer, tensors), layer.weight)}
+        if isinstance(layer, bitsandbytes.nn.Linear8bitLt):
+            return {"weight": _packed(bnb.stored_8bit(layer, tensors), layer.weight)}
+        return tensors
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
+
+
+def _packed(node: Packed, meta: Tensor | None = None) -> Tensor:
+    """A parameter that stands for a quantised weight, with what its quantiser has set on the one that it replaces."""
+    parameter = nn.Parameter(StoredTensor(node), requires_grad=False)
+    for key in ("compress_statistics", "quant_type"):  # PEFT asks for these
+        if hasattr(meta, key):
+            setattr(parameter, key, getattr(meta, key))
+    return parameter
+
+
+def _bitsandbytes(model: Any, name: str, value: StoredTensor) -> Tensor:
+    import bitsandbytes
+    from transformers.pytorch_utils import Conv1D
+
+    from lora_parallel.quantised import bnb
+
+    layer = model.get_submodule(name.rpartition(".")[0])
+    if issubclass(layer.source_cls, Conv1D):
+        value = value.T  # type: ignore[assignment]
+    _check_shape(value, layer)
+    make = bnb.dense_4bit if isinstance(layer, bitsandbytes.nn.Linear4bit) else bnb.dense_8bit
+    return _packed(make(layer, value.node), layer.weight)
+
+
+def _check_shape(value: Tensor, layer: Any) -> None:
+    if tuple(value.shape) != (layer.out_features, layer.in_features) or not value.is_floating_point():
+        raise ValueError(
+            f"the files hold a weight of shape {tuple(value.shape)} and dtype {value.dtype}, and the layer to quantise "
+            f"has {(layer.out_features, layer.in_features)}: the config is not the checkpoint's"
+        )
+
+
+def _torchao(own: Any, model: Any, name: str, value: StoredTensor) -> Tensor:
+    layer = model.get_submodule(name.rpartition(".")[0])
+    quantise = _config_of(own, model, name, value)
+    if quantise is None:
+        return value
+    if type(layer) is not nn.Linear or not name.endswith(".weight"):
+        raise ValueError(f"torchao would quantise it, a part of a {type(layer).__name__}: linear layers only can be sharded")
+    from lora_parallel.quantised import ao
+
+    _check_shape(value, layer)
+    return _packed(ao.dense_ao(layer, value.node, quantise))
+
+
+def _config_of(own: Any, model: Any, name: str, value: Any) -> Callable[[nn.Linear], None] | None:
+    """What transformers' own operation would quantise the layer by; None: it would leave it."""
+    from torchao.quantization import quantize_
+    from transformers.integrations.torchao import TorchAoQuantize
+
+    found: list[Any] = []
+
+    class Noting(TorchAoQuantize):
+        def _quantize(self, module: Any, config: Any, *args: Any, **more: Any) -> None:
+            found.append((config, args, more))
+
+    layer = model.get_submodule(name.rpartition(".")[0])
+    before = layer._parameters["weight"]
+    Noting(own).convert({name: value}, model=model, full_layer_name=name, missing_keys=set())
+    layer._parameters["weight"] = before
+    if not found:
+        return None
+    config, args, more = found[0]
+    return lambda linear: quantize_(linear, config, *args, **more)
+
+
+def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, StoredTensor]) -> Tensor:
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    from lora_parallel.quantised import ao
+
+    owner = name.rpartition(".")[0]
+    layer = model.get_submodule(owner)
+    if type(layer) is not nn.Linear or not name.endswith(".weight"):
+        raise ValueError(f"torchao has quantised a part of a {type(layer).__name__}: linear layers only can be sharded")
+    shapes = {
+        f"{owner}.{key}": torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in tensors.items()
+    }
+    weight = unflatten_tensor_state_dict(shapes, own.metadata)[0].get(name)
+    if weight is None:
+        raise ValueError(
+            f"the files hold {', '.join(tensors)}, and their metadata does not say of what: the checkpoint is incomplete"
+        )
+    quantise = _config_of(own, model, name, StoredTensor(next(iter(tensors.values())).node))
+    if quantise is None:
+        raise ValueError("config.json leaves it as it is, and the files hold it quantised: the config is not the checkpoint's")
+    inner = {key.removeprefix("_weight_"): each for key, each in tensors.items()}
+    return _packed(ao.stored_ao(layer, inner, weight, quantise))
+
+
+def check_complete(model: Any, own: Any, path: str) -> None:
+    """Check that everything is quantised that the model's config says is.
+
+    Args:
+        model: After loading, by stored tensors.
+        own: Its quantiser.
+        path: The checkpoint, for the error.
+
+    Raises:
+        ValueError: Something is not.
+    """
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, StoredTensor) or isinstance(parameter.node, Packed):
+            continue
+        if own.param_needs_quantization(model, name):
+            raise ValueError(
+                f"{path}: config.json says that it is quantised by {own.quantization_config.quant_method}, and the files "
+                f"hold {name} in {parameter.dtype}: the config is not the checkpoint's. For the dense checkpoint, take "
+                "quantization_config out of config.json and pass it to from_pretrained."
+            )
