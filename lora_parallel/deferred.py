@@ -289,8 +289,8 @@ def check_fit(name: str, wanted: Tensor, stored: Node) -> None:
         where = f"{leaf.source.path}: {leaf.key}"
         if wanted.is_floating_point() and leaf.dtype not in _READABLE:
             raise ValueError(
-                f"{where} has dtype {leaf.dtype}, and {name} is {wanted.dtype}: a quantised checkpoint is not "
-                "supported yet. Give the unquantised one."
+                f"{where} has dtype {leaf.dtype}, and {name} is {wanted.dtype}: a quantised checkpoint is read by "
+                "from_pretrained, with the config.json that it was saved with."
             )
         if not wanted.is_floating_point() and leaf.dtype != wanted.dtype:
             raise ValueError(f"{where} has dtype {leaf.dtype}, and {name} is {wanted.dtype}: give a checkpoint of it.")

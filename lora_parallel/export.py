@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +17,14 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from peft import PeftModel
 from peft.tuners.lora import Embedding, Linear, LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from lora_parallel.adapters import check_unmerged
 from lora_parallel.agreement import agreed, check_alike
@@ -34,6 +36,7 @@ from lora_parallel.selection import Selection, selection_of
 from lora_parallel.sources import INDEX, Reader, Source
 from lora_parallel.state import state_of
 from lora_parallel.stored import Leaf, Region, StoredTensor
+from lora_parallel.transformers_quantisers import reverted
 
 __all__ = ["export_merged"]
 
@@ -137,27 +140,39 @@ class _Weight:
     selected: tuple[Selection, int] | None = None
     """How its rows are stored, and along which dim, if not as they are."""
 
+    quantised: Quantised | None = None
+    """The layer whose bytes `tensor` is some of."""
+
+    dense_dtype: torch.dtype | None = None
+    """Of a quantised weight: what it is written in."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the merged model."""
+        layer = self.quantised
+        return tuple(self.tensor.shape) if layer is None else (layer.out_features, layer.in_features)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the merged model."""
+        return self.dense_dtype or self.tensor.dtype
+
 
 def _weights(base: nn.Module) -> dict[str, _Weight]:
     """The parameters and persistent buffers of the merged model, by their names in it; a tied one under the first."""
-    for prefix, module in base.named_modules():
-        if isinstance(module, Quantised):
-            raise ValueError(
-                f"{_plain(prefix)} is quantised ({type(module).__name__}), which export_merged does not write. "
-                "Save the adapter (save_adapter) and merge it with PEFT in one process."
-            )
     found: dict[str, _Weight] = {}
     seen: dict[int, tuple[str, bool]] = {}
     for prefix, module in base.named_modules():
         if _is_left_out(base, prefix):
             continue
-        layer = _adapted_by(base, prefix)
+        quantised = module if isinstance(module, Quantised) else None
         persistent = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in (*module._parameters.items(), *persistent.items()):
-            if tensor is None:
+            if tensor is None or (quantised is not None and key in quantised.scales):
                 continue
             name = _plain(f"{prefix}.{key}" if prefix else key)
-            merged = layer is not None and key == "weight" and bool(_active(layer))
+            layer = _adapted_by(base, prefix, key)
+            merged = layer is not None and bool(_active(layer))
             if id(tensor) in seen:
                 first, first_merged = seen[id(tensor)]
                 if merged or first_merged:
@@ -170,13 +185,16 @@ def _weights(base: nn.Module) -> dict[str, _Weight]:
             if merged:
                 assert layer is not None
                 _check_kind(name, layer)
-            found[name] = _Weight(tensor, layer if merged else None, selection_of(module, key))
+            weight = _Weight(tensor, layer if merged else None, selection_of(module, key))
+            if quantised is not None and key == "weight":
+                weight = replace(weight, quantised=quantised, dense_dtype=_dense_dtype(base))
+            found[name] = weight
     _check_all_merged(base, found)
     return found
 
 
 def _check_all_merged(base: nn.Module, weights: Mapping[str, _Weight]) -> None:
-    """An adapter of something else than a layer's `weight` (PEFT's `target_parameters`) would be left out."""
+    """An adapter of something that is no tensor of the model would be left out."""
     merged = {weight.layer for weight in weights.values()}
     for prefix, module in base.named_modules():
         if not isinstance(module, LoraLayer) or module in merged or _is_left_out(base, prefix):
@@ -216,11 +234,22 @@ def _plain(name: str) -> str:
     return ".".join(plain)
 
 
-def _adapted_by(base: nn.Module, prefix: str) -> LoraLayer | None:
-    if not prefix.endswith(".base_layer"):
-        return None
-    owner = base.get_submodule(prefix.removesuffix(".base_layer"))
-    return owner if isinstance(owner, LoraLayer) else None
+def _adapted_by(base: nn.Module, prefix: str, key: str) -> LoraLayer | None:
+    """The layer whose adapters are on a parameter: of several that are one around the other (PEFT's
+    `target_parameters`), each is on one.
+    """
+    while prefix.endswith(".base_layer"):
+        prefix = prefix.removesuffix(".base_layer")
+        owner = base.get_submodule(prefix)
+        if isinstance(owner, LoraLayer) and key == getattr(owner, "parameter_name", "weight"):
+            return owner
+    return None
+
+
+def _dense_dtype(base: nn.Module) -> torch.dtype:
+    """As transformers' own `dequantize` writes them."""
+    dtype = getattr(getattr(base, "config", None), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def _active(layer: LoraLayer) -> list[str]:
@@ -232,7 +261,7 @@ def _active(layer: LoraLayer) -> list[str]:
 def _check_kind(name: str, layer: LoraLayer) -> None:
     problem = None
     kind: Any = class_of(layer)  # type: ignore[arg-type]
-    if kind not in (Linear, Embedding):
+    if kind not in (Linear, Embedding, ParamWrapper) and not isinstance(layer.get_base_layer(), Quantised):
         problem = f"a {kind.__name__} layer"
     for adapter in _active(layer):
         if adapter in layer.lora_variant:
@@ -252,15 +281,12 @@ def _refuse(name: str, problem: str) -> NoReturn:
 
 def _as_saved(base: nn.Module, merged: Mapping[str, Leaf], weights: Mapping[str, _Weight]) -> dict[str, StoredTensor]:
     """By the names, and in the shapes, that the model's checkpoints have on disk."""
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
     stored = {name: StoredTensor(leaf) for name, leaf in merged.items()}
     for name, weight in weights.items():
         if weight.selected is not None:
             selection, dim = weight.selected
             stored[name] = selection.restored(stored[name], dim)  # type: ignore[assignment]
-    return dict(revert_weight_conversion(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
+    return dict(reverted(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
 
 
 def _write_configs(base: nn.Module, folder: Path) -> None:
@@ -268,6 +294,8 @@ def _write_configs(base: nn.Module, folder: Path) -> None:
     if hasattr(config, "save_pretrained"):
         config.architectures = [class_of(base).__name__]  # type: ignore[union-attr]
         config.dtype = str(base.dtype).removeprefix("torch.")  # type: ignore[union-attr]
+        if any(isinstance(module, Quantised) for module in base.modules()):
+            del config.quantization_config  # type: ignore[union-attr]
         config.save_pretrained(folder)  # type: ignore[union-attr]
     generation = getattr(base, "generation_config", None)
     if hasattr(generation, "save_pretrained") and base.can_generate():  # type: ignore[operator]
@@ -296,6 +324,8 @@ class _ShardedModel(Source):
     """What each rank holds of each."""
     factors: dict[str, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     """Of the weight that is being read, which may be read in many regions."""
+    bytes: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Of the weight that is being read, if it is quantised: all of its parts."""
 
     def list(self) -> dict[str, Leaf]:
         mine = {name: region_of(weight.tensor) for name, weight in self.weights.items()}
@@ -305,8 +335,7 @@ class _ShardedModel(Source):
             dist.all_gather_object(everyone, mine)
         self.regions.extend(everyone)
         return {
-            name: Leaf(self, name, tuple(weight.tensor.shape), weight.tensor.dtype)
-            for name, weight in self.weights.items()
+            name: Leaf(self, name, weight.shape, weight.dtype) for name, weight in self.weights.items()
         }
 
     @contextmanager
@@ -319,7 +348,14 @@ class _ShardedModel(Source):
             self.factors.clear()
             self.factors[key] = _factors(weight.layer)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        block = torch.empty([part.stop - part.start for part in region], dtype=weight.tensor.dtype)
+        block = torch.empty([part.stop - part.start for part in region], dtype=weight.dtype)
+        if weight.quantised is not None:
+            # Shards of scales need not be of the rows that a shard of the weight is of: bytes, which are few, in full.
+            if key not in self.bytes:
+                self.bytes.clear()
+                names = ("weight", *weight.quantised.scales)
+                self.bytes[key] = {name: _full(weight.quantised.get_parameter(name)) for name in names}
+            return self._dequantised(key, region).cpu() if rank == 0 else block
         done: list[Region] = []
         for owner, held in enumerate(self.regions):
             shared = _intersection(held[key], region)
@@ -348,9 +384,18 @@ class _ShardedModel(Source):
         ]
         if weight.layer is None:
             return mine
-        merged = mine.clone()
-        for adapter, (a, b) in self.factors[key].items():
-            merged += _delta(weight.layer, adapter, a, b, region, weight.selected)
+        return self._with_adapters(key, mine.clone(), region)
+
+    def _dequantised(self, key: str, region: Region) -> Tensor:
+        weight, (rows, columns) = self.weights[key], region
+        assert weight.quantised is not None
+        dense = weight.quantised.dense_of({name: part[rows] for name, part in self.bytes[key].items()})
+        return self._with_adapters(key, dense.to(weight.dtype)[:, columns].clone(), region)
+
+    def _with_adapters(self, key: str, merged: Tensor, region: Region) -> Tensor:
+        weight = self.weights[key]
+        for adapter, (a, b) in self.factors[key].items() if weight.layer is not None else ():
+            merged += _delta(weight, adapter, a, b, region)
         return merged
 
 
@@ -376,20 +421,32 @@ def _full(parameter: Any) -> Tensor:
     return data.full_tensor() if isinstance(data, DTensor) else data
 
 
-def _delta(
-    layer: LoraLayer, adapter: str, a: Tensor, b: Tensor, region: Region, selected: tuple[Selection, int] | None
-) -> Tensor:
-    """PEFT's own `get_delta_weight`, for the rows and columns in `region`."""
-    rows, columns = region
-    if isinstance(layer, Embedding) or layer.fan_in_fan_out:  # type: ignore[attr-defined]
-        rows, columns = columns, rows  # stored transposed: B makes columns, A rows
-    part: Any = object.__new__(class_of(layer))  # type: ignore[arg-type]  # a copy; FSDP2's own class would build one
+def _delta(weight: _Weight, adapter: str, a: Tensor, b: Tensor, region: Region) -> Tensor:
+    """PEFT's own `get_delta_weight`, for a region of the weight."""
+    layer: Any = weight.layer
+    part: Any = object.__new__(class_of(layer))  # a copy; FSDP2's own class would build one
     part.__dict__.update(layer.__dict__)
-    part.__dict__["_modules"] = dict(layer._modules)  # type: ignore[attr-defined]
+    part.__dict__["_modules"] = dict(layer._modules)
     part.__dict__.pop("get_delta_weight", None)  # the whole layer's, rearranged
-    if selected is not None:
-        b = b[selected[0].order.to(b.device)]
-    a, b = a[:, columns], b[rows]
+    wanted = [torch.arange(each.start, each.stop) for each in region]
+    if weight.selected is not None:
+        selection, dim = weight.selected
+        wanted[dim] = selection.order[wanted[dim]]
+    if len(region) == 3:  # of experts
+        wanted[0] = wanted[0].repeat(2)  # of which PEFT takes a single one for a matrix
+        part.__dict__["num_experts"] = len(wanted[0])
+        if not layer._did_swap_in_out_features:
+            wanted = [wanted[0], wanted[2], wanted[1]]
+    elif isinstance(layer, Embedding) or layer.fan_in_fan_out:
+        wanted.reverse()  # stored transposed: B makes columns, A rows
+    *experts, out, features = (each.to(a.device) for each in wanted)
+    for some in experts:
+        a = a.unflatten(0, (layer.num_experts, -1))[some].flatten(0, 1)
+        b = b.unflatten(1, (-1, layer.num_experts))[:, :, some].flatten(1)
+    a, b = a[:, features], b[out]
+    if isinstance(layer, ParamWrapper):
+        stand_in = torch.empty(0, dtype=weight.dtype, device=a.device)
+        part.__dict__["get_param"] = lambda: stand_in
     if isinstance(layer, Embedding):
         part.__dict__["_modules"].update(
             lora_embedding_A=nn.ParameterDict({adapter: nn.Parameter(a, requires_grad=False)}),
@@ -399,7 +456,8 @@ def _delta(
         part.__dict__["_modules"].update(
             lora_A=nn.ModuleDict({adapter: _Factor(a)}), lora_B=nn.ModuleDict({adapter: _Factor(b)})
         )
-    return part.get_delta_weight(adapter)
+    delta = part.get_delta_weight(adapter)
+    return delta[: len(delta) // 2] if len(region) == 3 else delta
 
 
 class _Factor(nn.Module):

@@ -83,10 +83,10 @@ def parallelize(
         globs = None if isinstance(config.tp_plan, str) else config.tp_plan
         if globs is not None:
             check_globs(model, globs)
-        check_quantised(model)
         blocks = _blocks(model, config)
         deferred = has_deferred(model)
         check_checkpoints(model, materialize)
+        check_quantised(model)
     check_alike(config=replace(config, seed=0))
     late: LateAdapter | None = None
     tp = mesh["tp"].size()

@@ -92,6 +92,13 @@ def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     try:
         result = _own_from_pretrained.__get__(None, cls)(name, *args, **kwargs)
+    except ValueError as error:
+        if "torchao safetensors metadata" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: config.json says that it is quantised by torchao, and the files are not: the config is not the "
+            "checkpoint's."
+        ) from error
     except SafetensorError as error:
         raise ValueError(f"{name}: a file cannot be read as safetensors ({error}): it is damaged.") from error
     finally:
@@ -148,6 +155,8 @@ def _load(
         checkpoint.problem = error
         info = _fill(model, {}, load_config)
         info.missing_keys = set()
+        for each in (*model.modules(), *model.parameters()):
+            each._is_hf_initialized = True  # type: ignore[union-attr]  # nothing is: there is no drawing of bytes
     model.__dict__[_PENDING] = checkpoint, info
     return info, None
 
@@ -199,7 +208,8 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
             if isinstance(tensor, StoredTensor) and not isinstance(tensor.node, Packed):
                 check_fit(name, wanted[name], tensor.node)
         if load_config.hf_quantizer is not None:
-            check_complete(model, load_config.hf_quantizer, str(load_config.pretrained_model_name_or_path))
+            path = str(load_config.pretrained_model_name_or_path)
+            check_complete(model, load_config.hf_quantizer, info.missing_keys, path)
     return info
 
 

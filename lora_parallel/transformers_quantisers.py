@@ -8,19 +8,23 @@ Their private API is here in one place, as `transformers_hooks` is for loading, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig
 
 from lora_parallel.quantised.stored import Packed
 from lora_parallel.stored import StoredTensor
 
-__all__ = ["check_complete", "lazily"]
+__all__ = ["check_complete", "check_loaded", "lazily"]
 
 _KNOWN = ("bitsandbytes", "torchao")
 
@@ -34,7 +38,7 @@ def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
     own = load_config.hf_quantizer
     if own is None:
         return load_config
-    method = str(getattr(own.quantization_config.quant_method, "value", own.quantization_config.quant_method))
+    method = _method(own)
     if not method.startswith(_KNOWN):
         raise ValueError(
             f"{load_config.pretrained_model_name_or_path} is quantised by {method}, whose weights cannot be sharded. What "
@@ -42,6 +46,11 @@ def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
         )
     mapping = [_lazy(each, own) for each in load_config.weight_mapping or []]
     return replace(load_config, hf_quantizer=_Quantiser(own), weight_mapping=mapping)
+
+
+def _method(own: Any) -> str:
+    method = own.quantization_config.quant_method
+    return str(getattr(method, "value", method))
 
 
 class _Quantiser:
@@ -58,7 +67,7 @@ class _Quantiser:
 
 
 def _lazy(converter: Any, own: Any) -> Any:
-    if not isinstance(converter, WeightConverter) or not any(hasattr(op, "hf_quantizer") for op in converter.operations):
+    if not _of_quantiser(converter):
         return converter
     converter = copy.copy(converter)
     converter.operations = [_Deserialise(own)]
@@ -75,7 +84,7 @@ class _Quantise(ConversionOps):
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Tensor]:
         own = self.hf_quantizer
-        if own.quantization_config.quant_method == "torchao":
+        if _method(own) == "torchao":
             (value,) = (_only(each) for each in input_dict.values())
             return {full_layer_name: _torchao(own, model, full_layer_name, value)}
         return {name: _bitsandbytes(model, name, _only(each)) for name, each in input_dict.items()}
@@ -96,7 +105,7 @@ class _Deserialise(ConversionOps):
 
         tensors = {name: _only(each) for name, each in input_dict.items()}
         layer = model.get_submodule(full_layer_name.rpartition(".")[0])
-        if self.hf_quantizer.quantization_config.quant_method == "torchao":
+        if _method(self.hf_quantizer) == "torchao":
             return {full_layer_name: _saved_torchao(self.hf_quantizer, model, full_layer_name, tensors)}
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
             return {"weight": _packed(bnb.stored_4bit(layer, tensors), layer.weight)}
@@ -198,23 +207,102 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, Stored
     return _packed(ao.stored_ao(layer, inner, weight, quantise))
 
 
-def check_complete(model: Any, own: Any, path: str) -> None:
+def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> None:
     """Check that everything is quantised that the model's config says is.
 
     Args:
         model: After loading, by stored tensors.
         own: Its quantiser.
+        missing: Names of what no file holds.
         path: The checkpoint, for the error.
 
     Raises:
         ValueError: Something is not.
     """
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, StoredTensor) or isinstance(parameter.node, Packed):
-            continue
+    dense = {
+        name: f"in {tensor.dtype}"
+        for name, tensor in model.named_parameters()
+        if isinstance(tensor, StoredTensor) and not isinstance(tensor.node, Packed)
+    }
+    for name, how in {**dict.fromkeys(sorted(missing), "not at all"), **dense}.items():
         if own.param_needs_quantization(model, name):
+            raise ValueError(f"{path}: {_disagree(name, own, how)}")
+
+
+def _disagree(name: str, own: Any, how: str) -> str:
+    return (
+        f"config.json says that {name} is quantised by {_method(own)}, and the files hold it "
+        f"{how}: the config is not the checkpoint's. For a dense checkpoint, take quantization_config out of config.json "
+        "and pass it to from_pretrained."
+    )
+
+
+def check_loaded(model: PreTrainedModel, quantised: Mapping[str, nn.Module]) -> None:
+    """Check that a model in memory is quantised as its config and its files say, which transformers does not.
+
+    Args:
+        model: From `from_pretrained`, perhaps with adapters.
+        quantised: Its layers that may be, by name.
+
+    Raises:
+        ValueError: It is not.
+    """
+    own = getattr(model, "hf_quantizer", None)
+    if own is None:
+        _check_files(model)
+        return
+    if _method(own) == "torchao":
+        from lora_parallel.quantised import ao
+
+        for name, layer in quantised.items():
+            weight: Any = layer.weight
+            if type(layer) is not nn.Linear or weight.is_meta or not own.param_needs_quantization(model, f"{name}.weight"):
+                continue
+            quantise = _config_of(own, model, f"{name}.weight", weight)
+            if quantise is not None and (said := ao.disagrees(weight, quantise)):
+                raise ValueError(_disagree(f"{name}.weight", own, said))
+        return
+    for name, layer in quantised.items():
+        kind = getattr(layer.weight, "quant_type", None)
+        said = getattr(own.quantization_config, "bnb_4bit_quant_type", kind)
+        if kind is not None and kind != said:
+            raise ValueError(_disagree(f"{name}.weight", own, f"as {kind}, not {said}"))
+
+
+def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Dense tensors by the names, and in the shapes, that the model's checkpoints have; there is no way back from how
+    quantised ones are read.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        return revert_weight_conversion(model, merged)
+    quantisers = [each for each in conversions if _of_quantiser(each)]
+    model._weight_conversions = [each for each in conversions if each not in quantisers] or None  # type: ignore[assignment]
+    try:
+        return revert_weight_conversion(model, merged)
+    finally:
+        model._weight_conversions = conversions
+
+
+def _of_quantiser(converter: Any) -> bool:
+    return isinstance(converter, WeightConverter) and any(hasattr(op, "hf_quantizer") for op in converter.operations)
+
+
+_MARKS = (".weight.absmax", ".SCB", "._weight_qdata")
+"""How names of what quantisers save end."""
+
+
+def _check_files(model: PreTrainedModel) -> None:
+    """transformers casts the integers of a quantised checkpoint, or draws at random, if no config says what they are."""
+    folder = Path(str(getattr(model.config, "_name_or_path", "")))
+    config = folder / "config.json"
+    if not config.is_file() or "quantization_config" in json.loads(config.read_text()):
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            marked = next((key for key in opened.keys() if key.endswith(_MARKS)), None)  # noqa: SIM118
+        if marked is not None:
             raise ValueError(
-                f"{path}: config.json says that it is quantised by {own.quantization_config.quant_method}, and the files "
-                f"hold {name} in {parameter.dtype}: the config is not the checkpoint's. For the dense checkpoint, take "
-                "quantization_config out of config.json and pass it to from_pretrained."
+                f"{file} holds {marked}, of a quantised checkpoint, and its config.json says nothing of that: the weights "
+                "in memory are not the model's. Give the checkpoint its own config.json."
             )

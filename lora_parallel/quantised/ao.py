@@ -16,7 +16,7 @@ from lora_parallel.quantised.layer import Quantised, bytes_of
 from lora_parallel.quantised.stored import Bytes, Encoding, Packed
 from lora_parallel.stored import Node, StoredTensor
 
-__all__ = ["LinearAO", "dense_ao", "problem_ao", "stored_ao"]
+__all__ = ["LinearAO", "dense_ao", "disagrees", "problem_ao", "stored_ao"]
 
 _WEIGHT = "qdata"
 
@@ -89,6 +89,9 @@ def _key(name: str) -> str:
 
 def problem_ao(layer: Any) -> str | None:
     """Why a layer with a weight of torchao cannot be held as bytes, or None if it can."""
+    shape = layer.out_features, layer.in_features
+    if tuple(layer.weight.shape) != shape:
+        return f"its weight has shape {tuple(layer.weight.shape)}, and the layer {shape}: the config is not the checkpoint's"
     return _problem(layer.weight)
 
 
@@ -161,13 +164,16 @@ def stored_ao(
     if problem := _problem(weight):
         raise ValueError(f"{problem}, and cannot be sharded")
     form = _Form.of(weight)
-    said = _sample(layer.in_features, weight.dtype, quantise)
-    if _named(weight) != _named(said):
-        raise ValueError(
-            f"config.json says {_named(said)}, and the files hold {_named(weight)}: the config is not the checkpoint's"
-        )
+    if said := disagrees(weight, quantise):
+        raise ValueError(f"the files hold it {said}: the config is not the checkpoint's")
     parts = {_key(name): Bytes.of(tensors[name].node, layer.out_features) for name in form.inner}
     return Packed(parts, partial(LinearAO.hold, form=form), tuple(weight.shape), weight.dtype)
+
+
+def disagrees(weight: Any, quantise: Callable[[nn.Linear], None]) -> str | None:
+    """How a weight is quantised, if not as `quantise` would."""
+    said = _named(_sample(weight.shape[1], weight.dtype, quantise))
+    return None if _named(weight) == said else f"as {_named(weight)}, and the config says {said}"
 
 
 def _quantised(block: Tensor, quantise: Callable[[nn.Linear], None]) -> Any:

@@ -138,6 +138,8 @@ def problem_4bit(layer: Any) -> str | None:
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         return "its weight is not quantised yet"
+    if tuple(state.shape) != (layer.out_features, layer.in_features):
+        return _other_shape(state.shape, layer)
     if state.shape[1] % state.blocksize:
         return f"its blocks of {state.blocksize} do not end with its rows of {state.shape[1]} features"
     return None
@@ -149,7 +151,16 @@ def problem_8bit(layer: Any) -> str | None:
         return "it keeps its weight in 16 bits (has_fp16_weights=True)"
     if layer.weight.dtype != torch.int8 or (layer.weight.SCB is None and layer.state.SCB is None):
         return "its weight is not quantised yet"
+    if tuple(layer.weight.shape) != (layer.out_features, layer.in_features):
+        return _other_shape(layer.weight.shape, layer)
     return None
+
+
+def _other_shape(shape: torch.Size, layer: Any) -> str:
+    return (
+        f"its weight has shape {tuple(shape)}, and the layer {(layer.out_features, layer.in_features)}: the model's "
+        "config is not its checkpoint's"
+    )
 
 
 # ---------------------------------------------------------------------- layers that are still on disk

@@ -9,6 +9,7 @@ which casts floating-point parameters, leaves them alone. The layer stays an ins
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ class Quantised(nn.Linear):
     @abstractmethod
     def dense(self) -> Tensor:
         """The weight that it stands for: [out, in] of the rows and columns that are here."""
+
+    def dense_of(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight that other bytes of its kind stand for: `weight` and its scales, of some rows."""
+        like: Any = object.__new__(type(self))
+        like.__dict__.update(self.__dict__)
+        like.__dict__["_parameters"] = dict(parts)
+        return like.dense()
 
     def roles(self) -> dict[str, tuple[str, int | None]]:
         """Of its parameters beside weight and bias, as in `subclasses`: those of blocks are cut as the weight is."""

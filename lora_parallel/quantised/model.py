@@ -10,10 +10,12 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lora_parallel.peft_hooks import refuse_merge
 from lora_parallel.quantised.layer import Quantised
 from lora_parallel.quantised.stored import Packed
+from lora_parallel.transformers_quantisers import check_loaded
 from lora_parallel.waiting import Waiting
 
 __all__ = ["check_quantised", "hold_as_bytes"]
@@ -61,6 +63,13 @@ def check_quantised(model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     inside = {inner: layer for layer in model.modules() if isinstance(layer, LoraLayer) for inner in _own(layer)}
     known: set[Tensor] = set()
+    parts: set[nn.Module] = set()
+    for base in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        if base in parts:
+            continue
+        parts.update(base.modules())
+        own = {name: m for name, m in base.named_modules() if isinstance(m, nn.Linear) and m not in inside}
+        check_loaded(base, own)
     for module, name in names.items():
         found = _format_of(module)
         if found is None:

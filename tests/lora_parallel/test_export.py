@@ -52,6 +52,12 @@ def family(name: str, **lora: Any) -> nn.Module:
     return model.eval()
 
 
+def experts(name: str, **lora: Any) -> nn.Module:
+    return family(
+        name, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"], **lora
+    )
+
+
 KINDS: dict[str, Any] = {
     "seven": adapted,
     "tied": lambda: adapted(causal_lm("qwen3", torch.float32, tie_word_embeddings=True)),
@@ -63,6 +69,9 @@ KINDS: dict[str, Any] = {
     "bfloat16": lambda: adapted(causal_lm(dtype=torch.bfloat16)),
     "float64": lambda: adapted(causal_lm()),
     "no adapter": lambda: causal_lm(dtype=torch.float32),
+    "experts": lambda: experts("mixtral"),
+    "experts, the other way round": lambda: experts("gpt-oss"),
+    "experts and routers": lambda: family("qwen3-moe", target_modules="all-linear"),
 }
 OTHERS = ["gpt2", "bert", "mixtral", "qwen3-moe", "gpt-neox"]
 
@@ -145,9 +154,7 @@ NO_SIZES = (0, -1, None, 1.5, True, "lots", "0GB", "-5GB")
 def refused(folder: Path) -> dict[str, Any]:
     mesh, config = on_mesh("2x1")
     tied = adapted(causal_lm("qwen3", torch.float32, tie_word_embeddings=True), target_modules=["lm_head", "q_proj"])
-    experts = family("mixtral", target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     found = {
-        "an adapter of a parameter": attempt(export_merged, parallelize(experts, mesh, config), folder / "new"),
         "a folder that is there": attempt(export_merged, parallelize(adapted(), mesh, config), folder / "there"),
         "a file that is there": attempt(export_merged, parallelize(adapted(), mesh, config), folder / "file"),
         "not parallelized": attempt(export_merged, adapted(), folder / "new"),
@@ -192,7 +199,6 @@ REFUSED = {
     "a URL on one rank": ("ValueError", "is a URL"),
     "another size on one rank": ("ValueError", "max_shard_size is '5GB' on rank 0 and '5KB' on rank 1"),
     "another folder on one rank": ("ValueError", "directory is '"),
-    "an adapter of a parameter": ("ValueError", "experts (a ParamWrapper layer) cannot be merged part by part"),
     "a folder that is there": ("FileExistsError", "is not empty"),
     "a file that is there": ("FileExistsError", "is not empty"),
     "not parallelized": ("ValueError", "was not parallelized"),
