@@ -334,9 +334,7 @@ class _ShardedModel(Source):
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
         self.regions.extend(everyone)
-        return {
-            name: Leaf(self, name, weight.shape, weight.dtype) for name, weight in self.weights.items()
-        }
+        return {name: Leaf(self, name, weight.shape, weight.dtype) for name, weight in self.weights.items()}
 
     @contextmanager
     def open(self) -> Iterator[Reader]:

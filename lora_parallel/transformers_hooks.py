@@ -155,8 +155,9 @@ def _load(
         checkpoint.problem = error
         info = _fill(model, {}, load_config)
         info.missing_keys = set()
-        for each in (*model.modules(), *model.parameters()):
-            each._is_hf_initialized = True  # type: ignore[union-attr]  # nothing is: there is no drawing of bytes
+        drawn: list[Any] = [*model.modules(), *model.parameters()]
+        for each in drawn:
+            each._is_hf_initialized = True  # nothing is; but bytes cannot be drawn
     model.__dict__[_PENDING] = checkpoint, info
     return info, None
 

@@ -41,11 +41,12 @@ def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
     method = _method(own)
     if not method.startswith(_KNOWN):
         raise ValueError(
-            f"{load_config.pretrained_model_name_or_path} is quantised by {method}, whose weights cannot be sharded. What "
-            "can: linear layers of bitsandbytes (4-bit, int8) and of torchao (int8, float8, intx weight-only)."
+            f"{load_config.pretrained_model_name_or_path} is quantised by {method}, whose weights cannot be sharded. "
+            "What can: linear layers of bitsandbytes (4-bit, int8) and of torchao (int8, float8, intx weight-only)."
         )
     mapping = [_lazy(each, own) for each in load_config.weight_mapping or []]
-    return replace(load_config, hf_quantizer=_Quantiser(own), weight_mapping=mapping)
+    quantiser: Any = _Quantiser(own)
+    return replace(load_config, hf_quantizer=quantiser, weight_mapping=mapping)
 
 
 def _method(own: Any) -> str:
@@ -155,7 +156,9 @@ def _torchao(own: Any, model: Any, name: str, value: StoredTensor) -> Tensor:
     if quantise is None:
         return value
     if type(layer) is not nn.Linear or not name.endswith(".weight"):
-        raise ValueError(f"torchao would quantise it, a part of a {type(layer).__name__}: linear layers only can be sharded")
+        raise ValueError(
+            f"torchao would quantise it, a part of a {type(layer).__name__}: linear layers only can be sharded"
+        )
     from lora_parallel.quantised import ao
 
     _check_shape(value, layer)
@@ -164,7 +167,7 @@ def _torchao(own: Any, model: Any, name: str, value: StoredTensor) -> Tensor:
 
 def _config_of(own: Any, model: Any, name: str, value: Any) -> Callable[[nn.Linear], None] | None:
     """What transformers' own operation would quantise the layer by; None: it would leave it."""
-    from torchao.quantization import quantize_
+    from torchao.quantization import quantize_  # type: ignore[import-untyped]
     from transformers.integrations.torchao import TorchAoQuantize
 
     found: list[Any] = []
@@ -184,7 +187,9 @@ def _config_of(own: Any, model: Any, name: str, value: Any) -> Callable[[nn.Line
 
 
 def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, StoredTensor]) -> Tensor:
-    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+    from torchao.prototype.safetensors.safetensors_support import (  # type: ignore[import-untyped]
+        unflatten_tensor_state_dict,
+    )
 
     from lora_parallel.quantised import ao
 
@@ -198,11 +203,13 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, Stored
     weight = unflatten_tensor_state_dict(shapes, own.metadata)[0].get(name)
     if weight is None:
         raise ValueError(
-            f"the files hold {', '.join(tensors)}, and their metadata does not say of what: the checkpoint is incomplete"
+            f"the files hold {', '.join(tensors)}, and their metadata do not say of what: the checkpoint is incomplete"
         )
     quantise = _config_of(own, model, name, StoredTensor(next(iter(tensors.values())).node))
     if quantise is None:
-        raise ValueError("config.json leaves it as it is, and the files hold it quantised: the config is not the checkpoint's")
+        raise ValueError(
+            "config.json leaves it as it is, and the files hold it quantised: the config is not the checkpoint's"
+        )
     inner = {key.removeprefix("_weight_"): each for key, each in tensors.items()}
     return _packed(ao.stored_ao(layer, inner, weight, quantise))
 
@@ -231,9 +238,9 @@ def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> N
 
 def _disagree(name: str, own: Any, how: str) -> str:
     return (
-        f"config.json says that {name} is quantised by {_method(own)}, and the files hold it "
-        f"{how}: the config is not the checkpoint's. For a dense checkpoint, take quantization_config out of config.json "
-        "and pass it to from_pretrained."
+        f"config.json says that {name} is quantised by {_method(own)}, and the files hold it {how}: the config is not "
+        "the checkpoint's. For a dense checkpoint, take quantization_config out of config.json and pass it to "
+        "from_pretrained."
     )
 
 
@@ -256,7 +263,8 @@ def check_loaded(model: PreTrainedModel, quantised: Mapping[str, nn.Module]) -> 
 
         for name, layer in quantised.items():
             weight: Any = layer.weight
-            if type(layer) is not nn.Linear or weight.is_meta or not own.param_needs_quantization(model, f"{name}.weight"):
+            there = type(layer) is nn.Linear and not weight.is_meta
+            if not there or not own.param_needs_quantization(model, f"{name}.weight"):
                 continue
             quantise = _config_of(own, model, f"{name}.weight", weight)
             if quantise is not None and (said := ao.disagrees(weight, quantise)):
@@ -270,8 +278,8 @@ def check_loaded(model: PreTrainedModel, quantised: Mapping[str, nn.Module]) -> 
 
 
 def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Dense tensors by the names, and in the shapes, that the model's checkpoints have; there is no way back from how
-    quantised ones are read.
+    """Dense tensors by the names, and in the shapes, that the model's checkpoints have: transformers'
+    `revert_weight_conversion`, less what a quantiser has added, which has no way back.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
@@ -293,7 +301,7 @@ _MARKS = (".weight.absmax", ".SCB", "._weight_qdata")
 
 
 def _check_files(model: PreTrainedModel) -> None:
-    """transformers casts the integers of a quantised checkpoint, or draws at random, if no config says what they are."""
+    """If no config says what they are, the integers of a quantised checkpoint are cast, or weights drawn at random."""
     folder = Path(str(getattr(model.config, "_name_or_path", "")))
     config = folder / "config.json"
     if not config.is_file() or "quantization_config" in json.loads(config.read_text()):
@@ -303,6 +311,6 @@ def _check_files(model: PreTrainedModel) -> None:
             marked = next((key for key in opened.keys() if key.endswith(_MARKS)), None)  # noqa: SIM118
         if marked is not None:
             raise ValueError(
-                f"{file} holds {marked}, of a quantised checkpoint, and its config.json says nothing of that: the weights "
-                "in memory are not the model's. Give the checkpoint its own config.json."
+                f"{file} holds {marked}, of a quantised checkpoint, and its config.json says nothing of that: the "
+                "weights in memory are not the model's. Give the checkpoint its own config.json."
             )

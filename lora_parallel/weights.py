@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lora_parallel.deferred import forget, stored_of
 from lora_parallel.gather import local, region_of
 from lora_parallel.sources import Source
-from lora_parallel.stored import Derived, Leaf, Node, Piece, Region, describe, leaves, read_blocks, whole
+from lora_parallel.stored import Derived, Leaf, Node, Piece, Region, describe, read_blocks
 
 __all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
 

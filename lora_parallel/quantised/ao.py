@@ -91,7 +91,8 @@ def problem_ao(layer: Any) -> str | None:
     """Why a layer with a weight of torchao cannot be held as bytes, or None if it can."""
     shape = layer.out_features, layer.in_features
     if tuple(layer.weight.shape) != shape:
-        return f"its weight has shape {tuple(layer.weight.shape)}, and the layer {shape}: the config is not the checkpoint's"
+        here = tuple(layer.weight.shape)
+        return f"its weight has shape {here}, and the layer {shape}: the model's config is not its checkpoint's"
     return _problem(layer.weight)
 
 

@@ -173,7 +173,8 @@ def dense_4bit(layer: Any, dense: Node) -> Packed:
 
     def encode(block: Tensor) -> dict[str, Tensor]:
         # Quantised on its way to a device: to the one where it is, in place.
-        weight = bitsandbytes.nn.Params4bit(block.cpu(), compress_statistics=False, **keep).to(block.device)
+        dense: Any = bitsandbytes.nn.Params4bit(block.cpu(), compress_statistics=False, **keep)
+        weight = dense.to(block.device)
         absmax = bytes_of(weight.quant_state.absmax.float(), len(block))
         return {"weight": weight.data.view(len(block), -1), "weight_absmax": absmax}
 
@@ -321,7 +322,8 @@ def dense_8bit(layer: Any, dense: Node) -> Packed:
     out, features = dense.shape
 
     def encode(block: Tensor) -> dict[str, Tensor]:
-        weight = bitsandbytes.nn.Int8Params(block.cpu(), requires_grad=False).to(block.device)
+        dense: Any = bitsandbytes.nn.Int8Params(block.cpu(), requires_grad=False)
+        weight = dense.to(block.device)
         return {"weight": weight.data.view(torch.uint8), "weight_scb": bytes_of(weight.SCB.float(), len(block))}
 
     widths = {"weight": features, "weight_scb": 4}
@@ -339,8 +341,8 @@ def stored_8bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
     weight, scales = tensors.get("weight"), tensors.get("SCB")
     if weight is None or scales is None or weight.dtype != torch.int8:
         raise ValueError(
-            f"config.json says that it is quantised by bitsandbytes to int8, and the files hold {_list(tensors)} of it: "
-            "the config is not the checkpoint's"
+            "config.json says that it is quantised by bitsandbytes to int8, and the files hold "
+            f"{_list(tensors)} of it: the config is not the checkpoint's"
         )
     shape = layer.out_features, layer.in_features
     if tuple(weight.shape) != shape or scales.numel() != shape[0]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lora_parallel.peft_hooks import refuse_merge
 from lora_parallel.quantised.layer import Quantised
 from lora_parallel.quantised.stored import Packed
+from lora_parallel.stored import Node
 from lora_parallel.transformers_quantisers import check_loaded
 from lora_parallel.waiting import Waiting
 
@@ -88,11 +89,20 @@ def check_quantised(model: nn.Module) -> None:
         if isinstance(module, BaseTunerLayer):
             _check_adapter(module, name)
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, Waiting) and not isinstance(parameter.node, Packed) and _is_of_packed(parameter.node):
+            raise ValueError(
+                f"{name} is quantised, and was cast or changed in shape before it was read: leave quantised weights as "
+                "from_pretrained gives them."
+            )
         if parameter not in known and (not parameter.is_floating_point() or _is_torchao(parameter)):
             raise ValueError(
                 f"{name} is quantised ({type(parameter).__name__}, {parameter.dtype}) in a way that cannot be sharded. "
                 "What can: linear layers of bitsandbytes (4-bit, int8) and of torchao (int8, float8, intx weight-only)."
             )
+
+
+def _is_of_packed(node: Node) -> bool:
+    return isinstance(node, Packed) or any(_is_of_packed(each) for each in node.inputs)
 
 
 def _is_torchao(parameter: object) -> bool:

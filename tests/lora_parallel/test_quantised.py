@@ -301,7 +301,8 @@ def on_ranks_refused(path: str) -> list[Any]:
     model = parallelize(adapted(path, "nf4"), mesh, config)
     with meta_init():
         made = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 8))
-        late = base(path, "nf4").half()
+        late = base(path, "torchao int8")
+        late.model.layers[0].mlp.up_proj.half()
         dora = base(path, "nf4")
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     return [
@@ -317,4 +318,6 @@ def test_what_would_be_lost_is_refused_on_every_rank(pool, checkpoint):
         assert "an adapter of a quantised layer cannot be merged on a mesh" in merge.message
         assert made.kind == "ValueError", made.trace
         assert "0.weight is on the meta device, and nothing fills it" in made.message
-        print(half, dora)
+        assert "mlp.up_proj.weight is quantised, and was cast or changed" in half.message
+        assert dora.kind == "ValueError", dora.trace
+        assert "LoraConfig(use_dora=True) computes the adapter from the base weights" in dora.message

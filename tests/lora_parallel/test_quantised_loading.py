@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchao.utils import TorchAOBaseTensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 from lora_parallel import export_merged, meta_init, parallelize, read_plan
@@ -77,7 +78,8 @@ def differences(model: nn.Module, want: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("family", "kind"), [*(("llama", k) for k in KINDS), *(("saved", k) for k in KINDS), ("gpt2", "nf4"), ("gpt2", "int8")]
+    ("family", "kind"),
+    [*(("llama", k) for k in KINDS), *(("saved", k) for k in KINDS), ("gpt2", "nf4"), ("gpt2", "int8")],
 )
 def test_what_is_read_is_what_a_load_in_memory_gives(folders, monkeypatch, family, kind, dtype):
     """Bit for bit, a few rows at a time; and adapters are drawn alike."""
@@ -171,7 +173,11 @@ def peaks(mesh_text: str, path: str, saved: dict[str, str], whole: bool) -> dict
         **{f"saved {kind}": (saved[kind], None) for kind in saved},
     }.items():
         model = parallelize(
-            deferred(source, kind), mesh, config, lora_config=LoraConfig(r=2, target_modules=["q_proj"]), materialize=False
+            deferred(source, kind),
+            mesh,
+            config,
+            lora_config=LoraConfig(r=2, target_modules=["q_proj"]),
+            materialize=False,
         )
         held = {n: p for n, p in model.named_parameters() if p.is_meta}
         read = {(r.file, r.key, r.region): r.bytes for r in read_plan(model) if "lora_" not in r.parameter}
@@ -206,7 +212,7 @@ def test_no_rank_holds_more_than_a_slice_while_reading(pool, wide, mesh):
             assert peak < 0.25, name
             # The statistics of double quantisation are of the whole, those of a row of the whole row, and a file of
             # four bits in one column is read by rows.
-            if "saved" not in name and (mesh == "4x1" or "int8" not in name and "float8" not in name):
+            if "saved" not in name and (mesh == "4x1" or ("int8" not in name and "float8" not in name)):
                 share = 1.25 if "double" in name else 0.25
                 assert read == pytest.approx(share * weight_bytes(path), rel=0.02), name
             if mesh == "4x1" and "saved" in name and "double" not in name:
@@ -267,9 +273,7 @@ def test_a_checkpoint_whose_config_says_otherwise_is_refused(folders, tmp_path, 
 
     for other in ("fp4", "int8", "torchao int8 by group", "torchao float8"):
         if other != kind:
-            mixed = without(
-                folders[kind], tmp_path / other, quantization_config=settings_of(folders[other])
-            )
+            mixed = without(folders[kind], tmp_path / other, quantization_config=settings_of(folders[other]))
             said = problem_of(lambda path=mixed: deferred(path))
             assert mixed in said
             assert "the config is not the checkpoint's" in said
@@ -308,7 +312,7 @@ def merged_alone(path: str, kind: str | None) -> Any:
         base = base.dequantize()
     else:
         for layer in base.modules():
-            if isinstance(layer, nn.Linear) and hasattr(layer.weight, "dequantize") and type(layer.weight) is not nn.Parameter:
+            if isinstance(layer, nn.Linear) and isinstance(layer.weight, TorchAOBaseTensor):
                 layer.weight = nn.Parameter(layer.weight.dequantize().to(torch.bfloat16), requires_grad=False)
         base.config.__dict__.pop("quantization_config")
         del base.hf_quantizer
@@ -327,7 +331,8 @@ def exported(mesh_text: str, sources: dict[str, tuple[str, str | None]], root: s
     mesh, config = on_mesh(mesh_text)
     found = {}
     for index, (name, (path, kind)) in enumerate(sources.items()):
-        model = parallelize(adapted_again((deferred if index % 2 else loaded)(path, kind, torch.bfloat16)), mesh, config)
+        made = (deferred if index % 2 else loaded)(path, kind, torch.bfloat16)
+        model = parallelize(adapted_again(made), mesh, config)
         found[name] = attempt(export_merged, model, Path(root) / name)
     return found
 
