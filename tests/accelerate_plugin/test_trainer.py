@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from tests.accelerate_plugin.harness import Rows, environment, launched
 from tests.oracle import causal_lm, full, lora_config, ranks_of, relative_error, trained
+from tests.quantised_rows import quantised
 from tests.workers import Failure, attempt
 
 ROWS = 8
@@ -119,6 +120,18 @@ def one_process(base, tmp_path_factory) -> dict[str, Any]:
 def test_trainer_trains_as_in_one_process(pool, base, tmp_path, one_process, mesh):
     for got in pool.run(ranks_of(mesh), trains, base, tmp_path, mesh):
         compare(got, one_process)
+
+
+def test_a_quantised_base_trains_as_in_one_process_and_goes_on_on_another_mesh(pool, tmp_path):
+    """A checkpoint that torchao quantised; each rank reads its slices. bitsandbytes rounds anew in evaluation."""
+    folder = tmp_path / "quantised"
+    model: Any = quantised("torchao int8")
+    model.save_pretrained(folder)
+    want = trains(folder, tmp_path / "one", "")
+    for got in pool.run(4, trains, folder, tmp_path / "2x2", "2x2"):
+        compare(got, want)
+    for got in pool.run(2, trains, folder, tmp_path / "1x2", "1x2", str(tmp_path / "2x2" / "checkpoint-2")):
+        compare(got, want)
 
 
 def test_checkpoints_hold_an_adapter_and_go_on_on_other_meshes(pool, base, tmp_path, one_process):

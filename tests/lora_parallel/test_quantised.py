@@ -257,6 +257,23 @@ def test_a_cut_through_a_block_is_refused_with_what_works(tmp_path):
     assert resolve_plan(model, None, 2)
 
 
+def unguarded(path: str) -> Any:
+    """A step on tp=4 of a layer whose six blocks four ranks cannot share, with the refusal taken out."""
+    mesh, config = on_mesh("1x4")
+    own = Quantised.cut_problem
+    Quantised.cut_problem = lambda self, style, tp: None  # type: ignore[method-assign]
+    try:
+        return [attempt(lambda: gradients(parallelize(adapted(path, "nf4"), mesh, config), batch()))]
+    finally:
+        Quantised.cut_problem = own  # type: ignore[method-assign]
+
+
+def test_a_block_cut_in_two_computes_nothing(pool, tmp_path):
+    dense(str(tmp_path), intermediate_size=384)
+    for (answer,) in pool.run(4, unguarded, str(tmp_path)):
+        assert isinstance(answer, Failure)
+
+
 def test_float64_is_refused_where_there_is_no_kernel(checkpoint):
     model = LlamaForCausalLM.from_pretrained(checkpoint, quantization_config=bnb4(), dtype=torch.float32)
     hold_as_bytes(model)

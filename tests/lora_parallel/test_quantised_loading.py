@@ -129,7 +129,7 @@ def shards(got: nn.Module, want: nn.Module) -> list[str]:
     return [name for name, p in got.named_parameters() if not torch.equal(local(p), local(wanted[name]))]
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "1x4", "4x1"])
+@pytest.mark.parametrize("mesh", ["2x2", "1x4"])
 def test_each_rank_has_its_shard_of_what_a_load_in_memory_gives(pool, folders, mesh):
     for found in pool.run(ranks_of(mesh), on_ranks, mesh, folders):
         assert found.pop("gradients") == 0.0
