@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters import check_unmerged
 from lora_parallel.agreement import agreed, check_alike
@@ -147,8 +148,13 @@ class _Weight:
     """Of a quantised weight: what it is written in."""
 
     @property
+    def transposed(self) -> bool:
+        """Whether it is [in, out] in the merged model, as `Conv1D` has it, which bitsandbytes turns round."""
+        return issubclass(getattr(self.quantised, "source_cls", nn.Linear), Conv1D)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """In the merged model."""
+        """Of the tensor that is merged."""
         layer = self.quantised
         return tuple(self.tensor.shape) if layer is None else (layer.out_features, layer.in_features)
 
@@ -286,6 +292,8 @@ def _as_saved(base: nn.Module, merged: Mapping[str, Leaf], weights: Mapping[str,
         if weight.selected is not None:
             selection, dim = weight.selected
             stored[name] = selection.restored(stored[name], dim)  # type: ignore[assignment]
+        if weight.transposed:
+            stored[name] = stored[name].T  # type: ignore[assignment]
     return dict(reverted(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
 
 

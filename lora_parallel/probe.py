@@ -351,6 +351,10 @@ def stand_in_for(model: nn.Module) -> nn.Module:
     config = getattr(twin, "config", None)
     if isinstance(twin, PreTrainedModel) and getattr(config, "_attn_implementation", None) not in ("eager", "sdpa"):
         twin.set_attn_implementation("eager")  # the others' kernels need an accelerator
+    for module in twin.modules():  # grouped products of these parameters are refused: they have strides of zero
+        inner = getattr(module, "config", None)
+        if getattr(inner, "_experts_implementation", None) is not None:
+            inner._experts_implementation = "eager"  # type: ignore[union-attr]
     return twin.eval()
 
 

@@ -33,7 +33,7 @@ from lora_parallel.deferred import Checkpoint, check_fit, read_whole, remember
 from lora_parallel.quantised.stored import Packed
 from lora_parallel.sources import INDEX, PickleFile, SafetensorsFile, check_index, list_sources, read_index, refusal
 from lora_parallel.stored import Leaf, StoredTensor
-from lora_parallel.transformers_quantisers import check_complete, lazily
+from lora_parallel.transformers_quantisers import check_complete, check_marks, lazily
 
 __all__ = ["claim", "deferred_loading"]
 
@@ -151,8 +151,10 @@ def _load(
     checkpoint = Checkpoint(str(load_config.pretrained_model_name_or_path), dtype=load_config.dtype)
     try:
         info = _fill(model, _list(checkpoint_files, load_config), load_config)
-    except (OSError, ValueError) as error:
-        checkpoint.problem = error
+    except Exception as error:  # whatever transformers makes of tensors that are not the model's: raised on every rank
+        path = load_config.pretrained_model_name_or_path
+        known = isinstance(error, (OSError, ValueError))
+        checkpoint.problem = error if known else ValueError(f"{path} does not fit the model ({error!r}).")
         info = _fill(model, {}, load_config)
         info.missing_keys = set()
         drawn: list[Any] = [*model.modules(), *model.parameters()]
@@ -177,6 +179,9 @@ def _list(files: list[str], load_config: LoadStateDictConfig) -> dict[str, Leaf]
 def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadStateDictConfig) -> Any:
     """Let transformers map stored tensors to parameters; what it makes of shapes and dtypes is checked."""
     wanted = model.state_dict()
+    if load_config.hf_quantizer is not None:
+        path = str(load_config.pretrained_model_name_or_path)
+        check_marks(model, load_config.hf_quantizer, found, path)
     stored = {key: StoredTensor(leaf) for key, leaf in found.items()}
     showed = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -209,7 +214,6 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
             if isinstance(tensor, StoredTensor) and not isinstance(tensor.node, Packed):
                 check_fit(name, wanted[name], tensor.node)
         if load_config.hf_quantizer is not None:
-            path = str(load_config.pretrained_model_name_or_path)
             check_complete(model, load_config.hf_quantizer, info.missing_keys, path)
     return info
 

@@ -12,9 +12,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,7 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from lora_parallel.quantised.stored import Packed
 from lora_parallel.stored import StoredTensor
 
-__all__ = ["check_complete", "check_loaded", "lazily"]
+__all__ = ["check_complete", "check_loaded", "check_marks", "lazily", "reverted"]
 
 _KNOWN = ("bitsandbytes", "torchao")
 
@@ -206,10 +207,8 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, Stored
             f"the files hold {', '.join(tensors)}, and their metadata do not say of what: the checkpoint is incomplete"
         )
     quantise = _config_of(own, model, name, StoredTensor(next(iter(tensors.values())).node))
-    if quantise is None:
-        raise ValueError(
-            "config.json leaves it as it is, and the files hold it quantised: the config is not the checkpoint's"
-        )
+    if quantise is None or not own.param_needs_quantization(model, name):
+        raise ValueError(_left("it", "it quantised"))
     inner = {key.removeprefix("_weight_"): each for key, each in tensors.items()}
     return _packed(ao.stored_ao(layer, inner, weight, quantise))
 
@@ -231,16 +230,49 @@ def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> N
         for name, tensor in model.named_parameters()
         if isinstance(tensor, StoredTensor) and not isinstance(tensor.node, Packed)
     }
+    tied = getattr(model, "all_tied_weights_keys", {})
     for name, how in {**dict.fromkeys(sorted(missing), "not at all"), **dense}.items():
-        if own.param_needs_quantization(model, name):
-            raise ValueError(f"{path}: {_disagree(name, own, how)}")
+        if not own.param_needs_quantization(model, name):
+            continue
+        if _method(own) == "torchao":
+            # It leaves what is tied, and what its config names with None.
+            if name in tied or _config_of(own, model, name, model.get_parameter(name)) is None:
+                continue
+        elif name in tied:
+            raise ValueError(
+                f"{path}: {name} is tied to {tied[name]}, which is not quantised: name it in llm_int8_skip_modules."
+            )
+        raise ValueError(f"{path}: {_disagree(name, own, how)}")
+
+
+def check_marks(model: PreTrainedModel, own: Any, keys: Iterable[str], path: str) -> None:
+    """Check that no layer that the model's config leaves as it is was quantised before it was saved.
+
+    Raises:
+        ValueError: One was.
+    """
+    modules = dict(model.named_modules())
+    prefix = f"{model.base_model_prefix}."
+    for key in keys:
+        mark = next((mark for mark in _MARKS if key.endswith(mark)), None)
+        name = "" if mark is None else key.removesuffix(mark)
+        name = next((each for each in (name, name.removeprefix(prefix), f"{prefix}{name}") if each in modules), "")
+        if name and type(modules[name]) is nn.Linear and not own.param_needs_quantization(model, f"{name}.weight"):
+            raise ValueError(f"{path}: {_left(name, f'{key}, of a quantised layer')}")
+
+
+def _left(name: str, what: str) -> str:
+    return (
+        f"config.json leaves {name} as it is, and the files hold {what}: the config is not the checkpoint's. Give the "
+        "checkpoint the config.json that it was saved with."
+    )
 
 
 def _disagree(name: str, own: Any, how: str) -> str:
     return (
         f"config.json says that {name} is quantised by {_method(own)}, and the files hold it {how}: the config is not "
         "the checkpoint's. For a dense checkpoint, take quantization_config out of config.json and pass it to "
-        "from_pretrained."
+        "from_pretrained; name a layer that is to stay as it is in llm_int8_skip_modules or modules_to_not_convert."
     )
 
 
@@ -259,16 +291,24 @@ def check_loaded(model: PreTrainedModel, quantised: Mapping[str, nn.Module]) -> 
         _check_files(model)
         return
     if _method(own) == "torchao":
+        from torchao.utils import TorchAOBaseTensor  # type: ignore[import-untyped]
+
         from lora_parallel.quantised import ao
 
-        for name, layer in quantised.items():
-            weight: Any = layer.weight
-            there = type(layer) is nn.Linear and not weight.is_meta
-            if not there or not own.param_needs_quantization(model, f"{name}.weight"):
+        plain: Any = _Plain(model)
+        embedding = model.get_input_embeddings()
+        for given, layer in quantised.items():
+            name, weight = f"{given.replace('.base_layer', '')}.weight", cast(Any, layer.weight)
+            there = type(layer) is nn.Linear and not weight.is_meta and weight is not embedding.weight
+            if not there:
                 continue
-            quantise = _config_of(own, model, f"{name}.weight", weight)
+            if not own.param_needs_quantization(plain, name):
+                if isinstance(weight, TorchAOBaseTensor):
+                    raise ValueError(_left(name, f"it quantised ({type(weight).__name__})"))
+                continue
+            quantise = _config_of(own, plain, name, weight)
             if quantise is not None and (said := ao.disagrees(weight, quantise)):
-                raise ValueError(_disagree(f"{name}.weight", own, said))
+                raise ValueError(_disagree(name, own, said))
         return
     for name, layer in quantised.items():
         kind = getattr(layer.weight, "quant_type", None)
@@ -294,6 +334,20 @@ def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Ten
 
 def _of_quantiser(converter: Any) -> bool:
     return isinstance(converter, WeightConverter) and any(hasattr(op, "hf_quantizer") for op in converter.operations)
+
+
+class _Plain:
+    """A model with adapters as transformers knew it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_submodule(self, name: str) -> nn.Module:
+        module = self._model.get_submodule(name)
+        return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 _MARKS = (".weight.absmax", ".SCB", "._weight_qdata")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
 from lora_parallel.quantised.layer import Quantised, bytes_of
@@ -67,6 +68,12 @@ class LinearAO(Quantised):
         whole = layer.block >= layer.in_features
         layer.scales = {name: whole for name in parts if name != "weight"}
         layer.__class__ = cls
+
+    def cut_problem(self, style: Any, tp: int) -> str | None:
+        """See `Quantised`."""
+        if style.weight == Shard(1) and self._form.attributes.get("act_quant_kwargs") is not None:
+            return "it quantises the rows of its input, of which a tp rank would have a slice"
+        return super().cut_problem(style, tp)
 
     def _quantised(self) -> Any:
         return self._form.filled({name: getattr(self, _key(name)).detach() for name in self._form.inner})

@@ -140,8 +140,24 @@ def problem_4bit(layer: Any) -> str | None:
         return "its weight is not quantised yet"
     if tuple(state.shape) != (layer.out_features, layer.in_features):
         return _other_shape(state.shape, layer)
-    if state.shape[1] % state.blocksize:
+    return _problem_of_scales(state)
+
+
+def _problem_of_scales(state: QuantState) -> str | None:
+    """Bitsandbytes takes what a file lacks of double quantisation for none."""
+    blocks, rest = divmod(state.shape.numel(), state.blocksize)
+    if rest or state.shape[1] % state.blocksize:
         return f"its blocks of {state.blocksize} do not end with its rows of {state.shape[1]} features"
+    if state.absmax.numel() != blocks or state.absmax.dtype != (torch.uint8 if state.nested else torch.float32):
+        return (
+            f"its {blocks} blocks have {state.absmax.numel()} scales in {state.absmax.dtype}"
+            f"{'' if state.nested else ', and no scales of these'}: the checkpoint is incomplete"
+        )
+    if state.nested and state.state2.absmax.numel() != -(-blocks // state.state2.blocksize):
+        return (
+            f"its {blocks} scales have {state.state2.absmax.numel()} of their own, for {state.state2.blocksize} each: "
+            "the checkpoint is incomplete"
+        )
     return None
 
 
@@ -153,6 +169,9 @@ def problem_8bit(layer: Any) -> str | None:
         return "its weight is not quantised yet"
     if tuple(layer.weight.shape) != (layer.out_features, layer.in_features):
         return _other_shape(layer.weight.shape, layer)
+    scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    if scales.numel() != layer.out_features:
+        return f"its {layer.out_features} rows have {scales.numel()} scales: the checkpoint is incomplete"
     return None
 
 
@@ -261,8 +280,8 @@ def stored_4bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
             f"the files hold a weight of shape {tuple(state.shape)} in {packed.numel()} bytes, and the layer has "
             f"{(out, features)}: the config is not the checkpoint's"
         )
-    if features % state.blocksize:
-        raise ValueError(f"its blocks of {state.blocksize} do not end with its rows of {features} features")
+    if problem := _problem_of_scales(state):
+        raise ValueError(problem)
     absmax: Node = Bytes.of(state.absmax.node, out)
     if state.nested:
         absmax = _Nested(state.absmax.node, state.state2, state.offset, (out, features // state.blocksize * 4))
