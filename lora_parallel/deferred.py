@@ -6,6 +6,7 @@ sharding replaces by others again, and the modules that hold them remember.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ __all__ = [
     "settle",
     "sources_of",
     "stored_of",
+    "without_values",
 ]
 
 _STORED, _FRESH, _CHECKPOINT = "_lora_parallel_stored", "_lora_parallel_fresh", "_lora_parallel_checkpoint"
@@ -79,6 +81,12 @@ def defer(parameter: Tensor) -> Tensor:
 def is_deferred(parameter: Tensor) -> bool:
     """Whether the parameter is on meta because `meta_init` put it there."""
     return isinstance(parameter, Waiting) or (parameter.is_meta and getattr(parameter, _DEFERRED, False))
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy on meta."""
+    held = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): defer(tensor) for tensor in held})
 
 
 def has_deferred(model: nn.Module) -> bool:

@@ -96,23 +96,37 @@ class TopologyInvariantDropout(nn.Module):
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
-    def dropped(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """Which elements of an input of this shape are dropped now: bool, same shape."""
-        features, rows, tokens = shape[-1], shape[:-1][:1].numel(), shape[1:-1].numel()
-        row_key, token_key, feature_key = _keys(self.seed, self.name, self.count.current)
+    def dropped(self, shape: torch.Size, device: torch.device, count: int | None = None) -> Tensor:
+        """Which elements of an input of this shape are dropped now, or in the forward of a number: bool, same shape."""
+        rows, tokens = shape[:-1][:1].numel(), shape[1:-1].numel()
 
         def index(start: int, size: int) -> Tensor:
             return torch.arange(start, start + size, dtype=torch.int32, device=device)
 
-        position = _hash(
-            _hash(index(self.dp_rank * rows, rows), row_key)[:, None] ^ _hash(index(0, tokens), token_key), token_key
-        )
-        feature = _hash(index(self.feature_offset, features), feature_key)
+        row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
+        return self.dropped_at(row, index(0, tokens).expand(rows, tokens), shape[-1], self.count.current if count is None else count).view(shape)
+
+    def dropped_at(self, row: Tensor, token: Tensor, features: int, count: int) -> Tensor:
+        """Which elements are dropped of tokens in these global rows, in the training forward of this number.
+
+        Args:
+            row: int32 [...].
+            token: Which of its row's tokens each is, int32 [...].
+            features: How many follow on `feature_offset`.
+            count: The number of the forward.
+
+        Returns:
+            bool [number of tokens, features].
+        """
+        row_key, token_key, feature_key = _keys(self.seed, self.name, count)
+        position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
+        index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)
+        feature = _hash(index, feature_key)
         # The only work a whole element: products of odd numbers, mixed once, compared with the probability.
         bits = (position | 1).view(-1, 1) * (feature | 1)
         bits.bitwise_xor_(_shift(bits, 15)).mul_(_int32(_MIX))
         threshold = round(self.p * 2**32) - 2**31
-        return (bits < threshold).view(shape)
+        return bits < threshold
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` with a fraction `p` of its elements zeroed and the rest scaled by 1 / (1 - p), while training."""

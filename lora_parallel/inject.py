@@ -25,7 +25,7 @@ from lora_parallel.peft_hooks import check_needs_no_base, observe_layers
 from lora_parallel.upstream import local_region
 from lora_parallel.weights import allocate_adapters
 
-__all__ = ["LateAdapter", "adapt_dropout", "check_adapters", "has_adapters", "inject_adapter"]
+__all__ = ["LateAdapter", "adapt_dropout", "check_adapters", "has_adapters", "inject_adapter", "seeded"]
 
 _REMEDY = (
     "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "
@@ -113,7 +113,7 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocas
     """Inject the adapter "default" in place, with the values and dtypes of `torch.manual_seed(seed)` followed by
     `peft.get_peft_model(model, lora_config)` in one process. The surrounding random state is kept.
     """
-    with _seeded(seed):
+    with seeded(seed):
         # It adapts `model` in place; what it returns is only a wrapper around it, which the caller did not ask for.
         get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
     _check_attention(model)
@@ -135,7 +135,7 @@ class LateAdapter:
         self._twin = copy.deepcopy(model)
         self._config = lora_config
         self._layers: list[nn.Module] = []
-        with _seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
+        with seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
             get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
 
     def draw(self, seed: int, device: str) -> None:
@@ -153,13 +153,13 @@ class LateAdapter:
                     with torch.no_grad():
                         local(mine).copy_(values[region])
 
-        with _seeded(seed), observe_layers(keep):
+        with seeded(seed), observe_layers(keep):
             get_peft_model(self._twin, copy.deepcopy(self._config))
         del self._twin
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

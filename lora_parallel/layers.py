@@ -53,16 +53,22 @@ from lora_parallel.subclasses import features_dim, is_linear, own_roles
 from lora_parallel.upstream import local_region
 
 __all__ = [
+    "AllUsed",
     "TPContext",
     "Tokens",
+    "Unit",
     "UnitTensor",
     "apply_style",
     "base_of",
     "features_dim",
     "is_linear",
     "shared_parameters",
+    "unit_of",
     "unit_tensors",
 ]
+
+
+_UNIT = "_lora_parallel_unit"
 
 
 def base_of(module: Any) -> nn.Module:
@@ -247,7 +253,7 @@ class TPContext:
         self._last = None
 
 
-class _Unit:
+class Unit:
     """The forward of one styled layer. Bound to the layer as its `forward`."""
 
     def __init__(
@@ -258,9 +264,13 @@ class _Unit:
         context: TPContext,
         tensors: list[UnitTensor],
         rows: _Rows,
+        selection: Selection | None,
         sharing: Sharing | None,
     ):
         base = base_of(module)
+        self.compute: Callable[..., Any] = module.forward
+        """The layer's own forward, on what this rank has."""
+        self.selection = selection
         self.sharing = sharing
         self.rows = rows
         self.name = name
@@ -272,7 +282,7 @@ class _Unit:
         self.out_features: int | None = weight.shape[features_dim(base)] if is_linear(base) else None
         self.vocabulary = base.num_embeddings if isinstance(base, nn.Embedding) else 0
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         style, context = self.style, self.context
         outside = None
         if self.sharing is not None:
@@ -294,10 +304,10 @@ class _Unit:
                 kwargs[first] = x
         bias = self._shadow(module)
         try:
-            y = forward(*args, **kwargs)
+            y = self.compute(*args, **kwargs)
             if self.sharing is not None:
                 used = [*tree_leaves((args, kwargs)), *(t.owner.__dict__[t.key] for t in self.tensors)]
-                y = _AllUsed.apply(y, *(x for x in used if isinstance(x, Tensor) and x.requires_grad))
+                y = AllUsed.apply(y, *(x for x in used if isinstance(x, Tensor) and x.requires_grad))
         finally:
             self._unshadow(module)
         if outside is not None:
@@ -310,6 +320,33 @@ class _Unit:
             assert self.out_features is not None
             return gather_last_dim(y, self.out_features, context.group, self.name)
         return y
+
+    def place_adapter(self, module: nn.Module, adapter: str) -> dict[str, tuple[nn.Parameter, Tensor | None, bool]]:
+        """Place the factors of an adapter that comes after the layer was cut, as they would have been with it.
+
+        Args:
+            module: A PEFT layer, with the adapter in full on every rank, on the layer of this unit.
+            adapter: Its name.
+
+        Returns:
+            "lora_A" and "lora_B": the parameter; the rows of it that this rank computes with, if it is stored whole and
+            these are not all; and whether the gradient of one rank is a partial sum over tp.
+        """
+        base, found = base_of(module), {}
+        for role in ("lora_A", "lora_B"):
+            tensor = UnitTensor(getattr(module, role)[adapter], "weight", role)
+            cut, placement = _cut(base, tensor, self.selection, {}), _placement(base, tensor, self.style)
+            rows = None if cut is None else cut[1].rows(self.context.rank)
+            if rows is not None:
+                placement = Replicate()
+            _set_parameter(tensor, self.context.place(_parameter(tensor), placement))
+            found[role] = _parameter(tensor), rows, role in self.style.partial or rows is not None
+        return found
+
+    def feature_offset(self, features: int) -> int:
+        """The first of a layer's input features that this rank has."""
+        split = isinstance(self.style.lora_A, Shard) and self.style.enter != "mask"
+        return chunk_bounds(features, self.context.mesh.size(), self.context.rank)[0] if split else 0
 
     def _routed(self, sharing: Sharing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of experts, the gradients of which are sums over what each rank computes."""
@@ -392,7 +429,7 @@ class _Unit:
         return (ids - start).masked_fill(outside, 0), outside
 
 
-class _AllUsed(torch.autograd.Function):
+class AllUsed(torch.autograd.Function):
     """Gives what no token was computed with a gradient of zeros: other ranks wait for it in their reductions."""
 
     @staticmethod
@@ -481,9 +518,9 @@ def apply_style(
             partial.append((tensor.owner, tensor.key))
     if isinstance(base, Conv1D) and style.lora_B == Shard(0):
         base.nf = context.slice_of(base.nf) if selection is None else selection.width
+    unit = Unit(name, module, style, context, tensors, rows, selection, sharing)
     if isinstance(module, LoraLayer) and sharing is None:
-        split = isinstance(style.lora_A, Shard) and style.enter != "mask"
-        offset = chunk_bounds(module.in_features or 0, context.mesh.size(), context.rank)[0] if split else 0
+        offset = unit.feature_offset(module.in_features or 0)
         for dropout in module.lora_dropout.values():
             if isinstance(dropout, TopologyInvariantDropout):
                 dropout.feature_offset = offset
@@ -495,14 +532,18 @@ def apply_style(
     if isinstance(module, ParamWrapper):
         for layer in _wrappers(module):
             refuse_merge(layer, "an adapter of experts")
-    unit = _Unit(name, module, style, context, tensors, rows, sharing)
-    own_forward = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return unit.run(self, own_forward, *args, **kwargs)
+        return unit.run(self, *args, **kwargs)
 
+    module.__dict__[_UNIT] = unit
     module.forward = MethodType(forward, module)
     return partial
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a layer is, if it has a style."""
+    return module.__dict__.get(_UNIT)
 
 
 def _wrappers(module: nn.Module) -> list[ParamWrapper]:

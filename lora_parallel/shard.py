@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_parallel.agreement import agreed, check_alike, gather_numbers
 from lora_parallel.config import ParallelConfig
-from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred, settle
+from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred, settle, without_values
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.identity import base_fingerprints
-from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, inject_adapter
+from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, has_adapters, inject_adapter
 from lora_parallel.layers import TPContext, apply_style, shared_parameters
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.overlay import laid_over
@@ -96,6 +96,7 @@ def parallelize(
         elif lora_config is not None:
             inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
         check_quantised(model)
+        bare = None if config.require_adapters or has_adapters(model) else without_values(model)
         hold_as_bytes(model)
         check_fresh(model)
         if _wants_fsdp(mesh, config):
@@ -136,7 +137,7 @@ def parallelize(
 
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
-    state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize)
+    state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
     verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:

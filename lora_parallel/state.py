@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed import DeviceMesh
@@ -33,6 +33,9 @@ class ParallelState:
 
     materialized: bool = True
     """False: base weights were left on meta."""
+
+    bare: nn.Module | None = field(default=None, repr=False)
+    """The model on meta as it was before it was sharded, for adapters that come later; None where it has some."""
 
     trained: frozenset[str] = frozenset()
     """The parameters that trained when the model was parallelized, by name."""

@@ -54,13 +54,13 @@ def skip_a_reduction(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_a_partial_gradient_for_whole(patch: pytest.MonkeyPatch) -> None:
-    own = layers._Unit._held
+    own = layers.Unit._held
 
     def held(self: Any, tensor: Any) -> Any:
         self.style = replace(self.style, partial=self.style.partial - {"weight"})
         return own(self, tensor)
 
-    patch.setattr(layers._Unit, "_held", held)
+    patch.setattr(layers.Unit, "_held", held)
     by_name = "replicated_with_grad_allreduce"
     patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial=frozenset()))
 

@@ -1,0 +1,62 @@
+"""Gradients of tenants: every one that waits for its sum, in one message over tp and one over each data-parallel axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from lora_parallel.collectives import all_reduce
+from lora_parallel.gather import local
+from lora_parallel.tenants.layer import Factor
+
+__all__ = ["finish"]
+
+
+@torch.no_grad()
+def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
+    """Take what has come together in `.grad` since the last time, and sum it over all ranks. Collective.
+
+    Args:
+        factors: The same on every rank, in the same order.
+        mesh: Of the model.
+
+    Returns:
+        The sum of each, as its parameter is placed; None where no rank has a gradient.
+    """
+    gradients = [factor.parameter.grad for factor in factors]
+    for factor in factors:
+        factor.parameter.grad = None
+    sums: list[Tensor | None] = [None] * len(factors)
+    dtypes = list(dict.fromkeys(factor.parameter.dtype for factor in factors))
+    for dtype in dtypes:
+        of_dtype = [index for index, factor in enumerate(factors) if factor.parameter.dtype == dtype]
+        # Partial sums over tp first, so that the front of the message is what goes over tp.
+        order = sorted(of_dtype, key=lambda index: not factors[index].partial)
+        held = [_shard(factors[index], gradients[index]) for index in order]
+        there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=held[0].device)
+        flat = torch.cat([there, *(each.reshape(-1) for each in held)])
+        partial = sum(each.numel() for index, each in zip(order, held, strict=True) if factors[index].partial)
+        if mesh["tp"].size() > 1 and partial:
+            front = slice(len(there), len(there) + partial)
+            flat[front] = all_reduce(flat[front], mesh.get_group("tp"), "gradients", "tenants")
+        for axis in ("dp_shard", "dp_replicate"):
+            if mesh[axis].size() > 1:
+                flat = all_reduce(flat, mesh.get_group(axis), "gradients", "tenants")
+        found, values = flat[: len(there)].tolist(), flat[len(there) :].split([each.numel() for each in held])
+        for index, present, value, each in zip(order, found, values, held, strict=True):
+            if present:
+                sums[index] = _like(factors[index], value.view_as(each).clone())
+    return sums
+
+
+def _shard(factor: Factor, gradient: Tensor | None) -> Tensor:
+    return torch.zeros_like(local(factor.parameter)) if gradient is None else local(gradient)
+
+
+def _like(factor: Factor, values: Tensor) -> Tensor:
+    like = torch.zeros_like(factor.parameter)
+    local(like).copy_(values)
+    return like
