@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -111,8 +112,12 @@ class GatheredAdapter:
         """Where in `directory` PEFT keeps this adapter."""
         return directory if self.name == "default" else directory / self.name
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory: Path, beside: Callable[[Path], None] | None = None) -> None:
         """Write it. On rank 0.
+
+        Args:
+            directory: See `folder`.
+            beside: Writes other files into the same folder, before it is put in place.
 
         Raises:
             RuntimeError: The written file does not hold every tensor as gathered.
@@ -130,6 +135,8 @@ class GatheredAdapter:
             save_file(self.tensors, scratch.path / WEIGHTS, metadata={"format": "pt"})
             self._write_config(scratch.path)
             _compare(scratch.path / WEIGHTS, self.tensors)
+            if beside is not None:
+                beside(scratch.path)
             if isinstance(self.holder, PeftModel):
                 self._write_card(directory / CARD, scratch.path)
                 if target != directory:

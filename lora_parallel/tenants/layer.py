@@ -100,6 +100,12 @@ class TenantLayer:
         if self._unit is not None and isinstance(dropout, TopologyInvariantDropout):
             dropout.feature_offset = self._unit.feature_offset(self.layer.in_features)
 
+    def reseed(self, tenant: str, seed: int) -> None:
+        """Draw a tenant's dropout from this seed from now on."""
+        dropout = self.layer.lora_dropout[tenant]
+        if isinstance(dropout, TopologyInvariantDropout):
+            dropout.seed = seed
+
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         y = self._own(*args, **kwargs)
         route = self._route()

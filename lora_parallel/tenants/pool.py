@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lora_parallel.agreement import agreed, gather_numbers
+from lora_parallel.atomic import local_path
 from lora_parallel.dropout import TopologyInvariantDropout
+from lora_parallel.gather import local
+from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import seeded
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.names import clean_names
@@ -24,6 +31,7 @@ from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tenants.layer import Factor, TenantLayer
 from lora_parallel.tenants.reduction import finish
 from lora_parallel.tenants.route import Route
+from lora_parallel.tenants.state import load_tenant, save_tenant
 from lora_parallel.upstream import in_backward
 
 __all__ = ["TenantPool"]
@@ -35,6 +43,10 @@ Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class _Tenant:
     name: str
     config: LoraConfig
+    seed: int
+    """What its dropout is drawn from."""
+
+    steps: int = 0
     layers: list[TenantLayer] = field(default_factory=list)
     optimizer: torch.optim.Optimizer | None = None
     finished: list[Tensor | None] = field(default_factory=list)
@@ -78,8 +90,12 @@ class TenantPool:
         self._tenants: dict[str, _Tenant] = {}
         self._layers: dict[str, TenantLayer] = {}
         self._route: Route | None = None
+        self._calls = 0
+        """A number that ranks share as long as they have made the same calls."""
+
         for parameter in model.parameters():
             parameter.requires_grad_(False)
+        self._base = base_fingerprints(model, state.mesh)
         model.register_forward_pre_hook(self._count_forward)
 
     # ------------------------------------------------------------------ queries
@@ -91,6 +107,27 @@ class TenantPool:
     def parameters(self, name: str) -> list[nn.Parameter]:
         """A tenant's parameters, as its optimizer was given them."""
         return [factor.parameter for factor in self._tenant(name).factors]
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """The bytes that this rank holds, by tenant: of its adapter, of gradients and of its optimizer's state; and under
+        "" those of the base.
+        """
+        found = {"": {"base": sum(local(p).nbytes for p in self._base_parameters())}}
+        for name, tenant in self._tenants.items():
+            assert tenant.optimizer is not None
+            parameters = [factor.parameter for factor in tenant.factors]
+            gradients = [each for each in (*tenant.finished, *(p.grad for p in parameters)) if each is not None]
+            states = [leaf for leaf in tree_leaves(dict(tenant.optimizer.state)) if isinstance(leaf, Tensor)]
+            found[name] = {
+                "adapter": sum(local(each).nbytes for each in parameters),
+                "gradients": sum(local(each).nbytes for each in gradients),
+                "optimizer": sum(local(each).nbytes for each in states),
+            }
+        return found
+
+    def _base_parameters(self) -> list[nn.Parameter]:
+        own = {parameter for tenant in self._tenants.values() for parameter in self.parameters(tenant.name)}
+        return [parameter for parameter in self.model.parameters() if parameter not in own]
 
     def _tenant(self, name: str) -> _Tenant:
         if name not in self._tenants:
@@ -115,15 +152,15 @@ class TenantPool:
             ValueError: There is a tenant of this name; the config asks for something else than plain LoRA, or targets
                 what the base does not have.
         """
-        self._together(f"add({name!r}, {config!r}, init_seed={init_seed})")
-        with agreed():
+        with self._together(f"add({name!r}, {config!r}, init_seed={init_seed})"):
             self._check_idle("add")
             if name in self._tenants:
                 raise ValueError(f"there is a tenant {name!r} already: give another name, or remove it first.")
+            _check_name(name)
             _check_config(config)
             shapes = self._shaped(name, config)
         with agreed():
-            tenant = _Tenant(name, shapes.peft_config[name])
+            tenant = _Tenant(name, shapes.peft_config[name], init_seed)
             self._tenants[name] = tenant
             try:
                 self._draw(tenant, config, shapes, init_seed)
@@ -136,10 +173,10 @@ class TenantPool:
 
     def remove(self, name: str) -> None:
         """Let go of a tenant: its adapter, its optimizer and what they hold."""
-        self._together(f"remove({name!r})")
-        with agreed():
+        with self._together(f"remove({name!r})"):
             self._check_idle("remove")
-            self._discard(self._tenant(name))
+            tenant = self._tenant(name)
+        self._discard(tenant)
         self._tell_peft()
 
     def _check_idle(self, what: str) -> None:
@@ -222,8 +259,7 @@ class TenantPool:
 
         Its gradient is that of the mean over the ranks' losses.
         """
-        self._together(f"train({name!r})")
-        with agreed():
+        with self._together(f"train({name!r})"):
             self._check_idle("train")
             self._tenant(name)
         weight = 1 / dp_size(self._state.mesh)
@@ -241,8 +277,7 @@ class TenantPool:
             names: The tenant of each row of this rank's batch; tp peers have the same.
             lengths: Of packed rows: the tokens of each sample, in order; `names` are those of the samples then.
         """
-        self._together("route(...)")
-        with agreed():
+        with self._together("route(...)"):
             self._check_idle("route")
             for name in names:
                 self._tenant(name)
@@ -250,11 +285,10 @@ class TenantPool:
                 raise ValueError("route names no sample: give the tenant of each row.")
             if lengths is not None and len(lengths) != len(names):
                 raise ValueError(f"route names {len(names)} samples, and gives {len(lengths)} lengths: one for each.")
-        counts, tp = self._counts(names, lengths), self._state.mesh["tp"].size()
+        counts = self._counts(names, lengths)
         mine, total = dp_rank(self._state.mesh), counts.sum(0)
         tenants = [name for name, number in zip(self._tenants, total.tolist(), strict=True) if number]
         index = {name: number for number, name in enumerate(self._tenants)}
-        del tp
         route = Route(
             tuple(tenants),
             tuple(names),
@@ -298,34 +332,87 @@ class TenantPool:
             name: self._tenants[name].forwards for name in self._route.tenants
         }
 
+    # ------------------------------------------------------------------ on disk
+
+    def save(self, name: str, directory: str | os.PathLike[str]) -> Path:
+        """Write a tenant: an ordinary adapter folder, with the state of its training beside the adapter.
+
+        Args:
+            name: The tenant.
+            directory: The folder. In one that exists the files are replaced.
+
+        Raises:
+            ValueError: There is no such tenant, or gradients of it wait for a step and would be lost.
+            OSError: It cannot be written. All on every rank.
+        """
+        with self._together(f"save({name!r}, {str(directory)!r})"):
+            self._check_idle("save")
+            tenant, folder = self._tenant(name), local_path(directory)
+            if any(each is not None for each in (*tenant.finished, *(f.parameter.grad for f in tenant.factors))):
+                raise ValueError(f"save: gradients of {name!r} wait for a step and would be lost: call step or zero_grad.")
+        assert tenant.optimizer is not None
+        record = {"steps": tenant.steps, "forwards": tenant.forwards, "seed": tenant.seed}
+        save_tenant(self.model, name, folder, tenant.optimizer, record, self._base)
+        return folder
+
+    def load(self, name: str, directory: str | os.PathLike[str]) -> None:
+        """Fill a tenant from a folder that `save`, on whichever mesh, or PEFT wrote. Nothing is changed unless all fits.
+
+        From PEFT's, or without its state, the tenant starts with the adapter and a new optimizer state.
+
+        Args:
+            name: The tenant, added with the folder's config.
+            directory: The folder.
+
+        Raises:
+            FileNotFoundError, ValueError: It is no folder of an adapter like the tenant's, or was trained on another
+                base. On every rank.
+        """
+        with self._together(f"load({name!r}, {str(directory)!r})"):
+            self._check_idle("load")
+            tenant, folder = self._tenant(name), local_path(directory)
+        assert tenant.optimizer is not None
+        record = load_tenant(self.model, name, folder, tenant.optimizer, self._base) or {}
+        tenant.steps, tenant.forwards = record.get("steps", 0), record.get("forwards", 0)
+        tenant.seed = record.get("seed", tenant.seed)
+        for layer in tenant.layers:
+            layer.reseed(name, tenant.seed)
+        self._zero(tenant)
+
+    # ------------------------------------------------------------------ steps
+
     def step(self, name: str) -> None:
-        """Finish the gradients, of this tenant and of all others that wait; let its optimizer step; zero its gradients."""
-        self._together(f"step({name!r})")
-        with agreed():
-            self._check_idle("step")
-            tenant = self._tenant(name)
-        self._reduce()
+        """Finish the gradients, of this tenant and of all others that wait; let its optimizer step; zero its gradients.
+
+        The first step after a backward communicates, for all tenants; those of the others do not.
+        """
+        self._check_idle("step")
+        tenant = self._tenant(name)
+        self._reduce(f"step({name!r})")
         for factor, gradient in zip(tenant.factors, tenant.finished, strict=True):
             factor.parameter.grad = gradient
         assert tenant.optimizer is not None
         tenant.optimizer.step()
+        tenant.steps += 1
         self._zero(tenant)
 
     def zero_grad(self, name: str) -> None:
-        """Drop a tenant's gradients."""
-        self._together(f"zero_grad({name!r})")
-        with agreed():
-            self._zero(self._tenant(name))
+        """Drop a tenant's gradients. Without communication."""
+        self._zero(self._tenant(name))
+        self._calls = _number(f"{self._calls} zero_grad({name!r})")
 
     def _zero(self, tenant: _Tenant) -> None:
         tenant.finished = [None] * len(tenant.finished)
         for factor in tenant.factors:
             factor.parameter.grad = None
 
-    def _reduce(self) -> None:
+    def _reduce(self, call: str) -> None:
         waiting = [t for t in self._tenants.values() if any(f.parameter.grad is not None for f in t.factors)]
         if not waiting:
+            self._calls = _number(f"{self._calls} {call}")
             return
+        with self._together(f"{call} with gradients of {[tenant.name for tenant in waiting]}"):
+            pass
         sums = iter(finish([factor for tenant in waiting for factor in tenant.factors], self._state.mesh))
         for tenant in waiting:
             tenant.finished = [
@@ -335,27 +422,46 @@ class TenantPool:
 
     # ------------------------------------------------------------------ agreement
 
-    def _together(self, call: str) -> None:
-        """Check that every rank makes the same call on the same tenants.
+    @contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Run checks without collectives, and check that every rank makes the same call after the same calls.
+
+        One message of two numbers, whatever the tenants.
 
         Raises:
             ValueError: One does not, on every rank that makes any.
+            Exception: What a check raised on any rank.
         """
-        here = f"{call} with tenants {list(self._tenants)}"
-        numbers = gather_numbers([_number(here)], self._state.mesh.device_type)
-        if len(numbers.unique()) == 1:
-            return
-        everyone: list[str] = [""] * len(numbers)
-        torch.distributed.all_gather_object(everyone, here)
-        other = next(rank for rank, text in enumerate(everyone) if text != everyone[0])
-        raise ValueError(
-            f"ranks call other methods of the pool, or have other tenants: rank 0 {everyone[0]}, rank {other} "
-            f"{everyone[other]}. Call the same on every rank."
-        )
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        after = _number(f"{self._calls} {call}")
+        numbers = gather_numbers([after, error is not None], self._state.mesh.device_type)
+        if len(numbers[:, 0].unique()) > 1:
+            everyone = [call] * len(numbers)
+            if len(numbers) > 1:
+                dist.all_gather_object(everyone, f"{call}, with tenants {list(self._tenants)}")
+            other = next(rank for rank, text in enumerate(everyone) if text != everyone[0] or rank + 1 == len(numbers))
+            raise ValueError(
+                f"ranks make different calls of the pool: rank 0 {everyone[0]}; rank {other} {everyone[other]}. Make the "
+                "same calls in the same order on every rank."
+            )
+        if numbers[:, 1].any():
+            with agreed():
+                if error is not None:
+                    raise error
+        self._calls = after
 
 
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"a tenant's name is {name!r}: give letters, digits and underscores, as for a Python name.")
 
 
 _PLAIN = {

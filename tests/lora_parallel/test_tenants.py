@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import gc
+import random
+from collections import Counter
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from lora_parallel import parallelize
 from lora_parallel.inject import adapt_dropout
 from lora_parallel.dropout import ForwardCount
+from lora_parallel.gather import local
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.tenants import TenantPool
+from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, full, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
@@ -140,3 +145,212 @@ def test_each_tenant_trains_as_alone(pool, mesh, way):
     for found in pool.run(ranks_of(mesh), way, mesh):
         for name, got in found.items():
             assert relative_error(got, alone(name)) <= 1e-10, name
+
+
+# ---------------------------------------------------------------------- coming and going
+
+
+def random_operations(mesh_text: str) -> dict[str, Any]:
+    """Tenants come, train and go at random; two stay, one of which trains; what each was is compared bit for bit."""
+    mesh, model, pool = pool_of(mesh_text)
+    draw = random.Random(5)
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    for name in ("ada", "bea"):
+        add(pool, name)
+    still, steps, changed = values(model, "ada"), 0, []
+    rows = dp_size(mesh)
+
+    def train(name: str, step: int) -> None:
+        ids = batch(name, step).chunk(rows)[dp_rank(mesh)]
+        with pool.train(name):
+            loss_of(model(input_ids=ids).logits, ids).backward()
+        pool.step(name)
+
+    sizes: list[tuple[int, int, int]] = []
+    for number in range(100):
+        guests = [name for name in pool.names() if name not in ("ada", "bea")]
+        choice = draw.choice(["add", "remove", "train", "bea"])
+        known = {name: [local(p).clone() for p in pool.parameters(name)] for name in pool.names()}
+        touched = None
+        if choice == "add" and len(guests) < 2:
+            touched = next(name for name in ("cyd", "dan") if name not in guests)
+            add(pool, touched)
+        elif choice == "remove" and guests:
+            touched = draw.choice(guests)
+            pool.remove(touched)
+        elif choice == "train" and guests:
+            touched = draw.choice(guests)
+            train(touched, number % STEPS)
+        elif choice == "bea" and steps < STEPS:
+            touched = "bea"
+            train("bea", steps)
+            steps += 1
+        changed += [
+            name
+            for name in pool.names()
+            if name != touched
+            and not all(torch.equal(local(p), t) for p, t in zip(pool.parameters(name), known[name], strict=True))
+        ]
+        del known
+        for name in ("cyd", "dan"):
+            if name in pool.names() and not number % 10:
+                pool.remove(name)
+        if not number % 10 and steps == STEPS:
+            with torch.no_grad():
+                model(input_ids=batch("ada", 0))  # what a layer remembers of the last forward is of this one
+            gc.collect()
+            held = sum(isinstance(each, Tensor) for each in gc.get_objects())
+            hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+            sizes.append((held, len(list(model.parameters())), hooks))
+    while steps < STEPS:
+        train("bea", steps)
+        steps += 1
+    found = {"bea": values(model, "bea"), "ada": relative_error(values(model, "ada"), still), "changed": changed}
+    for name in pool.names():
+        pool.remove(name)
+    after = {name: full(p) for name, p in model.named_parameters()}
+    found["base"] = [name for name in before if not torch.equal(before[name], after.get(name, torch.zeros(0)))]
+    return {**found, "sizes": sizes, "more": sorted(after.keys() - before.keys())}
+
+
+@pytest.mark.parametrize("mesh", ["2x2"])
+def test_tenants_come_and_go_without_a_trace(pool, mesh):
+    for found in pool.run(ranks_of(mesh), random_operations, mesh):
+        assert relative_error(found["bea"], alone("bea")) <= 1e-10
+        assert found["ada"] == 0.0
+        assert (found["changed"], found["base"], found["more"]) == ([], [], [])
+        assert len(found["sizes"]) > 3
+        assert len(set(found["sizes"][1:])) == 1, found["sizes"]  # not of the first, before all is set up
+
+
+# ---------------------------------------------------------------------- on disk
+
+
+def part(mesh_text: str, folder: str, start: bool) -> dict[str, Tensor]:
+    mesh, model, pool = pool_of(mesh_text)
+    add(pool, "cyd")
+    pool.add("bea", config_of("bea"), optimizer_of("bea"), SEEDS["bea"] if start else 0)
+    if not start:
+        pool.load("bea", folder)
+    for step in range(2) if start else range(2, STEPS):
+        ids = batch("bea", step).chunk(dp_size(mesh))[dp_rank(mesh)]
+        with pool.train("bea"):
+            loss_of(model(input_ids=ids).logits, ids).backward()
+        pool.step("bea")
+    pool.save("bea", folder)
+    return values(model, "bea")
+
+
+def test_a_tenant_goes_on_in_another_job_on_another_mesh(pool, tmp_path):
+    for first, second in (("2x2", "1x2"), ("1x1", "2x2")):
+        folder = str(tmp_path / f"{first} {second}")
+        pool.run(ranks_of(first), part, first, folder, True)
+        for got in pool.run(ranks_of(second), part, second, folder, False):
+            assert relative_error(got, alone("bea")) <= 1e-10
+        plainly = PeftModel.from_pretrained(causal_lm(), folder)
+        read = {name: p for name, p in plainly.named_parameters() if "lora_" in name}
+        assert relative_error(plain(read), alone("bea")) <= 1e-6  # PEFT loads in float32
+
+
+# ---------------------------------------------------------------------- what is communicated
+
+
+def traffic(mesh_text: str) -> list[Counter[Any]]:
+    """Collectives of a batched step of one, two and four tenants."""
+    mesh, model, pool = pool_of(mesh_text)
+    found = []
+    for number in (1, 2, 4):
+        for name in [name for name in CONFIGS if name not in pool.names()][: number - len(pool.names())]:
+            pool.add(name, LoraConfig(r=2, target_modules="all-linear"), optimizer_of(name), 0)
+        names = (pool.names() * 4)[:4]
+        ids = batch("ada", 0)
+        for _ in range(2):
+            with Traffic() as seen:
+                with pool.route(names):
+                    model(input_ids=ids).logits.sum().backward()
+                for name in pool.names():
+                    pool.step(name)
+        found.append(Counter(seen.calls))
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2"])
+def test_a_step_of_more_tenants_communicates_no_more(pool, mesh):
+    for one, two, four in pool.run(ranks_of(mesh), traffic, mesh):
+        assert one == two == four
+        assert one
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refused(folder: str) -> dict[str, Any]:
+    mesh, model, pool = pool_of("2x2")
+    odd = dist.get_rank() == 1
+    add(pool, "ada")
+    found = {
+        "unknown": attempt(lambda: pool.remove("zoe")),
+        "unknown to train": attempt(lambda: pool.train("zoe").__enter__()),
+        "duplicate": attempt(add, pool, "ada"),
+        "no such modules": attempt(pool.add, "cyd", LoraConfig(target_modules=["qkv"]), optimizer_of("cyd"), 0),
+        "dora": attempt(pool.add, "cyd", LoraConfig(target_modules=["q_proj"], use_dora=True), optimizer_of("cyd"), 0),
+        "a head": attempt(pool.add, "cyd", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), None, 0),
+        "an optimizer that fails": attempt(pool.add, "cyd", config_of("cyd"), lambda parameters: 1 / 0, 0),
+        "on one rank": attempt(lambda: add(pool, "bea") if odd else pool.step("ada") or pool.remove("ada")),
+    }
+    mesh, model, pool = pool_of("2x2")
+    add(pool, "ada")
+    ids = batch("ada", 0)
+    with pool.train("ada"):
+        loss = loss_of(model(input_ids=ids).logits, ids)
+        found["inside"] = attempt(pool.remove, "ada")
+        loss.register_hook(lambda _: found.update({"in a backward": attempt(pool.remove, "ada")}))
+        loss.backward()
+    found["waiting"] = attempt(pool.save, "ada", folder)
+    pool.step("ada")
+    pool.save("ada", folder)
+    pool.add("dan", config_of("ada"), optimizer_of("dan"), 0)
+    mesh, config = on_mesh("2x2", require_adapters=False)
+    other = TenantPool(parallelize(causal_lm(seed=9), mesh, config))
+    add(other, "ada")
+    found["another base"] = attempt(other.load, "ada", folder)
+    found["too few names"] = attempt(lambda: routed(pool, model, ["ada", "dan"], ids))
+    found["lengths"] = attempt(lambda: routed(pool, model, ["ada", "dan"], ids, [10, 3]))
+    found["other peers"] = attempt(lambda: pool.route(["dan" if odd else "ada"] * 4).__enter__())
+    found["still"] = values(model, "ada").keys() == alone("ada").keys() and pool.names() == ["ada", "dan"]
+    found["not bare"] = attempt(TenantPool, get_peft_model(causal_lm(), config_of("ada")))
+    return found
+
+
+def routed(pool: TenantPool, model: nn.Module, names: list[str], ids: Tensor, lengths: Any = None) -> None:
+    with pool.route(names, lengths):
+        model(input_ids=ids)
+
+
+REFUSED = {
+    "unknown": "there is no tenant 'zoe': the pool has 'ada'",
+    "unknown to train": "there is no tenant 'zoe'",
+    "duplicate": "there is a tenant 'ada' already",
+    "no such modules": "qkv",
+    "dora": "LoraConfig(use_dora=True)",
+    "a head": "LoraConfig(modules_to_save=['lm_head'])",
+    "an optimizer that fails": "division by zero",
+    "on one rank": "ranks make different calls of the pool: rank 0 remove('ada')",
+    "inside": "remove was called inside of train() or route()",
+    "in a backward": "remove was called during a backward",
+    "waiting": "gradients of 'ada' wait for a step",
+    "another base": "was trained on another base model",
+    "too few names": "route names 2 samples, and a layer is fed 4 rows",
+    "lengths": "add up to 13 tokens, and a layer is fed 48",
+    "other peers": "name other samples",
+    "not bare": "was not parallelized",
+}
+
+
+def test_what_cannot_be_is_refused_on_every_rank(pool, tmp_path):
+    for found in pool.run(4, refused, str(tmp_path / "folder")):
+        assert found.pop("still")
+        assert found.keys() == REFUSED.keys()
+        for name, text in REFUSED.items():
+            assert isinstance(found[name], Failure), name
+            assert text in found[name].message, (name, found[name].message)
