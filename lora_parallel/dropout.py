@@ -104,7 +104,9 @@ class TopologyInvariantDropout(nn.Module):
             return torch.arange(start, start + size, dtype=torch.int32, device=device)
 
         row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
-        return self.dropped_at(row, index(0, tokens).expand(rows, tokens), shape[-1], self.count.current if count is None else count).view(shape)
+        return self.dropped_at(
+            row, index(0, tokens).expand(rows, tokens), shape[-1], self.count.current if count is None else count
+        ).view(shape)
 
     def dropped_at(self, row: Tensor, token: Tensor, features: int, count: int) -> Tensor:
         """Which elements are dropped of tokens in these global rows, in the training forward of this number.

@@ -160,6 +160,7 @@ class LateAdapter:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
+    """Within, torch's random state starts from a seed; afterwards it is as before."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

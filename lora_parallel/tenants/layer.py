@@ -1,4 +1,4 @@
-"""A layer with the adapters of tenants: the base once, LoRA for each tenant's own tokens, all of them in one product."""
+"""A layer with the adapters of tenants: the base once, LoRA for each tenant's tokens, all of them in one product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -59,13 +58,19 @@ class TenantLayer:
 
     Args:
         layer: PEFT's layer; that it wraps a layer of the base is new.
-        name: The layer's name, for errors.
+        name: The layer's name in the base.
         route: Gives the route of the context that this forward is in, or None outside of one.
+        current: Gives the number of the model's training forward that is computed, or recomputed.
         dtype: What adapters are computed in; None: in their own.
     """
 
     def __init__(
-        self, layer: Any, name: str, route: Callable[[], Route | None], current: Callable[[], int], dtype: torch.dtype | None
+        self,
+        layer: Any,
+        name: str,
+        route: Callable[[], Route | None],
+        current: Callable[[], int],
+        dtype: torch.dtype | None,
     ) -> None:
         self.layer, self.name = layer, name
         self.factors: dict[str, tuple[Factor, Factor]] = {}
@@ -115,9 +120,7 @@ class TenantLayer:
         if not tenants:
             return y
         x = args[0] if args else next(iter(kwargs.values()))
-        factors = {
-            t: [f.local(route.weights[t], self._dtype) for f in self.factors[t]] for t in tenants
-        }
+        factors = {t: [f.local(route.weights[t], self._dtype) for f in self.factors[t]] for t in tenants}
         if route.names is None:
             (tenant,) = tenants
             A, B = factors[tenant]
@@ -128,8 +131,8 @@ class TenantLayer:
         flat, total = x.reshape(-1, x.shape[-1]), y
         for dtype in dict.fromkeys(factors[t][0].dtype for t in here):
             some = [t for t in here if factors[t][0].dtype == dtype]
-            fed = [self._dropped(t, flat[tokens[t].place], route, tokens[t]).to(dtype) for t in some]
-            deltas = _grouped(fed, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
+            theirs = [self._dropped(t, flat[tokens[t].place], route, tokens[t]).to(dtype) for t in some]
+            deltas = _grouped(theirs, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
             places = torch.cat([tokens[t].place for t in some])
             spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, places, deltas)
             total = (total + spread.view(*x.shape[:-1], -1)).to(y.dtype)

@@ -109,8 +109,8 @@ class TenantPool:
         return [factor.parameter for factor in self._tenant(name).factors]
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """The bytes that this rank holds, by tenant: of its adapter, of gradients and of its optimizer's state; and under
-        "" those of the base.
+        """The bytes that this rank holds: by tenant, of its adapter, gradients and optimizer state; under "", of the
+        base.
         """
         found = {"": {"base": sum(local(p).nbytes for p in self._base_parameters())}}
         for name, tenant in self._tenants.items():
@@ -145,7 +145,7 @@ class TenantPool:
         Args:
             name: As PEFT will name the adapter.
             config: Plain LoRA on linear layers.
-            optimizer: From its parameters to their optimizer: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)`.
+            optimizer: Makes an optimizer of its parameters: `lambda parameters: AdamW(parameters, lr=1e-4)`.
             init_seed: What its adapter, and its dropout, are drawn from.
 
         Raises:
@@ -349,14 +349,16 @@ class TenantPool:
             self._check_idle("save")
             tenant, folder = self._tenant(name), local_path(directory)
             if any(each is not None for each in (*tenant.finished, *(f.parameter.grad for f in tenant.factors))):
-                raise ValueError(f"save: gradients of {name!r} wait for a step and would be lost: call step or zero_grad.")
+                raise ValueError(
+                    f"save: gradients of {name!r} wait for a step and would be lost: call step or zero_grad."
+                )
         assert tenant.optimizer is not None
         record = {"steps": tenant.steps, "forwards": tenant.forwards, "seed": tenant.seed}
         save_tenant(self.model, name, folder, tenant.optimizer, record, self._base)
         return folder
 
     def load(self, name: str, directory: str | os.PathLike[str]) -> None:
-        """Fill a tenant from a folder that `save`, on whichever mesh, or PEFT wrote. Nothing is changed unless all fits.
+        """Fill a tenant from a folder that `save` (on any mesh) or PEFT wrote. Nothing is changed unless all fits.
 
         From PEFT's, or without its state, the tenant starts with the adapter and a new optimizer state.
 
@@ -445,8 +447,8 @@ class TenantPool:
                 dist.all_gather_object(everyone, f"{call}, with tenants {list(self._tenants)}")
             other = next(rank for rank, text in enumerate(everyone) if text != everyone[0] or rank + 1 == len(numbers))
             raise ValueError(
-                f"ranks make different calls of the pool: rank 0 {everyone[0]}; rank {other} {everyone[other]}. Make the "
-                "same calls in the same order on every rank."
+                f"ranks make different calls of the pool: rank 0 {everyone[0]}; rank {other} {everyone[other]}. Make "
+                "the same calls in the same order on every rank."
             )
         if numbers[:, 1].any():
             with agreed():

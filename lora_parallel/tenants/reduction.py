@@ -1,4 +1,4 @@
-"""Gradients of tenants: every one that waits for its sum, in one message over tp and one over each data-parallel axis."""
+"""Gradients of tenants: all that wait for their sum, in one message over tp and one over each data-parallel axis."""
 
 from __future__ import annotations
 

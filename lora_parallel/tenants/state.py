@@ -80,7 +80,10 @@ def load_tenant(
             check_optimizer(optimizer, names, kept["optimizer"])
             tensors: Mapping[str, Tensor] = kept["tensors"]
             put = restored(
-                optimizer, names, kept["optimizer"], lambda parameter, key, region: tensors[f"{parameter}\0{key}"][region]
+                optimizer,
+                names,
+                kept["optimizer"],
+                lambda parameter, key, region: tensors[f"{parameter}\0{key}"][region],
             )
     adapter.put()
     put()
