@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test resume-matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test resume-matrix faults oracle-table bench bench-load bench-save lint docs clean
+.PHONY: help demo test resume-matrix faults oracle-table bench bench-load bench-save bench-tenants lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ bench-load: $(VENV)/.installed ## measure loading from meta against other ways o
 
 bench-save: $(VENV)/.installed ## measure saving from shards against other ways of saving
 	$(BIN)/python benchmarks/save.py $(ARGS)
+
+bench-tenants: $(VENV)/.installed ## measure batched tenants against one after the other and PEFT's switching
+	$(BIN)/python benchmarks/tenants.py $(ARGS)
 
 resume-matrix: $(VENV)/.installed ## save on every mesh and resume on every other one: ten minutes
 	RESUME_MATRIX=1 $(BIN)/python -m pytest tests/lora_parallel/test_resume.py -k any_mesh $(ARGS)

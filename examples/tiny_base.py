@@ -17,6 +17,7 @@ import os
 import random
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -95,14 +96,19 @@ def questions_and_answers() -> list[str]:
     return [f"Q: What does {name} do?\nA: {answer}\n\n" for answer, name in name_of_answer.items()]
 
 
-def train_and_validation_rows(seed: int, validation_rows: int = 64) -> tuple[Tensor, Tensor]:
-    """Rows of ``SEQUENCE_LENGTH`` tokens, packed end to end; the seed decides which questions are held out."""
+def train_and_validation_rows(
+    seed: int, validation_rows: int = 64, style: Callable[[str], str] = str
+) -> tuple[Tensor, Tensor]:
+    """Rows of ``SEQUENCE_LENGTH`` tokens, packed end to end; the seed decides which questions are held out.
+
+    ``style`` rewrites the texts, as ``str.upper`` does.
+    """
     pairs = questions_and_answers()
     random.Random(seed).shuffle(pairs)
     held_out = len(pairs) // 10
 
     def pack(texts: list[str]) -> Tensor:
-        ids = encode("".join(texts))
+        ids = encode(style("".join(texts)))
         return ids[: len(ids) // SEQUENCE_LENGTH * SEQUENCE_LENGTH].view(-1, SEQUENCE_LENGTH)
 
     return pack(pairs[held_out:]), pack(pairs[:held_out])[:validation_rows]

@@ -19,11 +19,13 @@ from lora_parallel.meta import meta_init
 from lora_parallel.retention import latest_checkpoint
 from lora_parallel.shard import parallelize
 from lora_parallel.state import no_sync
+from lora_parallel.tenants import TenantPool
 from lora_parallel.weights import Read, read_plan
 
 __all__ = [
     "ParallelConfig",
     "Read",
+    "TenantPool",
     "attach_checkpoint",
     "build_mesh",
     "clip_grad_norm_",

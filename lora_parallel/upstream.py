@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 __all__ = [
     "all_gather_stacked",
@@ -61,6 +61,11 @@ def local_region(tensor: DTensor) -> tuple[slice, ...]:
     if 0 in shape:
         return tuple(slice(0, n) for n in tensor.to_local().shape)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def strided_shard(dim: int, cuts: int) -> Placement:
+    """The placement over dp of a tensor that `cuts` tp ranks share out along the same dim: FSDP2's own."""
+    return _StridedShard(dim, split_factor=cuts)
 
 
 def is_rectangle(tensor: DTensor) -> bool:

@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import DeviceMesh
 
 from lora_parallel.dropout import TopologyInvariantDropout
 from lora_parallel.layers import AllUsed, Unit, base_of, unit_of
+from lora_parallel.tenants.factor import Factor
 from lora_parallel.tenants.route import Route, Tokens
+from lora_parallel.tenants.shards import cut
 
-__all__ = ["Factor", "TenantLayer"]
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A factor of one tenant's adapter."""
-
-    parameter: nn.Parameter
-    rows: Tensor | None
-    """The rows that this rank computes with, of one that is stored whole."""
-
-    dim: int
-    """Of which dim."""
-
-    partial: bool
-    """Whether one rank's gradient is a partial sum over tp."""
-
-    def local(self, weight: float, dtype: torch.dtype | None) -> Tensor:
-        """What this rank computes with; its gradient comes to the parameter times `weight`."""
-        held = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
-        held = _Weighted.apply(held, weight)
-        if self.rows is not None:
-            held = held.index_select(self.dim, self.rows.to(held.device))
-        return held if dtype is None else held.to(dtype)
-
-
-class _Weighted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * ctx.weight, None
+__all__ = ["TenantLayer"]
 
 
 class TenantLayer:
@@ -92,14 +59,23 @@ class TenantLayer:
             self._base.__dict__.pop("forward")
         return self._base
 
-    def add(self, tenant: str) -> None:
-        """Take over an adapter that the PEFT layer has, in full on every rank."""
+    def add(self, tenant: str, shards: DeviceMesh | None) -> None:
+        """Take over an adapter that the PEFT layer has, in full on every rank.
+
+        Args:
+            tenant: Its name.
+            shards: Share it out over the dp_shard axis of this mesh.
+        """
         placed = {} if self._unit is None else self._unit.place_adapter(self.layer, tenant)
         both = []
         for role in ("lora_A", "lora_B"):
             module = getattr(self.layer, role)[tenant]
             parameter, rows, partial = placed.get(role, (module.weight, None, False))
-            both.append(Factor(parameter, rows, 0, partial))
+            how = None
+            if shards is not None:
+                parameter, how = cut(parameter, shards)
+                module._parameters["weight"] = parameter
+            both.append(Factor(parameter, rows, partial, how))
         self.factors[tenant] = both[0], both[1]
         dropout = self.layer.lora_dropout[tenant]
         if self._unit is not None and isinstance(dropout, TopologyInvariantDropout):
@@ -120,7 +96,7 @@ class TenantLayer:
         if not tenants:
             return y
         x = args[0] if args else next(iter(kwargs.values()))
-        factors = {t: [f.local(route.weights[t], self._dtype) for f in self.factors[t]] for t in tenants}
+        factors = {t: [f.compute(route.weights[t], self._dtype) for f in self.factors[t]] for t in tenants}
         if route.names is None:
             (tenant,) = tenants
             A, B = factors[tenant]

@@ -28,9 +28,12 @@ from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.names import clean_names
 from lora_parallel.peft_hooks import observe_layers
 from lora_parallel.state import ParallelState, state_of
-from lora_parallel.tenants.layer import Factor, TenantLayer
+from lora_parallel.tenants.budget import wanted
+from lora_parallel.tenants.factor import Factor
+from lora_parallel.tenants.layer import TenantLayer
 from lora_parallel.tenants.reduction import finish
 from lora_parallel.tenants.route import Route
+from lora_parallel.tenants.shards import gather
 from lora_parallel.tenants.state import load_tenant, save_tenant
 from lora_parallel.upstream import in_backward
 
@@ -47,6 +50,9 @@ class _Tenant:
     """What its dropout is drawn from."""
 
     steps: int = 0
+    wants: int = 0
+    """The bytes that it takes of the pool's budget."""
+
     layers: list[TenantLayer] = field(default_factory=list)
     optimizer: torch.optim.Optimizer | None = None
     finished: list[Tensor | None] = field(default_factory=list)
@@ -67,12 +73,15 @@ class TenantPool:
     Args:
         model: What `parallelize` returned with `ParallelConfig(require_adapters=False)`, without adapters. The pool
             freezes it.
+        shard: Share adapters and optimizer states out over the dp_shard axis. A step gathers the adapters that it
+            needs, in one message; without it every data-parallel rank has them, and none is needed.
+        budget: The bytes that all tenants may take on a rank: adapters, gradients and optimizer states.
 
     Raises:
-        ValueError: The model was not parallelized, or has adapters.
+        ValueError: The model was not parallelized, or has adapters; or `budget` is not positive.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shard: bool = False, budget: int | None = None) -> None:
         state = state_of(model)
         if state is None:
             raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
@@ -83,7 +92,11 @@ class TenantPool:
             )
         if state.config.sequence_parallel:
             raise ValueError("tenants need all tokens of a sample on one rank: leave sequence_parallel=False.")
+        if budget is not None and budget <= 0:
+            raise ValueError(f"budget={budget}: give a positive number of bytes, or None for no limit.")
         self.model = model
+        self._budget = budget
+        self._shards = state.mesh if shard and state.mesh["dp_shard"].size() > 1 else None
         self._state: ParallelState = state
         self._bare: nn.Module = state.bare
         self._places = {name: module for module, name in clean_names(model).items()}
@@ -116,7 +129,8 @@ class TenantPool:
         for name, tenant in self._tenants.items():
             assert tenant.optimizer is not None
             parameters = [factor.parameter for factor in tenant.factors]
-            gradients = [each for each in (*tenant.finished, *(p.grad for p in parameters)) if each is not None]
+            waiting = [each for factor in tenant.factors for each in (factor.parameter.grad, factor.waiting)]
+            gradients = [each for each in (*tenant.finished, *waiting) if each is not None]
             states = [leaf for leaf in tree_leaves(dict(tenant.optimizer.state)) if isinstance(leaf, Tensor)]
             found[name] = {
                 "adapter": sum(local(each).nbytes for each in parameters),
@@ -164,6 +178,7 @@ class TenantPool:
             self._tenants[name] = tenant
             try:
                 self._draw(tenant, config, shapes, init_seed)
+                self._check_budget(tenant, optimizer)
                 tenant.optimizer = optimizer([factor.parameter for factor in tenant.factors])
             except BaseException:
                 self._discard(tenant)
@@ -183,6 +198,20 @@ class TenantPool:
         if in_backward() or self._route is not None:
             where = "during a backward" if in_backward() else "inside of train() or route()"
             raise ValueError(f"{what} was called {where}: the step is not over. Call it between steps.")
+
+    def _check_budget(self, tenant: _Tenant, optimizer: Optimizers) -> None:
+        """Raise a ValueError if a tenant takes more than is left."""
+        if self._budget is None:
+            return
+        new = wanted([factor.parameter for factor in tenant.factors], optimizer)
+        taken = sum(each.wants for each in self._tenants.values() if each is not tenant)
+        if taken + new > self._budget:
+            raise ValueError(
+                f"the tenant {tenant.name!r} takes {new:,} bytes on a rank (adapter, gradients, optimizer state), and "
+                f"{max(self._budget - taken, 0):,} of the budget of {self._budget:,} are left: remove a tenant, lower "
+                "r, share adapters out with shard=True, or raise the budget."
+            )
+        tenant.wants = new
 
     def _shaped(self, name: str, config: LoraConfig) -> Any:
         """The bare base with the adapter, on meta: which layers it is on, and what they are."""
@@ -227,7 +256,7 @@ class TenantPool:
                 if tenant.name in new:
                     there[tenant.name] = new[tenant.name]
             layer.train(self.model.training)
-        self._layers[name].add(tenant.name)
+        self._layers[name].add(tenant.name, self._shards)
         tenant.layers.append(self._layers[name])
 
     def _discard(self, tenant: _Tenant) -> None:
@@ -317,9 +346,16 @@ class TenantPool:
     def _routed(self, route: Route) -> Iterator[None]:
         self._activate(route.tenants)
         self._route = route
+        factors = [f for name in route.tenants for f in self._tenants[name].factors] if self._shards else []
+        if self._shards is not None:
+            cuts = [factor.cut for factor in factors if factor.cut is not None]
+            for factor, whole in zip(factors, gather([f.parameter for f in factors], cuts, self._shards), strict=True):
+                factor.lend(whole)
         try:
             yield
         finally:
+            for factor in factors:
+                factor.take_back()
             self._route = None
             self._activate(())
 
@@ -348,7 +384,8 @@ class TenantPool:
         with self._together(f"save({name!r}, {str(directory)!r})"):
             self._check_idle("save")
             tenant, folder = self._tenant(name), local_path(directory)
-            if any(each is not None for each in (*tenant.finished, *(f.parameter.grad for f in tenant.factors))):
+            finished = any(each is not None for each in tenant.finished)
+            if finished or any(factor.has_gradient for factor in tenant.factors):
                 raise ValueError(
                     f"save: gradients of {name!r} wait for a step and would be lost: call step or zero_grad."
                 )
@@ -406,10 +443,10 @@ class TenantPool:
     def _zero(self, tenant: _Tenant) -> None:
         tenant.finished = [None] * len(tenant.finished)
         for factor in tenant.factors:
-            factor.parameter.grad = None
+            factor.drop_gradient()
 
     def _reduce(self, call: str) -> None:
-        waiting = [t for t in self._tenants.values() if any(f.parameter.grad is not None for f in t.factors)]
+        waiting = [t for t in self._tenants.values() if any(factor.has_gradient for factor in t.factors)]
         if not waiting:
             self._calls = _number(f"{self._calls} {call}")
             return

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from lora_parallel.collectives import all_reduce
-from lora_parallel.gather import local
-from lora_parallel.tenants.layer import Factor
+from lora_parallel.tenants.factor import Factor
 
 __all__ = ["finish"]
 
@@ -26,16 +25,15 @@ def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
     Returns:
         The sum of each, as its parameter is placed; None where no rank has a gradient.
     """
-    gradients = [factor.parameter.grad for factor in factors]
-    for factor in factors:
-        factor.parameter.grad = None
+    gradients = [factor.take_gradient() for factor in factors]
+    rank = mesh.get_local_rank("dp_shard")
     sums: list[Tensor | None] = [None] * len(factors)
     dtypes = list(dict.fromkeys(factor.parameter.dtype for factor in factors))
     for dtype in dtypes:
         of_dtype = [index for index, factor in enumerate(factors) if factor.parameter.dtype == dtype]
         # Partial sums over tp first, so that the front of the message is what goes over tp.
         order = sorted(of_dtype, key=lambda index: not factors[index].partial)
-        held = [_shard(factors[index], gradients[index]) for index in order]
+        held = [_or_zeros(factors[index], gradients[index]) for index in order]
         there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=held[0].device)
         flat = torch.cat([there, *(each.reshape(-1) for each in held)])
         partial = sum(each.numel() for index, each in zip(order, held, strict=True) if factors[index].partial)
@@ -48,15 +46,11 @@ def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
         found, values = flat[: len(there)].tolist(), flat[len(there) :].split([each.numel() for each in held])
         for index, present, value, each in zip(order, found, values, held, strict=True):
             if present:
-                sums[index] = _like(factors[index], value.view_as(each).clone())
+                sums[index] = factors[index].placed(value.view_as(each), rank)
     return sums
 
 
-def _shard(factor: Factor, gradient: Tensor | None) -> Tensor:
-    return torch.zeros_like(local(factor.parameter)) if gradient is None else local(gradient)
-
-
-def _like(factor: Factor, values: Tensor) -> Tensor:
-    like = torch.zeros_like(factor.parameter)
-    local(like).copy_(values)
-    return like
+def _or_zeros(factor: Factor, gradient: Tensor | None) -> Tensor:
+    if gradient is not None:
+        return gradient
+    return torch.zeros(factor.shape, dtype=factor.parameter.dtype, device=factor.device)

@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from lora_parallel import parallelize
+from lora_parallel import meta_init, parallelize
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.gather import local
 from lora_parallel.inject import adapt_dropout
@@ -23,6 +24,7 @@ from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.tenants import TenantPool
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, full, on_mesh, ranks_of, relative_error, trained
+from tests.quantised_rows import quantised
 from tests.workers import Failure, attempt
 
 ROWS, STEPS = 4, 3
@@ -76,10 +78,10 @@ def plain(named: dict[str, Any]) -> dict[str, Tensor]:
     return {name.replace("base_model.model.", ""): full(p).clone() for name, p in named.items()}
 
 
-def pool_of(mesh_text: str) -> tuple[Any, nn.Module, TenantPool]:
+def pool_of(mesh_text: str, **options: Any) -> tuple[Any, nn.Module, TenantPool]:
     mesh, config = on_mesh(mesh_text, require_adapters=False)
     model = parallelize(causal_lm(), mesh, config).train()
-    return mesh, model, TenantPool(model)
+    return mesh, model, TenantPool(model, **options)
 
 
 def values(model: nn.Module, name: str) -> dict[str, Tensor]:
@@ -109,8 +111,13 @@ def train_batched(mesh_text: str) -> dict[str, dict[str, Tensor]]:
     mesh, model, pool = pool_of(mesh_text)
     for name in CONFIGS:
         add(pool, name)
+    batched(mesh, model, pool)
+    return {name: values(model, name) for name in CONFIGS}
+
+
+def batched(mesh: Any, model: nn.Module, pool: TenantPool) -> None:
     for step in range(STEPS):
-        mine = [(name, row) for name, row in dealt(step, dp_size(mesh))[dp_rank(mesh)]]
+        mine = dealt(step, dp_size(mesh))[dp_rank(mesh)]
         ids = torch.stack([batch(name, step)[row] for name, row in mine])
         names = [name for name, _ in mine]
         with pool.route(names):
@@ -119,7 +126,6 @@ def train_batched(mesh_text: str) -> dict[str, dict[str, Tensor]]:
             sum(loss_of(logits[rows], ids[rows]) for rows in here.values()).backward()
         for name in CONFIGS:
             pool.step(name)
-    return {name: values(model, name) for name in CONFIGS}
 
 
 def dealt(step: int, ranks: int) -> list[list[tuple[str, int]]]:
@@ -366,3 +372,148 @@ def test_what_cannot_be_is_refused_on_every_rank(pool, tmp_path):
         for name, text in REFUSED.items():
             assert isinstance(found[name], Failure), name
             assert text in found[name].message, (name, found[name].message)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def sharded_batches(mesh_text: str, folder: str) -> dict[str, Any]:
+    """As `train_batched`, adapters shared out over dp; then one goes to disk and comes back."""
+    mesh, model, pool = pool_of(mesh_text, shard=True)
+    _, _, whole = pool_of(mesh_text)
+    for name in CONFIGS:
+        add(pool, name)
+        add(whole, name)
+    batched(mesh, model, pool)
+    found: dict[str, Any] = {name: values(model, name) for name in CONFIGS}
+    pool.save("bea", folder)
+    pool.load("bea", folder)
+    found["again"] = relative_error(values(model, "bea"), found["bea"])
+    taken = [sum(part["adapter"] for name, part in each.memory().items() if name) for each in (pool, whole)]
+    return {**found, "share": taken[0] / taken[1], "memory": pool.memory()}
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "2x2", "4x1", "2x2x1"])
+def test_adapters_that_are_shared_out_train_alike(pool, tmp_path, mesh):
+    for found in pool.run(ranks_of(mesh), sharded_batches, mesh, str(tmp_path / "bea")):
+        assert found.pop("again") == 0.0
+        ranks = int(mesh.split("x")[-2])
+        assert found.pop("share") == pytest.approx(1 / ranks, rel=0.1)
+        memory = found.pop("memory")
+        assert memory.keys() == {"", *CONFIGS}
+        assert all(memory[name]["optimizer"] >= 2 * memory[name]["adapter"] for name in CONFIGS)
+        for name, got in found.items():
+            assert relative_error(got, alone(name)) <= 1e-10, name
+
+
+def budgeted() -> list[Any]:
+    _, model, pool = pool_of("2x1")
+    add(pool, "ada")
+    with pool.train("ada"):
+        model(input_ids=batch("ada", 0)).logits.sum().backward()
+    pool._reduce("")
+    used = pool.memory()["ada"]
+    pool.step("ada")
+    used["optimizer"] = pool.memory()["ada"]["optimizer"]
+    _, _, tight = pool_of("2x1", budget=sum(used.values()))
+    add(tight, "ada")
+    refused = attempt(add, tight, "cyd")
+    tight.remove("ada")
+    return [refused, attempt(add, tight, "cyd"), tight.names(), attempt(pool_of, "2x1", budget=0)]
+
+
+def test_a_tenant_that_does_not_fit_is_refused_and_a_removed_one_gives_back(pool):
+    for refused, then, names, nothing in pool.run(2, budgeted):
+        assert "of the budget of" in refused.message
+        assert "the tenant 'cyd' takes" in refused.message
+        assert then is None
+        assert names == ["cyd"]
+        assert "budget=0: give a positive number" in nothing.message
+
+
+# ---------------------------------------------------------------------- other bases
+
+
+def stochastic(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def one_step(mesh_text: str, kind: str, late: bool) -> dict[str, dict[str, Tensor]]:
+    mesh, config = on_mesh(mesh_text, require_adapters=False)
+    with meta_init() if late else nullcontext():
+        base = quantised(kind)
+    model = parallelize(base, mesh, config).train()
+    pool = TenantPool(model)
+    for name in ("ada", "bea"):
+        pool.add(name, LoraConfig(r=3, target_modules="all-linear"), stochastic, SEEDS[name])
+    ids = torch.cat([batch(name, 0).chunk(dp_size(mesh))[dp_rank(mesh)] for name in ("ada", "bea")])
+    names = [name for name in ("ada", "bea") for _ in range(len(ids) // 2)]
+    with pool.route(names):
+        logits = model(input_ids=ids).logits
+        sum(loss_of(*each) for each in zip(logits.chunk(2), ids.chunk(2), strict=True)).backward()
+    for name in pool.names():
+        pool.step(name)
+    return {name: values(model, name) for name in pool.names()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "late"), [("nf4, double", True), ("int8", False), ("torchao int8", True)])
+def test_tenants_on_a_quantised_base(pool, kind, late):
+    want = {}
+    for name in ("ada", "bea"):
+        base = quantised(kind)
+        torch.manual_seed(SEEDS[name])
+        model = get_peft_model(base, LoraConfig(r=3, target_modules="all-linear")).train()
+        optimizer = stochastic(trained(model).values())
+        ids = batch(name, 0)
+        loss_of(model(input_ids=ids).logits, ids).backward()
+        optimizer.step()
+        want[name] = plain(trained(model))
+    for found in pool.run(4, one_step, "2x2", kind, late):
+        for name, got in found.items():
+            assert relative_error(got, want[name]) <= 1e-4, name
+
+
+class Steps(nn.Module):
+    """Token by token, so that a segment of a packed row is computed as by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(12, 16).double(), nn.Linear(16, 12).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+LENGTHS = [5, 7, 5]
+
+
+def packed(together: bool) -> dict[str, dict[str, Tensor]]:
+    """Three segments of two tenants in one row, or each tenant's as rows of its own."""
+    mesh, config = on_mesh("1x2", require_adapters=False, tp_plan={"first": "colwise", "second": "rowwise"})
+    model = parallelize(Steps(), mesh, config).train()
+    pool = TenantPool(model)
+    lora = {"r": 3, "target_modules": ["first", "second"], "init_lora_weights": False, "lora_dropout": 0.3}
+    for name in ("ada", "bea"):
+        pool.add(name, LoraConfig(**lora), stochastic, SEEDS[name])
+    x = torch.randn(sum(LENGTHS), 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    first, second, third = x.split(LENGTHS)
+    if together:
+        with pool.route(["ada", "bea", "ada"], LENGTHS):
+            y = model(x[None])[0].square().mean(-1).split(LENGTHS)
+            (torch.cat([y[0], y[2]]).mean() + y[1].mean()).backward()
+    else:
+        for name, rows in (("ada", torch.stack([first, third])), ("bea", second[None])):
+            with pool.route([name] * len(rows)):
+                model(rows).square().mean().backward()
+    for name in pool.names():
+        pool.step(name)
+    return {name: values(model, name) for name in pool.names()}
+
+
+def test_segments_of_a_packed_row_are_samples(pool):
+    """Also to their dropout."""
+    for got, want in zip(pool.run(2, packed, True), pool.run(2, packed, False), strict=True):
+        for name in ("ada", "bea"):
+            assert relative_error(got[name], want[name]) <= 1e-12
