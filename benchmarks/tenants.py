@@ -91,10 +91,8 @@ class Switched:
                 self.model = get_peft_model(plain, adapter(options), adapter_name=name)
             else:
                 self.model.add_adapter(name, adapter(options))
-        self.optimizers = {
-            name: optimizer([p for key, p in self.model.named_parameters() if f".{name}." in key])
-            for name in self.names
-        }
+        named = list(self.model.named_parameters())
+        self.optimizers = {name: optimizer([p for key, p in named if f".{name}." in key]) for name in self.names}
 
     def step(self, ids: Tensor) -> None:
         for name, rows in zip(self.names, ids, strict=True):
@@ -183,9 +181,8 @@ def main() -> None:
             size = held(sides[name]) / 1e6
             table.add_row(name, f"{1e3 * median:.1f}", f"{tokens / median:,.0f}", f"{ratio:.2f}", f"{size:.1f}")
         Console().print(table)
-        Console().print(
-            f"{options.tenants} tenants, {options.rows} x {options.tokens} tokens of each, {mesh.device_type}"
-        )
+        each = f"{options.rows} x {options.tokens} tokens of each"
+        Console().print(f"{options.tenants} tenants, {each}, {mesh.device_type}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,9 +3,9 @@
     python examples/tenants_lightning.py
     python examples/tenants_lightning.py --devices 4 --tp 2
 
-The first is one process, the second four, two ways FSDP2 and two ways tensor parallelism. Each batch has rows of several
-tenants; the base is computed once for all of them, and each row goes through its own tenant's adapter. At the end a table
-shows what each adapter makes of each tenant's held-out text: each should be best at its own.
+The first is one process, the second four, two ways FSDP2 and two ways tensor parallelism. Each batch has rows of
+several tenants; the base is computed once for all of them, and each row goes through its own tenant's adapter. At the
+end a table shows what each adapter makes of each tenant's held-out text: each should be best at its own.
 
 The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """

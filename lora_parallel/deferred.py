@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,10 +83,20 @@ def is_deferred(parameter: Tensor) -> bool:
     return isinstance(parameter, Waiting) or (parameter.is_meta and getattr(parameter, _DEFERRED, False))
 
 
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy on meta."""
-    held = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): defer(tensor) for tensor in held})
+def without_values(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:
+    """A copy on meta.
+
+    Args:
+        model: Any model.
+        known: What to take in place of other objects in it, by their ids, as for `copy.deepcopy`.
+    """
+    memo = dict(known)
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = bare = defer(tensor)
+        for key in ("compress_statistics", "quant_type"):  # of a quantised weight; PEFT asks for these
+            if hasattr(tensor, key):
+                setattr(bare, key, getattr(tensor, key))
+    return copy.deepcopy(model, memo)
 
 
 def has_deferred(model: nn.Module) -> bool:

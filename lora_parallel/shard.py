@@ -30,7 +30,7 @@ from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.overlay import laid_over
 from lora_parallel.peft_hooks import keep_factored, refuse_unload
 from lora_parallel.plan import Plan, check_globs, resolve_plan
-from lora_parallel.quantised import check_quantised, hold_as_bytes
+from lora_parallel.quantised import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.saving import allow_save_pretrained
 from lora_parallel.sequence import run_on_chunks
@@ -96,7 +96,7 @@ def parallelize(
         elif lora_config is not None:
             inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
         check_quantised(model)
-        bare = None if config.require_adapters or has_adapters(model) else without_values(model)
+        bare = None if config.require_adapters or has_adapters(model) else without_values(model, bare_states(model))
         hold_as_bytes(model)
         check_fresh(model)
         if _wants_fsdp(mesh, config):

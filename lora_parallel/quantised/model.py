@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from lora_parallel.stored import Node
 from lora_parallel.transformers_quantisers import check_loaded
 from lora_parallel.waiting import Waiting
 
-__all__ = ["check_quantised", "hold_as_bytes"]
+__all__ = ["bare_states", "check_quantised", "hold_as_bytes"]
 
 _Format = tuple[Callable[[Any], None], Callable[[Any], "str | None"]]
 """How a layer is changed, and why it cannot be."""
@@ -127,6 +128,19 @@ def _check_adapter(layer: Any, name: str) -> None:
     if variants := getattr(layer, "lora_variant", None):
         variant = type(next(iter(variants.values()))).__name__
         raise ValueError(f"{name} is a LoRA variant ({variant}) on a quantised layer: plain LoRA only is supported.")
+
+
+def bare_states(model: nn.Module) -> dict[int, Any]:
+    """What stands for the states of quantised layers in a copy without values, by their ids."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if module.__dict__.get("quant_state") is not None:
+            found[id(module.quant_state)] = None
+        state = module.__dict__.get("state")
+        if hasattr(state, "has_fp16_weights"):
+            found[id(state)] = bare = copy.copy(state)
+            bare.CB = bare.SCB = None
+    return found
 
 
 def hold_as_bytes(model: nn.Module) -> None:
