@@ -96,7 +96,7 @@ def parallelize(
         elif lora_config is not None:
             inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
         check_quantised(model)
-        bare = None if config.require_adapters or has_adapters(model) else without_values(model, bare_states(model))
+        bare = None if config.require_adapters or has_adapters(model) else _bare_copy(model)
         hold_as_bytes(model)
         check_fresh(model)
         if _wants_fsdp(mesh, config):
@@ -257,6 +257,14 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _bare_copy(model: nn.Module) -> nn.Module | Exception:
+    """For tenants, which are asked for later if at all: what is in the way of them is no error yet."""
+    try:
+        return without_values(model, bare_states(model))
+    except Exception as error:  # whatever a module makes of being copied
+        return error
 
 
 def _wants_fsdp(mesh: DeviceMesh, config: ParallelConfig) -> bool:

@@ -34,8 +34,10 @@ class ParallelState:
     materialized: bool = True
     """False: base weights were left on meta."""
 
-    bare: nn.Module | None = field(default=None, repr=False)
-    """The model on meta as it was before it was sharded, for adapters that come later; None where it has some."""
+    bare: nn.Module | Exception | None = field(default=None, repr=False)
+    """The model on meta as it was before it was sharded, for adapters that come later, or why there is no copy of it;
+    None where it has adapters.
+    """
 
     trained: frozenset[str] = frozenset()
     """The parameters that trained when the model was parallelized, by name."""

@@ -138,8 +138,9 @@ def bare_states(model: nn.Module) -> dict[int, Any]:
             found[id(module.quant_state)] = None
         state = module.__dict__.get("state")
         if hasattr(state, "has_fp16_weights"):
-            found[id(state)] = bare = copy.copy(state)
+            bare: Any = copy.copy(state)
             bare.CB = bare.SCB = None
+            found[id(state)] = bare
     return found
 
 

@@ -90,6 +90,11 @@ class TenantPool:
                 "the model has adapters of its own, or was told to need some: parallelize the bare base with "
                 "ParallelConfig(require_adapters=False)."
             )
+        if isinstance(state.bare, Exception):
+            raise ValueError(
+                f"the base cannot be copied ({type(state.bare).__name__}: {state.bare}), which adapters that come later "
+                "are drawn on: let its modules be copied by copy.deepcopy."
+            )
         if state.config.sequence_parallel:
             raise ValueError("tenants need all tokens of a sample on one rank: leave sequence_parallel=False.")
         if budget is not None and budget <= 0:
