@@ -92,8 +92,8 @@ class TenantPool:
             )
         if isinstance(state.bare, Exception):
             raise ValueError(
-                f"the base cannot be copied ({type(state.bare).__name__}: {state.bare}), which adapters that come later "
-                "are drawn on: let its modules be copied by copy.deepcopy."
+                f"the base cannot be copied ({type(state.bare).__name__}: {state.bare}), and adapters are drawn on a "
+                "copy without values: let its modules be copied by copy.deepcopy."
             )
         if state.config.sequence_parallel:
             raise ValueError("tenants need all tokens of a sample on one rank: leave sequence_parallel=False.")
