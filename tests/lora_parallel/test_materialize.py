@@ -496,7 +496,7 @@ DAMAGE: dict[str, tuple[Any, list[str]]] = {
     ),
     "dtype": (
         lambda path: edit(path, lambda state, key: state.update({key: torch.ones(48, 32, dtype=torch.int8)})),
-        ["model.layers.1.mlp.up_proj.weight", "torch.int8", "unquantised"],
+        ["model.layers.1.mlp.up_proj.weight", "torch.int8", "a quantised checkpoint is read by from_pretrained"],
     ),
     "unclaimed key": (add, ["model.layers.1.mlp.extra.weight", "claims", "config"]),
     "unfilled parameter": (drop, ["model.layers.1.mlp.up_proj.weight", "no file"]),

@@ -440,6 +440,7 @@ def stochastic(parameters: Any) -> torch.optim.Optimizer:
 
 def one_step(mesh_text: str, kind: str, late: bool) -> dict[str, dict[str, Tensor]]:
     mesh, config = on_mesh(mesh_text, require_adapters=False)
+    quantised(kind)  # makes its file
     with meta_init() if late else nullcontext():
         base = quantised(kind)
     model = parallelize(base, mesh, config).train()
