@@ -36,7 +36,7 @@ TENANTS = {
     "plain": (LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"), 5e-3),
     "loud": (LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"), 1e-2),
     "quiet": (LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]), 1e-2),
-    "brief": (LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", lora_dropout=0.05), 8e-3),
+    "brief": (LoraConfig(r=8, lora_alpha=64, use_rslora=True, target_modules="all-linear"), 2e-3),
 }
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lora_parallel.agreement import agreed, gather_numbers
 from lora_parallel.atomic import local_path
+from lora_parallel.deferred import without_values
 from lora_parallel.dropout import TopologyInvariantDropout
 from lora_parallel.gather import local
 from lora_parallel.identity import base_fingerprints
@@ -171,7 +172,7 @@ class TenantPool:
             ValueError: There is a tenant of this name; the config asks for something else than plain LoRA, or targets
                 what the base does not have.
         """
-        with self._together(f"add({name!r}, {config!r}, init_seed={init_seed})"):
+        with self._together(f"add({name!r}, {described(config)}, init_seed={init_seed})"):
             self._check_idle("add")
             if name in self._tenants:
                 raise ValueError(f"there is a tenant {name!r} already: give another name, or remove it first.")
@@ -221,7 +222,7 @@ class TenantPool:
     def _shaped(self, name: str, config: LoraConfig) -> Any:
         """The bare base with the adapter, on meta: which layers it is on, and what they are."""
         with seeded(0), observe_layers(lambda layer: None):
-            return get_peft_model(copy.deepcopy(self._bare), copy.deepcopy(config), adapter_name=name)
+            return get_peft_model(without_values(self._bare, {}), copy.deepcopy(config), adapter_name=name)
 
     def _draw(self, tenant: _Tenant, config: LoraConfig, shapes: Any, seed: int) -> None:
         names = [(name, layer) for layer, name in clean_names(shapes).items() if isinstance(layer, LoraLayer)]
@@ -232,7 +233,7 @@ class TenantPool:
             self._graft(tenant, name, shape, drawn, seed)
 
         with seeded(seed), observe_layers(keep):
-            get_peft_model(copy.deepcopy(self._bare), copy.deepcopy(config), adapter_name=tenant.name)
+            get_peft_model(without_values(self._bare, {}), copy.deepcopy(config), adapter_name=tenant.name)
 
     def _graft(self, tenant: _Tenant, name: str, shape: Any, drawn: Any, seed: int) -> None:
         """Put an adapter that was drawn on a layer of the model."""
@@ -497,6 +498,18 @@ class TenantPool:
                 if error is not None:
                     raise error
         self._calls = after
+
+
+def described(config: Any) -> str:
+    """A config by what it says otherwise than by default, the same in every process: sets have an order of their own in
+    each.
+    """
+    if not isinstance(config, LoraConfig):
+        return repr(config)
+    usual = LoraConfig().to_dict()
+    said = {key: value for key, value in config.to_dict().items() if value != usual.get(key)}
+    ordered = {key: sorted(value) if isinstance(value, set) else value for key, value in said.items()}
+    return f"LoraConfig({', '.join(f'{key}={value!r}' for key, value in sorted(ordered.items()))})"
 
 
 def _number(text: str) -> int:

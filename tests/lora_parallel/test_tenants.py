@@ -22,6 +22,7 @@ from lora_parallel.gather import local
 from lora_parallel.inject import adapt_dropout
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.tenants import TenantPool
+from lora_parallel.tenants.pool import described
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, full, on_mesh, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
@@ -372,6 +373,15 @@ def test_what_cannot_be_is_refused_on_every_rank(pool, tmp_path):
         for name, text in REFUSED.items():
             assert isinstance(found[name], Failure), name
             assert text in found[name].message, (name, found[name].message)
+
+
+def test_a_config_is_described_alike_in_every_process():
+    """Sets are in another order where PYTHONHASHSEED is another."""
+    names = [f"layer{number}" for number in range(40)]
+    one, other = (LoraConfig(r=3, target_modules=order) for order in (names, names[::-1]))
+    assert described(one) == described(other)
+    assert described(one).startswith("LoraConfig(r=3, target_modules=['layer0', 'layer1', 'layer10', ")
+    assert described(LoraConfig(r=4, target_modules=names)) != described(one)
 
 
 # ---------------------------------------------------------------------- memory
