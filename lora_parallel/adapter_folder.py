@@ -310,6 +310,9 @@ class ReadAdapter:
     base: list[str]
     """The parameters among them that are the base's: embeddings, which PEFT writes and loads with an adapter."""
 
+    names: dict[str, str]
+    """The parameter in the model behind each of the adapter's own keys."""
+
     def put(self) -> None:
         """Put it into the model. Collective."""
         with torch.no_grad():
@@ -357,7 +360,7 @@ def read_adapter(
                     "fill it with load_adapter and start anew."
                 )
     base = sorted(set(keys.values()) - set(own.values()))
-    return ReadAdapter(model, [(local(parameter), values[key]) for key, parameter in targets.items()], base)
+    return ReadAdapter(model, [(local(parameter), values[key]) for key, parameter in targets.items()], base, own)
 
 
 def check_config(folder: Path, own: PeftConfig) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "fresh_of",
     "has_deferred",
     "is_deferred",
+    "keep_settings",
     "read_whole",
     "rearrange_stored",
     "remember",
@@ -93,10 +94,15 @@ def without_values(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:
     memo = dict(known)
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = bare = defer(tensor)
-        for key in ("compress_statistics", "quant_type"):  # of a quantised weight; PEFT asks for these
-            if hasattr(tensor, key):
-                setattr(bare, key, getattr(tensor, key))
+        keep_settings(tensor, bare)
     return copy.deepcopy(model, memo)
+
+
+def keep_settings(old: Tensor | None, new: Tensor) -> None:
+    """Set on `new` what a quantiser has set on the weight that it stands for, and PEFT asks for."""
+    for key in ("compress_statistics", "quant_type"):
+        if hasattr(old, key):
+            setattr(new, key, getattr(old, key))
 
 
 def has_deferred(model: nn.Module) -> bool:

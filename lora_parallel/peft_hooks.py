@@ -28,6 +28,7 @@ from lora_parallel.deferred import accept_memory, is_deferred
 from lora_parallel.factored import FactoredWeight, Factors
 
 __all__ = [
+    "DRAWN",
     "adapters_off_meta",
     "check_needs_no_base",
     "keep_factored",
@@ -119,7 +120,7 @@ def adapters_off_meta() -> None:
 
 
 # Initialisations that draw from the random state alone; PiSSA, OLoRA, LoftQ and others decompose the base weight.
-_DRAWN = (True, False, "gaussian", "orthogonal")
+DRAWN = (True, False, "gaussian", "orthogonal")
 
 
 def check_needs_no_base(config: Any) -> None:
@@ -129,7 +130,7 @@ def check_needs_no_base(config: Any) -> None:
         ValueError: It is computed from the base weights.
     """
     wants = None
-    if config.init_lora_weights not in _DRAWN:
+    if config.init_lora_weights not in DRAWN:
         wants = f"init_lora_weights={config.init_lora_weights!r}"
     elif config.use_dora:
         wants = "use_dora=True"

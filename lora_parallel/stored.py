@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lora_parallel.upstream import no_torch_function, storageless
 
 __all__ = [
+    "Block",
     "Computed",
     "Derived",
     "Leaf",
@@ -110,8 +111,17 @@ def _shifted(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
+class Block:
+    """A node whose regions are read, or computed, as they are asked for."""
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        """One, unless the region is empty."""
+        if all(part.stop > part.start for part in region):
+            yield Piece(self, region, _inside(region))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class Leaf:
+class Leaf(Block):
     """A tensor of a checkpoint."""
 
     source: Any
@@ -125,13 +135,9 @@ class Leaf:
     def inputs(self) -> tuple[Node, ...]:
         return ()
 
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, _inside(region))
-
 
 @dataclass(frozen=True)
-class Computed:
+class Computed(Block):
     """The result of an operation that is not a rearrangement."""
 
     function: Callable[..., Any]
@@ -142,10 +148,6 @@ class Computed:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, _inside(region))
 
     @property
     def inputs(self) -> tuple[Node, ...]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig
 
+from lora_parallel.deferred import keep_settings
 from lora_parallel.quantised.stored import Packed
 from lora_parallel.stored import StoredTensor
 
@@ -123,9 +124,7 @@ def _only(value: Any) -> Any:
 def _packed(node: Packed, meta: Tensor | None = None) -> Tensor:
     """A parameter that stands for a quantised weight, with what its quantiser has set on the one that it replaces."""
     parameter = nn.Parameter(StoredTensor(node), requires_grad=False)
-    for key in ("compress_statistics", "quant_type"):  # PEFT asks for these
-        if hasattr(meta, key):
-            setattr(parameter, key, getattr(meta, key))
+    keep_settings(meta, parameter)
     return parameter
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_parallel.quantised.layer import Quantised, bytes_of, frozen
 from lora_parallel.quantised.stored import Bytes, Encoding, Packed
-from lora_parallel.stored import Node, Piece, Read, Region, StoredTensor, read, whole
+from lora_parallel.stored import Block, Node, Read, Region, StoredTensor, read, whole
 
 __all__ = [
     "Linear4bit",
@@ -226,7 +226,7 @@ def _packed_4bit(weight: Node, absmax: Node, state: QuantState) -> Packed:
 
 
 @dataclass(frozen=True, eq=False)
-class _Compressed:
+class _Compressed(Block):
     """Scales as they are after double quantisation, which is by the mean of all of them: of the whole weight."""
 
     absmax: Node
@@ -236,10 +236,6 @@ class _Compressed:
     @property
     def inputs(self) -> tuple[Node, ...]:
         return (self.absmax,)
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, tuple(slice(0, part.stop - part.start) for part in region))
 
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         yield self.absmax, whole(self.shape)
@@ -290,7 +286,7 @@ def stored_4bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
 
 
 @dataclass(frozen=True, eq=False)
-class _Nested:
+class _Nested(Block):
     """Scales that a file holds as double quantisation left them."""
 
     compressed: Node
@@ -306,10 +302,6 @@ class _Nested:
     @property
     def inputs(self) -> tuple[Node, ...]:
         return (self.compressed, self.state.absmax.node)
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, tuple(slice(0, part.stop - part.start) for part in region))
 
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         scales, blocks = self._blocks(region[0])

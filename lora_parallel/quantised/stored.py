@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_parallel.stored import Node, Piece, Read, Region, whole
+from lora_parallel.stored import Block, Node, Piece, Read, Region, whole
 
 __all__ = ["Bytes", "Encoded", "Encoding", "Packed", "row_chunks"]
 
@@ -140,7 +140,7 @@ class Encoding:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class Encoded(Block):
     """A part of an encoding."""
 
     encoding: Encoding
@@ -151,10 +151,6 @@ class Encoded:
     @property
     def inputs(self) -> tuple[Node, ...]:
         return (self.encoding.dense,)
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, tuple(slice(0, part.stop - part.start) for part in region))
 
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         yield self.encoding.dense, (region[0], self.encoding.features(self.part, region[1]))

@@ -27,7 +27,7 @@ from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import seeded
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.names import clean_names
-from lora_parallel.peft_hooks import observe_layers
+from lora_parallel.peft_hooks import DRAWN, observe_layers
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tenants.budget import wanted
 from lora_parallel.tenants.factor import Factor
@@ -353,11 +353,12 @@ class TenantPool:
         self._activate(route.tenants)
         self._route = route
         factors = [f for name in route.tenants for f in self._tenants[name].factors] if self._shards else []
-        if self._shards is not None:
-            cuts = [factor.cut for factor in factors if factor.cut is not None]
-            for factor, whole in zip(factors, gather([f.parameter for f in factors], cuts, self._shards), strict=True):
-                factor.lend(whole)
         try:
+            if self._shards is not None:
+                cuts = [factor.cut for factor in factors if factor.cut is not None]
+                gathered = gather([factor.parameter for factor in factors], cuts, self._shards)
+                for factor, whole in zip(factors, gathered, strict=True):
+                    factor.lend(whole)
             yield
         finally:
             for factor in factors:
@@ -538,7 +539,7 @@ def _check_config(config: Any) -> None:
     for key, plain in _PLAIN.items():
         if getattr(config, key, plain) not in (plain, [], {}):
             raise ValueError(f"LoraConfig({key}={getattr(config, key)!r}): tenants are plain LoRA on linear layers.")
-    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+    if config.init_lora_weights not in DRAWN:
         raise ValueError(
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) is computed from the base weights, which are "
             "sharded: load a saved adapter instead."

@@ -66,9 +66,8 @@ def load_tenant(
             different saves. On every rank.
     """
     adapter = read_adapter(model, folder, name)
-    keys = gather_adapter_names(model, name)
     with agreed():
-        names, put, kept = _names(model, keys), optimizer.state.clear, None
+        names, put, kept = _names(model, adapter.names), optimizer.state.clear, None
         if (folder / STATE).is_file():
             kept = torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=True)
             if kept["adapter"] != _digest(folder):
@@ -88,11 +87,6 @@ def load_tenant(
     adapter.put()
     put()
     return kept
-
-
-def gather_adapter_names(model: nn.Module, name: str) -> dict[str, str]:
-    """The parameter in the model behind each key of an adapter's file."""
-    return gather_adapter(model, name, save_embedding_layers=False).names
 
 
 def _names(model: nn.Module, keys: Mapping[str, str]) -> dict[nn.Parameter, str]:
