@@ -174,6 +174,7 @@ def random_operations(mesh_text: str) -> dict[str, Any]:
     for name in ("ada", "bea"):
         add(pool, name)
     still, steps, changed = values(model, "ada"), 0, []
+    alive = len(list(model.parameters()))
     rows = dp_size(mesh)
 
     def train(name: str, step: int) -> None:
@@ -229,7 +230,7 @@ def random_operations(mesh_text: str) -> dict[str, Any]:
         pool.remove(name)
     after = {name: full(p) for name, p in model.named_parameters()}
     found["base"] = [name for name in before if not torch.equal(before[name], after.get(name, torch.zeros(0)))]
-    return {**found, "sizes": sizes, "more": sorted(after.keys() - before.keys())}
+    return {**found, "sizes": sizes, "alive": alive, "more": sorted(after.keys() - before.keys())}
 
 
 @pytest.mark.parametrize("mesh", ["2x2"])
@@ -239,6 +240,7 @@ def test_tenants_come_and_go_without_a_trace(pool, mesh):
         assert found["ada"] == 0.0
         assert (found["changed"], found["base"], found["more"]) == ([], [], [])
         assert len(found["sizes"]) > 3
+        assert {parameters for _, parameters, _ in found["sizes"]} == {found["alive"]}  # nothing of any guest
         assert len(set(found["sizes"][1:])) == 1, found["sizes"]  # not of the first, before all is set up
 
 
