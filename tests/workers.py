@@ -2,13 +2,18 @@
 
 Start-up costs more than the maths: the processes are forked from a server that has imported everything, once a session
 for each world size, and keep their process group. Every group has a short timeout, so a hang is a failure in seconds; a
-group in which a rank fails, or does not answer, is killed and started anew.
+group in which a rank fails, or does not answer, is killed and started anew. A rank that crashes prints where its
+threads were.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import io
 import multiprocessing
 import os
+import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,6 +21,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch
 
 COLLECTIVE_TIMEOUT = 60
 ANSWER_TIMEOUT = 300
@@ -43,9 +50,22 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return Failure(type(error).__name__, str(error), traceback.format_exc())
 
 
+def _send(pipe: Connection, value: Any) -> None:
+    """As bytes: `pipe.send` would move tensors to shared memory, in place, while other threads of a rank may still hold
+    them, and a file descriptor of each would go with it.
+    """
+    written = io.BytesIO()
+    torch.save(value, written, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    pipe.send_bytes(written.getbuffer())
+
+
+def _received(pipe: Connection) -> Any:
+    return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+
+
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch
+    faulthandler.enable()
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -58,13 +78,19 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     )
     while True:
         try:
-            function, args = pipe.recv()
+            function, args = _received(pipe)
         except EOFError:
             return
         except Exception as error:  # a function that cannot be imported here
-            pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
+            _send(pipe, Failure(type(error).__name__, str(error), traceback.format_exc()))
             continue
-        pipe.send(attempt(function, *args))
+        _send(pipe, attempt(function, *args))
+
+
+def _ending(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "not yet ended"
+    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit code {exitcode}"
 
 
 class WorkerPool:
@@ -94,16 +120,19 @@ class WorkerPool:
         """Each rank's return value, or a `Failure` where it raised."""
         ranks = self._group(world_size)
         for _, pipe in ranks:
-            pipe.send((function, args))
+            _send(pipe, (function, args))
         answers: list[Any] = []
-        for rank, (_, pipe) in enumerate(ranks):
+        for rank, (process, pipe) in enumerate(ranks):
             if not pipe.poll(ANSWER_TIMEOUT):
                 self._end(world_size)
                 raise WorkerError(f"rank {rank} of {world_size} gave no answer in {ANSWER_TIMEOUT} s")
             try:
-                answers.append(pipe.recv())
+                answers.append(_received(pipe))
             except EOFError:
-                answers.append(Failure("EOFError", f"rank {rank} of {world_size} died", ""))
+                process.join(timeout=10)
+                answers.append(
+                    Failure("EOFError", f"rank {rank} of {world_size} died ({_ending(process.exitcode)})", "")
+                )
         if any(isinstance(answer, Failure) for answer in answers):
             self._end(world_size)  # a group in which a rank failed may be out of step
         return answers
@@ -113,8 +142,9 @@ class WorkerPool:
         answers = self.try_run(world_size, function, *args)
         failures = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
         if failures:
-            rank, failure = failures[0]
-            raise WorkerError(f"{len(failures)} of {world_size} ranks failed; rank {rank}:\n{failure.trace}")
+            # The first of them may only have waited for the one that went wrong.
+            told = "\n".join(f"rank {rank}: {failure.trace or failure.message}" for rank, failure in failures)
+            raise WorkerError(f"{len(failures)} of {world_size} ranks failed.\n{told}")
         return answers
 
     def _end(self, world_size: int) -> None:
