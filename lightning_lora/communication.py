@@ -20,7 +20,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        parts = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
         dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.stack(parts)
 

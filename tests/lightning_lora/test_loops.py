@@ -250,8 +250,8 @@ def test_gathers_are_over_data_parallel_ranks(pool, mesh):
         assert [i for share in gathered["index"] for i in share] == list(range(ROWS, 2 * ROWS))
 
 
-def gathered_gradient() -> tuple[list[float], list[float]]:
-    """d/dx of sum_i w_i x_i over the gathered x, on this rank; its share of the whole."""
+def gathered_gradient() -> tuple[list[float], list[float], list[Any]]:
+    """d/dx of sum_i w_i x_i over the gathered x, on this rank; its share of the whole. And the gather of a view."""
     with tidy():
         run = trainer("2x2", max_epochs=1)
         module = Tuner(m.adapted)
@@ -259,12 +259,15 @@ def gathered_gradient() -> tuple[list[float], list[float]]:
         x = torch.tensor([1.0, 2.0], requires_grad=True)
         rows = module.all_gather(x, sync_grads=True)
         (rows * torch.tensor([[3.0], [5.0]])).sum().backward()
-        return rows.flatten().tolist(), x.grad.tolist()  # type: ignore[union-attr]
+        turned = torch.arange(6.0).view(2, 3).T + dist.get_rank() // 2
+        assert not turned.is_contiguous()
+        return rows.flatten().tolist(), x.grad.tolist(), module.all_gather(turned).tolist()  # type: ignore[union-attr]
 
 
 def test_gather_with_gradients(pool):
     """As under DDP: backward sums what the data-parallel ranks' losses say of this rank's row."""
-    for rank, (rows, gradient) in enumerate(pool.run(4, gathered_gradient)):
+    for rank, (rows, gradient, turned) in enumerate(pool.run(4, gathered_gradient)):
+        assert turned == [[[row + share, row + 3.0 + share] for row in range(3)] for share in range(2)]
         assert rows == [1.0, 2.0, 1.0, 2.0]
         weight = 2 * [3.0, 5.0][rank // 2]
         assert gradient == [weight, weight]
