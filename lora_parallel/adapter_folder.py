@@ -38,6 +38,7 @@ __all__ = [
     "GatheredAdapter",
     "ReadAdapter",
     "check_config",
+    "find_adapter",
     "gather_adapter",
     "load_adapter",
     "read_adapter",
@@ -142,7 +143,7 @@ class GatheredAdapter:
                 if target != directory:
                     os.replace(scratch.path / CARD, directory / CARD)
             if target.exists():
-                scratch.place_files()
+                scratch.place_files(last=WEIGHTS)
             else:
                 scratch.place()
         finally:
@@ -296,7 +297,13 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
             keys and shapes are not exactly the adapter's; or ranks name different adapters or read different folders.
             All on every rank.
     """
-    read_adapter(model, directory, adapter_name).put()
+    read_adapter(model, find_adapter(directory, adapter_name), adapter_name).put()
+
+
+def find_adapter(directory: str | os.PathLike[str], adapter_name: str) -> Path:
+    """Where in a directory PEFT looks for an adapter: one that is not "default" may be in a subfolder of its name."""
+    inside = Path(directory) / adapter_name
+    return inside if adapter_name != "default" and (inside / WEIGHTS).is_file() else Path(directory)
 
 
 @dataclass(frozen=True)
@@ -327,7 +334,11 @@ def read_adapter(
 ) -> ReadAdapter:
     """Read what `load_adapter` fills the model with. Collective.
 
-    With `same_dtypes`, where optimizer states belong to them, values of another dtype are refused.
+    Args:
+        model: As in `load_adapter`.
+        directory: The folder itself.
+        adapter_name: As in `load_adapter`.
+        same_dtypes: Refuse values of another dtype: optimizer states belong to them.
     """
     check_alike(adapter_name=adapter_name)
     reshard(model)
@@ -338,8 +349,6 @@ def read_adapter(
         if holder is None or adapter_name not in configs:
             raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
         folder = Path(directory)
-        if adapter_name != "default" and (folder / adapter_name / WEIGHTS).is_file():
-            folder = folder / adapter_name
         check_config(folder, configs[adapter_name])
         digest = _digest(folder)
     check_alike(directory=f"a folder with digest {digest}")

@@ -75,12 +75,18 @@ class Scratch:
         (self.target / _LOCK).unlink()  # not before: without it others may sweep the folder away
         self._release()
 
-    def place_files(self) -> None:
-        """Put its files, one by one, into the target, a folder that exists and whose other files stay."""
+    def place_files(self, last: str) -> None:
+        """Put its files, one by one, into the target, a folder that exists and whose other files stay.
+
+        Args:
+            last: The file that the others belong to: once it is there, they are.
+        """
         _sync(self.path)
         for file in self.path.iterdir():
-            if file != self.lock:
+            if file != self.lock and file.name != last:
                 os.replace(file, self.target / file.name)
+        _sync_entry(self.target)
+        os.replace(self.path / last, self.target / last)
         _sync_entry(self.target)
         self.discard()
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from lora_parallel.adapter_folder import read_adapter
+from lora_parallel.adapter_folder import find_adapter, read_adapter
 from lora_parallel.adapters import check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import restore_replaced
@@ -26,10 +26,10 @@ from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_
 from lora_parallel.checkpoint_writer import wait_for_save
 from lora_parallel.gather import local, region_of
 from lora_parallel.identity import check_base, fingerprints_of
+from lora_parallel.nodes import Region, whole
 from lora_parallel.optimizer_state import check_optimizer, restored
 from lora_parallel.retention import alteration, damage, read_meta
 from lora_parallel.sources import DcpDirectory, Reader
-from lora_parallel.stored import Region, whole
 from lora_parallel.train_state import TrainState
 
 __all__ = [
@@ -209,7 +209,7 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
                 raise ValueError(f"{found.path} holds the adapters {sorted(saved)}, the model has {sorted(here)}.")
             check_base(found.meta["fingerprints"][name], present[name], model, str(found.path), found.held_by(name))
     adapters = [
-        read_adapter(model, found.adapter_folder(name), adapter, same_dtypes=True)
+        read_adapter(model, find_adapter(found.adapter_folder(name), adapter), adapter, same_dtypes=True)
         for name, model in state.models.items()
         for adapter in peft_configs(model)
     ]

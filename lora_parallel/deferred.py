@@ -16,8 +16,9 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from lora_parallel.nodes import Leaf, Node, describe, leaves, read
 from lora_parallel.sources import Source, open_checkpoint
-from lora_parallel.stored import Leaf, Node, StoredTensor, describe, leaves, read
+from lora_parallel.stored import StoredTensor
 from lora_parallel.waiting import Waiting
 
 __all__ = [

@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from lora_parallel.adapter_forms import cut_problem, problem_anywhere
 from lora_parallel.experts import Sharing, holds_experts, share_experts
+from lora_parallel.flow import Flow
 from lora_parallel.layers import base_of, features_dim, is_linear, shared_parameters
 from lora_parallel.names import embeddings_of, innermost
 from lora_parallel.plan_checks import check_widths, cut_as
 from lora_parallel.probe import probed_models
 from lora_parallel.selection import Selection
 from lora_parallel.sequence import Sequence, find_sequence
-from lora_parallel.structure import Flow, Structure
+from lora_parallel.structure import Structure
 from lora_parallel.styles import STYLES, WAYS_OF_EXPERTS, Style, fed_all, fed_tokens, giving_tokens, style_named
 
 __all__ = ["Draft", "Entries"]

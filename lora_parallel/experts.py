@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from lora_parallel.collectives import chunk_bounds
 from lora_parallel.factored import FactoredWeight, Factors
+from lora_parallel.nests import tensors_in
 from lora_parallel.selection import Selection
 
 __all__ = ["Sharing", "adapter_cuts", "holds_experts", "share_experts"]
@@ -60,7 +61,7 @@ class Sharing:
             return values
         _, chosen = next(iter(self.cuts.values()))
         start, stop = chosen.ranks[rank][0]
-        index = next((x for x in _tensors(values) if not x.is_floating_point() and x.dtype != torch.bool), None)
+        index = next((x for x in tensors_in(values) if not x.is_floating_point() and x.dtype != torch.bool), None)
         if index is None:
             raise ValueError("no argument of the experts is an index of experts")
         others = (index < start) | (index >= stop)
@@ -84,12 +85,6 @@ def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     return found if len({p.shape[0] for p in found.values()}) == 1 else {}
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    found: list[Tensor] = []
-    tree_map_only(Tensor, found.append, values)
-    return iter(found)
-
-
 def share_experts(module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]], tp: int, by: str) -> Sharing | str:
     """How `module` (in memory of any kind; not changed) can be shared, or why it cannot.
 
@@ -106,7 +101,7 @@ def share_experts(module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]]
             return f"it has {experts} experts, no multiple of tp={tp}"
         candidates = _by_experts(module, experts, tp)
     else:
-        hidden = next((x.shape[-1] for x in _tensors(fed) if x.is_floating_point()), 0)
+        hidden = next((x.shape[-1] for x in tensors_in(fed) if x.is_floating_point()), 0)
         candidates = _by_features(module, stacks, hidden, tp)
     problem = None
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
@@ -212,7 +207,7 @@ def _example(fed: Any, experts: int) -> Any:
     """Random numbers in place of what the module was fed: a router without its weights may choose the same experts for
     all tokens, or give no numbers at all.
     """
-    rows = next((len(x) for x in _tensors(fed) if x.is_floating_point() and x.dim()), 0)
+    rows = next((len(x) for x in tensors_in(fed) if x.is_floating_point() and x.dim()), 0)
 
     def drawn(x: Tensor) -> Tensor:
         if x.is_floating_point():

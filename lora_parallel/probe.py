@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.experts import holds_experts
 from lora_parallel.layers import base_of, features_dim, is_linear
+from lora_parallel.nests import tensors_in
 
 __all__ = ["Call", "FailedError", "Probe", "ProbeError", "probed_models", "stand_in_for"]
 
@@ -274,7 +275,7 @@ class Probe:
         with _standing_in(self.units, stand_in):
             args = inputs.get("args", ())
             outputs = self.twin(*args, **{key: value for key, value in inputs.items() if key != "args"})
-        return list(_floats_in(outputs))
+        return [each for each in tensors_in(outputs) if each.is_floating_point()]
 
 
 class _Uses(TorchDispatchMode):
@@ -434,18 +435,6 @@ def _sound(config: Any, rows: int) -> dict[str, Tensor]:
         "input_features": torch.randn(rows, getattr(config, "num_mel_bins", 80), frames),
         "input_values": torch.randn(rows, 4000),
     }
-
-
-def _floats_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _floats_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _floats_in(item)
 
 
 def _brief(error: Exception) -> str:

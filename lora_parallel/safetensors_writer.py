@@ -14,7 +14,7 @@ from typing import IO
 
 import torch
 
-from lora_parallel.stored import Node, Region, read
+from lora_parallel.nodes import Node, Region, read
 
 __all__ = ["write_safetensors"]
 

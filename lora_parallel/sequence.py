@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lora_parallel.collectives import chunk_bounds, gather_tokens, split_tokens, whole_tokens
-from lora_parallel.layers import Tokens
+from lora_parallel.flow import Flow
 from lora_parallel.probe import Call, Probe, ProbeError
-from lora_parallel.structure import Flow, Structure, same
+from lora_parallel.proof import same
+from lora_parallel.structure import Structure
+from lora_parallel.tp_context import Tokens
 from lora_parallel.upstream import in_backward
 
 __all__ = ["Sequence", "find_sequence", "run_on_chunks"]

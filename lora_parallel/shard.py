@@ -25,7 +25,7 @@ from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, has_adapters, inject_adapter
-from lora_parallel.layers import TPContext, apply_style, shared_parameters
+from lora_parallel.layers import shared_parameters
 from lora_parallel.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
 from lora_parallel.overlay import laid_over
 from lora_parallel.peft_hooks import keep_factored, refuse_unload
@@ -35,6 +35,8 @@ from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_rand
 from lora_parallel.saving import allow_save_pretrained
 from lora_parallel.sequence import run_on_chunks
 from lora_parallel.state import ParallelState, state_of
+from lora_parallel.tp_context import TPContext
+from lora_parallel.units import apply_style
 from lora_parallel.verify import ties_of, verify
 from lora_parallel.watch import StepWatch
 from lora_parallel.weights import read_weights
@@ -133,11 +135,11 @@ def parallelize(
     allow_save_pretrained(model)
     # As sharded by now; those of adapters that are not active too.
     gradients.manage(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))
-    StepWatch(model, mesh, count, gradients, context, plan.trials)
 
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
+    StepWatch(model, mesh, count, gradients, context, plan.trials, state.recoveries)
     verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lora_parallel.stored import Leaf, Region
+from lora_parallel.nodes import Leaf, Region
 
 __all__ = [
     "DcpDirectory",

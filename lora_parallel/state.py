@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -38,6 +39,12 @@ class ParallelState:
     """The model on meta as it was before it was sharded, for adapters that come later, or why there is no copy of it;
     None where it has adapters.
     """
+
+    recoveries: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """What is called when a step turns out to have failed on its way, as the next one begins."""
+
+    pooled: bool = False
+    """Whether it is the base of a `TenantPool`."""
 
     trained: frozenset[str] = frozenset()
     """The parameters that trained when the model was parallelized, by name."""

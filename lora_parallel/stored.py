@@ -10,130 +10,32 @@ inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lora_parallel.nodes import (
+    Block,
+    Cast,
+    Concat,
+    Node,
+    Permute,
+    Read,
+    Region,
+    Select,
+    Slice,
+    Unsqueeze,
+    read,
+    whole,
+    with_part,
+)
 from lora_parallel.upstream import no_torch_function, storageless
 
-__all__ = [
-    "Block",
-    "Computed",
-    "Derived",
-    "Leaf",
-    "Node",
-    "Piece",
-    "Read",
-    "Region",
-    "StoredTensor",
-    "describe",
-    "leaves",
-    "read",
-    "read_blocks",
-    "whole",
-]
-
-Region = tuple[slice, ...]
-"""A rectangle of a tensor: one slice with start and stop a dim."""
-
-Read = Callable[..., Tensor]
-"""Brings a node into memory, or a region of it: `read`."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of a stored tensor, and where it goes in the region that was asked for."""
-
-    leaf: Leaf | Derived
-    region: Region
-    """What to read of the leaf."""
-
-    target: Region
-    """Where it goes, relative to the start of the region asked for."""
-
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """What to do to the block that was read, in order."""
-
-
-class Node(Protocol):
-    """A tensor that is not in memory."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-
-    @property
-    def inputs(self) -> tuple[Node, ...]:
-        """What it is made of; nothing, of a leaf."""
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        """What to read for a region of it."""
-
-
-class Derived(Node, Protocol):
-    """A node whose values are computed from those of others."""
-
-    def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
-        """What of its inputs a region of it needs."""
-
-    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
-        """Regions of it, on any device, from inputs that `read` brings into memory.
-
-        Args:
-            regions: All that is wanted, so that what they have in common is done once.
-            read: Of a node, or of a region of it.
-            device: Where to compute what costs something.
-        """
-
-
-def whole(shape: tuple[int, ...]) -> Region:
-    """The region that is the whole tensor."""
-    return tuple(slice(0, size) for size in shape)
-
-
-def _inside(region: Region) -> Region:
-    return tuple(slice(0, part.stop - part.start) for part in region)
-
-
-def _with(region: Region, dim: int, part: slice) -> Region:
-    return (*region[:dim], part, *region[dim + 1 :])
-
-
-def _shifted(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)
-
-
-class Block:
-    """A node whose regions are read, or computed, as they are asked for."""
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        """One, unless the region is empty."""
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, _inside(region))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Leaf(Block):
-    """A tensor of a checkpoint."""
-
-    source: Any
-    """Where it is: see `lora_parallel.sources`."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def inputs(self) -> tuple[Node, ...]:
-        return ()
+__all__ = ["Computed", "StoredTensor"]
 
 
 @dataclass(frozen=True)
@@ -161,121 +63,6 @@ class Computed(Block):
         result = self.function(*args, **kwargs)
         result = result if self.index is None else result[self.index]
         yield from (result[region] for region in regions)
-
-
-@dataclass(frozen=True)
-class _Concat:
-    inputs: tuple[Node, ...]
-    dim: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        wanted, start = region[self.dim], 0
-        for part in self.inputs:
-            end = start + part.shape[self.dim]
-            low, high = max(start, wanted.start), min(end, wanted.stop)
-            if low < high:
-                for piece in part.pieces(_with(region, self.dim, slice(low - start, high - start))):
-                    moved = _shifted(piece.target[self.dim], low - wanted.start)
-                    yield replace(piece, target=_with(piece.target, self.dim, moved))
-            start = end
-
-
-@dataclass(frozen=True)
-class _OfOne:
-    parent: Node
-
-    @property
-    def inputs(self) -> tuple[Node, ...]:
-        return (self.parent,)
-
-
-@dataclass(frozen=True)
-class _Slice(_OfOne):
-    dim: int
-    start: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        yield from self.parent.pieces(_with(region, self.dim, _shifted(region[self.dim], self.start)))
-
-
-@dataclass(frozen=True)
-class _Permute(_OfOne):
-    dims: tuple[int, ...]
-    """Dim i of the result is dim dims[i] of the parent."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        asked = tuple(region[self.dims.index(dim)] for dim in range(len(self.dims)))
-        for piece in self.parent.pieces(asked):
-            yield replace(
-                piece,
-                target=tuple(piece.target[dim] for dim in self.dims),
-                steps=(*piece.steps, lambda block: block.permute(self.dims)),
-            )
-
-
-@dataclass(frozen=True)
-class _Unsqueeze(_OfOne):
-    dim: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        if region[self.dim].start == region[self.dim].stop:
-            return
-        for piece in self.parent.pieces(region[: self.dim] + region[self.dim + 1 :]):
-            yield replace(
-                piece,
-                target=(*piece.target[: self.dim], slice(0, 1), *piece.target[self.dim :]),
-                steps=(*piece.steps, lambda block: block.unsqueeze(self.dim)),
-            )
-
-
-@dataclass(frozen=True)
-class _Select(_OfOne):
-    dim: int
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        one = slice(self.index, self.index + 1)
-        for piece in self.parent.pieces((*region[: self.dim], one, *region[self.dim :])):
-            yield replace(
-                piece,
-                target=piece.target[: self.dim] + piece.target[self.dim + 1 :],
-                steps=(*piece.steps, lambda block: block.squeeze(self.dim)),
-            )
-
-
-@dataclass(frozen=True)
-class _Cast(_OfOne):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def pieces(self, region: Region) -> Iterator[Piece]:
-        for piece in self.parent.pieces(region):
-            yield replace(piece, steps=(*piece.steps, lambda block: block.to(self.dtype)))
-
-
-def leaves(node: Node) -> Iterator[Leaf]:
-    """The checkpoint's tensors that `node` is made of, whether or not a region of it needs them."""
-    if isinstance(node, Leaf):
-        yield node
-    for each in node.inputs:
-        yield from leaves(each)
-
-
-def describe(node: Node) -> str:
-    """Where a stored tensor is, for an error."""
-    first = next(leaves(node))
-    return f"{first.source.path}: {first.key}"
 
 
 class StoredTensor(Tensor):
@@ -386,7 +173,7 @@ def _cat(tensors: list[StoredTensor], dim: int = 0) -> Node | None:
     for each in tensors:
         if (*each.shape[:dim], *each.shape[dim + 1 :]) != (*shape[:dim], *shape[dim + 1 :]):
             raise RuntimeError(f"cat along dim {dim} of shapes {[tuple(each.shape) for each in tensors]}")
-    return _Concat(tuple(each.node for each in tensors), dim, tuple(shape), first.dtype)
+    return Concat(tuple(each.node for each in tensors), dim, tuple(shape), first.dtype)
 
 
 def _stack(tensors: list[StoredTensor], dim: int = 0) -> Node | None:
@@ -398,7 +185,7 @@ def _slice(x: StoredTensor, dim: int = 0, start: int | None = None, end: int | N
     low, high, _ = slice(start, end).indices(x.shape[dim])
     if step != 1:
         return None
-    return _Slice(x.node, dim, low, (*x.shape[:dim], max(high - low, 0), *x.shape[dim + 1 :]), x.dtype)
+    return Slice(x.node, dim, low, (*x.shape[:dim], max(high - low, 0), *x.shape[dim + 1 :]), x.dtype)
 
 
 def _split(x: StoredTensor, size: int | list[int], dim: int = 0) -> list[Node]:
@@ -410,7 +197,7 @@ def _split(x: StoredTensor, size: int | list[int], dim: int = 0) -> list[Node]:
 
 def _permute(x: StoredTensor, dims: list[int]) -> Node:
     dims = [_dim(x, dim) for dim in dims]
-    return _Permute(x.node, tuple(dims), tuple(x.shape[dim] for dim in dims), x.dtype)
+    return Permute(x.node, tuple(dims), tuple(x.shape[dim] for dim in dims), x.dtype)
 
 
 def _transpose(x: StoredTensor, first: int, second: int) -> Node:
@@ -422,12 +209,12 @@ def _transpose(x: StoredTensor, first: int, second: int) -> Node:
 
 def _unsqueeze(x: StoredTensor, dim: int) -> Node:
     dim = _dim(x, dim, extra=1)
-    return _Unsqueeze(x.node, dim, (*x.shape[:dim], 1, *x.shape[dim:]), x.dtype)
+    return Unsqueeze(x.node, dim, (*x.shape[:dim], 1, *x.shape[dim:]), x.dtype)
 
 
 def _select(x: StoredTensor, dim: int, index: int) -> Node:
     dim = _dim(x, dim)
-    return _Select(x.node, dim, index % x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
+    return Select(x.node, dim, index % x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
 
 
 def _squeeze(x: StoredTensor, dim: int) -> Node:
@@ -443,7 +230,7 @@ def _view(x: StoredTensor, shape: list[int]) -> Node | None:
 
 
 def _to(x: StoredTensor, dtype: torch.dtype | None = None, **_: Any) -> Node:
-    return x.node if dtype is None or dtype == x.dtype else _Cast(x.node, tuple(x.shape), dtype)
+    return x.node if dtype is None or dtype == x.dtype else Cast(x.node, tuple(x.shape), dtype)
 
 
 _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
@@ -476,30 +263,8 @@ def _equal(first: Tensor, second: Tensor) -> bool:
         raise TypeError("a tensor on disk can be compared with another one on disk only.")
     region, rows = whole(first.shape), first.shape[0] if first.dim() else 0
     step = max(1, _EQUAL_BYTES // max(1, prod(first.shape[1:]) * first.element_size()))
-    parts = [_with(region, 0, slice(at, min(at + step, rows))) for at in range(0, rows, step)] if rows else [region]
+    parts = [with_part(region, 0, slice(at, min(at + step, rows))) for at in range(0, rows, step)] if rows else [region]
     return all(torch.equal(read(first.node, part), read(second.node, part)) for part in parts)
 
 
 _EQUAL_BYTES = 16 * 2**20
-
-
-def read(node: Node, region: Region | None = None, device: str = "cpu") -> Tensor:
-    """A region of a stored tensor in memory, by itself; `lora_parallel.weights` reads many, file by file."""
-    region = whole(node.shape) if region is None else region
-    result = torch.empty([part.stop - part.start for part in region], dtype=node.dtype, device=device)
-    for piece in node.pieces(region):
-        (block,) = read_blocks(piece.leaf, [piece.region], device)
-        for step in piece.steps:
-            block = step(block)
-        result[piece.target] = block
-    return result
-
-
-def read_blocks(leaf: Leaf | Derived, regions: Sequence[Region], device: str = "cpu") -> Iterator[Tensor]:
-    """Regions of a leaf, which is opened for this; or of what is computed, on `device`."""
-    if not isinstance(leaf, Leaf):
-        yield from leaf.blocks(regions, read, device)
-        return
-    with leaf.source.open() as reader:
-        for region in regions:
-            yield reader(leaf.key, region)

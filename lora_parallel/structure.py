@@ -11,51 +11,25 @@ What fails is left out, with the reason.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lora_parallel.collectives import chunk_bounds
+from lora_parallel.flow import Flow, pattern_of
 from lora_parallel.layers import base_of, is_linear
-from lora_parallel.overlay import Overlay, laid_over
-from lora_parallel.probe import Call, FailedError, Probe, ProbeError
+from lora_parallel.probe import Call, Probe
+from lora_parallel.proof import proven, verify_rank
 from lora_parallel.selection import Selection
+from lora_parallel.sizes import sizes_on_a_rank
 
-__all__ = ["Flow", "Structure", "find_structure", "same"]
+__all__ = ["Structure", "find_structure"]
 
 _MOST_SOURCES = 16
 """More layers than that feed a layer through the residual stream only, of all the blocks before it."""
-
-_TOLERANCE = 1e-4
-"""Of float32: the same operations on slices, where a mistake is of the order of 1."""
-
-
-@dataclass(eq=False)
-class Flow:
-    """Layers that compute slices, from the whole tensors that the sources are fed to the sums that the sinks give."""
-
-    sinks: dict[str, None]
-    """Rowwise layers, by name."""
-
-    sources: dict[str, Selection]
-    """The layers before them, and the output features that each rank computes."""
-
-    between: dict[tuple[nn.Module, str], tuple[int, Selection] | None] = field(default_factory=dict)
-    """Parameters that act on slices (a norm of each head): by module and name there; the dim that is cut, if one is."""
-
-    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    """What modules say of their own sizes, on a rank; an `Overlay` for what their config says."""
-
-    @property
-    def units(self) -> Iterator[str]:
-        """All layers."""
-        yield from self.sources
-        yield from self.sinks
 
 
 @dataclass
@@ -112,7 +86,7 @@ def find_structure(
         if used := direct.intersection(flow.units):
             rejected.update(dict.fromkeys(flow.units, f"the weight of {min(used)} is used without calling it"))
             continue
-        key = tuple((_pattern(name), flow.sources.get(name)) for name in flow.units)
+        key = tuple((pattern_of(name), flow.sources.get(name)) for name in flow.units)
         groups.setdefault(key, []).append(flow)
     kept: list[Flow] = []
     for group in groups.values():
@@ -121,21 +95,14 @@ def find_structure(
             kept += group
         else:
             rejected.update({name: problem for flow in group for name in flow.units})
-    kept = _proven(probe, kept, tp, range(tp), rejected)
+    kept = proven(probe, kept, tp, range(tp), rejected)
     if kept and given is None:
         probe.run_otherwise()
-        kept = _proven(probe, kept, tp, (0, tp - 1), rejected)
+        kept = proven(probe, kept, tp, (0, tp - 1), rejected)
     for flow in kept:
         flow.between = {(real_of[module], key): cut for (module, key), cut in flow.between.items()}
         flow.attributes = {real_of[module]: values for module, values in flow.attributes.items()}
     return Structure(kept, {call.unit for call in probe.calls}, direct, probe, rejected)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
-
-
-# ---------------------------------------------------------------------- what depends on what
 
 
 @dataclass
@@ -337,17 +304,6 @@ def _joined(
     return flows
 
 
-# ---------------------------------------------------------------------- sizes that modules keep
-
-_HEADS = re.compile(r"^(num_|n_|n)?(attention_|attn_|q_|query_|encoder_attention_|decoder_attention_)?heads?$")
-_KV_HEADS = re.compile(
-    r"^(num_|n_)?(key_value_|kv_|k_|key_)heads$|^kv_n_heads$|^n_head_kv$|^num_key_value_head$|^multi_query_group_num$"
-)
-_HEAD_SIZE = re.compile(r"^(attention_)?head_(dim|size)$|^d_head$|^dim_head$|^key_value_proj_dim$|^d_kv$|^kv_channels$")
-_GROUPS = re.compile(r"^(num_|n_)?(key_value_|kv_)groups$|^n_rep$")
-_NOT_A_WIDTH = re.compile(r"head_dim|head_size|max|vocab|position|layer|idx|window|rank")
-
-
 def _fit(probe: Probe, flows: Sequence[Flow], tp: int) -> str | None:
     """Find sizes with which alike flows can be cut, and note them; else say why there are none."""
     problem = None
@@ -359,207 +315,12 @@ def _fit(probe: Probe, flows: Sequence[Flow], tp: int) -> str | None:
         (True, True, True),
     ):
         first = flows[0]
-        first.attributes = _sizes(probe, first, tp, heads, widths, configs)
+        first.attributes = sizes_on_a_rank(probe, first, tp, heads, widths, configs)
         # The others are proven together with all, once.
-        failed = _verify_rank(probe, [first], tp, 0, until=first) or _verify_rank(
-            probe, [first], tp, tp - 1, until=first
-        )
+        failed = verify_rank(probe, [first], tp, 0, until=first) or verify_rank(probe, [first], tp, tp - 1, until=first)
         if failed is None:
             for flow in flows[1:]:
-                flow.attributes = _sizes(probe, flow, tp, heads, widths, configs)
+                flow.attributes = sizes_on_a_rank(probe, flow, tp, heads, widths, configs)
             return None
         problem = problem or failed
     return problem
-
-
-def _sizes(
-    probe: Probe, flow: Flow, tp: int, heads: bool, widths: bool, configs: bool
-) -> dict[nn.Module, dict[str, Any]]:
-    """Of the modules around a flow, the attributes that tell its sizes, as they are on a rank."""
-    units = {name: module for module, name in probe.units.items()}
-    width = next(call.fed.shape[-1] for call in probe.calls if call.unit in flow.sinks)
-    found: dict[nn.Module, dict[str, Any]] = {}
-    for module in _around(probe, [units[name] for name in flow.units]):
-        holders: list[tuple[Any, str | None]] = [(module, None)]
-        config = getattr(module, "config", None)
-        if config is not None:
-            holders.append((config, "config"))
-        count = next(
-            (
-                value
-                for holder, _ in holders
-                for key, value in _ints(holder)
-                if _HEADS.match(key) and width % value == 0 and value > 1
-            ),
-            None,
-        )
-        if count is None:
-            sizes = (value for holder, _ in holders for key, value in _ints(holder) if _HEAD_SIZE.match(key))
-            count = next((width // value for value in sizes if value > 0 and width % value == 0), None)
-        kv = next((value for holder, _ in holders for key, value in _ints(holder) if _KV_HEADS.match(key)), None)
-        changes: dict[str, Any] = {}
-        for holder, attribute in holders:
-            if attribute is not None and not configs:
-                continue
-            own: dict[str, Any] = {}
-            for key, value in _ints(holder):
-                new = None
-                if heads and count is not None:
-                    new = _fewer_heads(key, value, count, kv, width, flow, tp)
-                if new is None and widths and attribute is None and not _NOT_A_WIDTH.search(key):
-                    new = _narrower(value, width, flow, tp)
-                if new is not None and new != value:
-                    own[key] = new
-            if attribute is None:
-                changes.update(own)
-            elif own:
-                changes[attribute] = Overlay(own)
-        if changes:
-            found[module] = changes
-    return found
-
-
-def _ints(holder: Any) -> list[tuple[str, int]]:
-    values = vars(holder) if isinstance(holder, nn.Module) else holder.__dict__
-    return [(key, value) for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)]
-
-
-def _fewer_heads(key: str, value: int, count: int, kv: int | None, width: int, flow: Flow, tp: int) -> int | None:
-    mine = count // tp
-    if _HEADS.match(key) and value == count:
-        return mine if count % tp == 0 else None
-    kv_mine = _kv_heads(count, kv, width, flow, tp)
-    if _KV_HEADS.match(key):
-        return kv_mine
-    if _GROUPS.match(key) and kv_mine:
-        return mine // kv_mine
-    return None
-
-
-def _kv_heads(count: int, kv: int | None, width: int, flow: Flow, tp: int) -> int | None:
-    """Key-value heads on a rank, as the features of the layers before say."""
-    if not kv:
-        return None
-    head = width // count
-    for selection in flow.sources.values():
-        if selection.size == kv * head:
-            return selection.width // head
-        if selection.size == (count + 2 * kv) * head:  # fused
-            return (selection.width // head - count // tp) // 2
-    return None
-
-
-def _narrower(value: int, width: int, flow: Flow, tp: int) -> int | None:
-    if value == width:
-        return width // tp
-    return next((each.width for each in flow.sources.values() if each.size == value), None)
-
-
-def _around(probe: Probe, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules from the smallest that holds all units down to those that hold one, without the units."""
-    paths = {module: name.split(".") if name else [] for module, name in probe.paths.items()}
-    chosen = [paths[unit] for unit in units]
-    shared = 0
-    while all(len(path) > shared + 1 and path[: shared + 1] == chosen[0][: shared + 1] for path in chosen):
-        shared += 1
-    inside = {tuple(path[:depth]) for path in chosen for depth in range(shared, len(path))}
-    return [module for module, path in paths.items() if tuple(path) in inside]
-
-
-# ---------------------------------------------------------------------- proof
-
-
-def _verify(probe: Probe, flows: Sequence[Flow], tp: int, ranks: Iterable[int]) -> str | None:
-    """Run as ranks would: None if every layer is fed what it was fed before, or its slice; else what differs."""
-    for rank in ranks:
-        problem = _verify_rank(probe, flows, tp, rank)
-        if problem is not None:
-            return problem
-    return None
-
-
-def _proven(probe: Probe, flows: list[Flow], tp: int, ranks: Collection[int], rejected: dict[str, str]) -> list[Flow]:
-    """The flows that `_verify` finds no fault with: all, as a rule, or else kind by kind."""
-    if _verify(probe, flows, tp, ranks) is None:
-        return flows
-    kinds: dict[tuple[str, ...], list[Flow]] = {}
-    for flow in flows:
-        kinds.setdefault(tuple(_pattern(name) for name in flow.units), []).append(flow)
-    kept: list[Flow] = []
-    for group in kinds.values():
-        problem = _verify(probe, [*kept, *group], tp, ranks)
-        if problem is None:
-            kept += group
-        else:
-            rejected.update({name: problem for flow in group for name in flow.units})
-    return kept
-
-
-class _EnoughError(ProbeError):
-    """A run need not go on."""
-
-
-def _verify_rank(probe: Probe, flows: Sequence[Flow], tp: int, rank: int, until: Flow | None = None) -> str | None:
-    """As `_verify`, for one rank; if asked, only `until` a flow has been run."""
-    sinks = {name for flow in flows for name in flow.sinks}
-    sources = {name: selection.rows(rank) for flow in flows for name, selection in flow.sources.items()}
-    last = -1 if until is None else max(index for index, call in enumerate(probe.calls) if call.unit in until.units)
-
-    def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        if until is not None and index > last:
-            raise _EnoughError
-        want = call.fed
-        if call.unit in sinks:
-            start, stop = chunk_bounds(want.shape[-1], tp, rank)
-            want = want[..., start:stop]
-        if not same(fed, want):
-            raise ProbeError(f"{call.unit} is not fed what it should be by a rank's share of the features")
-        return call.output(sources.get(call.unit))
-
-    with _cut_to(flows, rank):
-        try:
-            outputs = probe.run_again(stand_in)
-        except _EnoughError:
-            return None
-        except FailedError as error:
-            return f"with a rank's share of the features the code around it fails ({error})"
-        except ProbeError as error:
-            return str(error)
-    if len(outputs) != len(probe.outputs) or not all(map(same, outputs, probe.outputs)):
-        return "what the model returns changes"
-    return None
-
-
-def same(got: Tensor, want: Tensor) -> bool:
-    """Whether two tensors of runs are equal but for rounding."""
-    if got.shape != want.shape:
-        return False
-    want = want.detach()
-    if not want.is_floating_point():
-        return torch.equal(got, want)
-    if not want.isfinite().all():
-        return torch.equal(got.isfinite(), want.isfinite())
-    return bool((got - want).abs().max() <= _TOLERANCE * want.abs().max().clamp_min(1e-6)) if want.numel() else True
-
-
-@contextmanager
-def _cut_to(flows: Iterable[Flow], rank: int) -> Iterator[None]:
-    """The twin's parameters and sizes as they are on a rank."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for flow in flows:
-            for module, values in flow.attributes.items():
-                for key, value in values.items():
-                    undo.append((module.__dict__, key, module.__dict__[key]))
-                    module.__dict__[key] = laid_over(module.__dict__[key], value)
-            for (module, key), cut in flow.between.items():
-                if cut is not None:
-                    dim, selection = cut
-                    parameter: Any = module._parameters[key]
-                    undo.append((module._parameters, key, parameter))
-                    part = parameter.detach().index_select(dim, selection.rows(rank))
-                    module._parameters[key] = nn.Parameter(part)
-        yield
-    finally:
-        for held, key, value in reversed(undo):
-            held[key] = value

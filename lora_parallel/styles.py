@@ -1,4 +1,4 @@
-"""What each tensor parallel style means for each tensor of a layer: data, applied by `layers.py`.
+"""What each tensor parallel style means for each tensor of a layer: data, applied by `units.py`.
 
 The names are those of Hugging Face's `tp_plan`, so a plan from any transformers config works as it is. A layer and its
 LoRA factors are one unit: with W = base weight [out, in], A = lora_A [r, in], B = lora_B [out, r], input x [..., in],

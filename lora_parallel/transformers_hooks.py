@@ -30,9 +30,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from lora_parallel.deferred import Checkpoint, check_fit, read_whole, remember
+from lora_parallel.nodes import Leaf
 from lora_parallel.quantised.stored import Packed
 from lora_parallel.sources import INDEX, PickleFile, SafetensorsFile, check_index, list_sources, read_index, refusal
-from lora_parallel.stored import Leaf, StoredTensor
+from lora_parallel.stored import StoredTensor
 from lora_parallel.transformers_quantisers import check_complete, check_marks, lazily
 
 __all__ = ["claim", "deferred_loading"]

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 __all__ = [
     "all_gather_stacked",
     "all_reduce_sum",
+    "backward_pass",
     "in_backward",
     "is_rectangle",
     "local_region",
@@ -39,7 +40,12 @@ def in_backward() -> bool:
 
     torch has no public question for this (pytorch/pytorch#107247 asks for one); FSDP2 asks the same way.
     """
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that the calling thread is inside of, which no other has; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

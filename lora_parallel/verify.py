@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from lora_parallel.adapters import adapter_parameters
 from lora_parallel.agreement import agreed, fingerprint, gather_numbers
 from lora_parallel.gather import local
+from lora_parallel.nests import tensors_in
 from lora_parallel.state import ParallelState
 
-__all__ = ["check_values", "tensors_in", "ties_of", "verify", "verify_same_batch"]
+__all__ = ["check_values", "ties_of", "verify", "verify_same_batch"]
 
 Ties = Sequence[list[tuple[nn.Module, str]]]
 """For each tied weight, the modules that hold it and its names there."""
@@ -162,15 +163,3 @@ def verify_same_batch(mesh: DeviceMesh, inputs: Any) -> None:
                 f"ranks {ranks} are tensor parallel peers and were fed different batches: shard the data by "
                 f"data-parallel rank (rank // {mesh['tp'].size()}), not by process."
             )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a nest of dicts (model outputs of transformers are dicts), lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_parallel.stored import Node, StoredTensor, describe
+from lora_parallel.nodes import Node, describe
+from lora_parallel.stored import StoredTensor
 
 __all__ = ["Waiting"]
 

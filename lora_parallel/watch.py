@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,11 +17,12 @@ from lora_parallel.agreement import agreed
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.gather import reshard
 from lora_parallel.grads import PartialGradients
-from lora_parallel.layers import TPContext
 from lora_parallel.names import innermost
+from lora_parallel.nests import tensors_in
+from lora_parallel.tp_context import TPContext
 from lora_parallel.trial import Trial
 from lora_parallel.upstream import in_backward, queue_after_backward
-from lora_parallel.verify import check_values, tensors_in, verify_same_batch
+from lora_parallel.verify import check_values, verify_same_batch
 
 __all__ = ["StepWatch"]
 
@@ -49,6 +50,7 @@ class StepWatch:
         gradients: Emptied after a failed step.
         context: Of its tensor parallel units; None where tp is 1.
         trials: Of its plan, on the first batch.
+        recoveries: What others have to do after a failed step.
     """
 
     def __init__(
@@ -59,14 +61,17 @@ class StepWatch:
         gradients: PartialGradients,
         context: TPContext | None,
         trials: Sequence[Trial] = (),
+        recoveries: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._trials = list(trials)
+        self._recoveries = recoveries
         self._mesh = mesh
         self._count = count
         self._gradients = gradients
         self._context = context
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._known = {(module, key) for module in model.modules() for key in module._parameters}
         # The first batch for training and the first for evaluation are compared between tp peers.
         self._unchecked = {True, False} if context is not None else set()
         self._has_values = False
@@ -126,12 +131,14 @@ class StepWatch:
 
     def _recover(self, model: nn.Module) -> None:
         """The last step died on the way. Its gradients, and those it was to be added to, are of no use to anyone."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if self._trained and (not dist.is_initialized() or dist.get_rank() == 0):
             log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
         self._in_forward = self._in_backward = False
         self._gradients.drop()
         for parameter in self._trained:
             parameter.grad = None
+        for recovery in self._recoveries:
+            recovery()
         if isinstance(model, FSDPModule):
             if not hasattr(model, "reset_iter_state"):
                 raise RuntimeError(
@@ -142,8 +149,10 @@ class StepWatch:
             for unit in model.modules():  # what no_sync had accumulated is on the gathered parameters
                 if isinstance(unit, FSDPModule):
                     unit.unshard()
-                    for parameter in unit.parameters():
-                        parameter.grad = None
+                    for module in unit.modules():
+                        for key, held in module._parameters.items():
+                            if held is not None and (module, key) in self._known:  # tenants keep theirs
+                                held.grad = None
                     unit.reshard()
 
     def _check_fsdp(self) -> None:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from lora_parallel.deferred import forget, stored_of
 from lora_parallel.gather import local, region_of
+from lora_parallel.nodes import Derived, Leaf, Node, Piece, Region, describe, read_blocks
 from lora_parallel.sources import Source
-from lora_parallel.stored import Derived, Leaf, Node, Piece, Region, describe, read_blocks
 
 __all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
 

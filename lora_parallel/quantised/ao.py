@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
+from lora_parallel.nodes import Node
 from lora_parallel.quantised.layer import Quantised, bytes_of
 from lora_parallel.quantised.stored import Bytes, Encoding, Packed
-from lora_parallel.stored import Node, StoredTensor
+from lora_parallel.stored import StoredTensor
 
 __all__ = ["LinearAO", "dense_ao", "disagrees", "problem_ao", "stored_ao"]
 

@@ -13,9 +13,10 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor
 
+from lora_parallel.nodes import Block, Node, Read, Region, read, whole
 from lora_parallel.quantised.layer import Quantised, bytes_of, frozen
 from lora_parallel.quantised.stored import Bytes, Encoding, Packed
-from lora_parallel.stored import Block, Node, Read, Region, StoredTensor, read, whole
+from lora_parallel.stored import StoredTensor
 
 __all__ = [
     "Linear4bit",

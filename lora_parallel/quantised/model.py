@@ -13,10 +13,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lora_parallel.nodes import Node
 from lora_parallel.peft_hooks import refuse_merge
 from lora_parallel.quantised.layer import Quantised
 from lora_parallel.quantised.stored import Packed
-from lora_parallel.stored import Node
 from lora_parallel.transformers_quantisers import check_loaded
 from lora_parallel.waiting import Waiting
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_parallel.stored import Block, Node, Piece, Read, Region, whole
+from lora_parallel.nodes import Block, Node, Piece, Read, Region, whole
 
 __all__ = ["Bytes", "Encoded", "Encoding", "Packed", "row_chunks"]
 

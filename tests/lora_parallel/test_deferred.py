@@ -22,7 +22,8 @@ from lora_parallel.deferred import (
     is_deferred,
     stored_of,
 )
-from lora_parallel.stored import StoredTensor, read
+from lora_parallel.nodes import read
+from lora_parallel.stored import StoredTensor
 from lora_parallel.weights import read_plan, read_weights, unfilled
 from tests.oracle import SIZES, causal_lm
 

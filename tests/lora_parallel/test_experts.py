@@ -367,10 +367,10 @@ def drop_the_gradients_of_an_adapter(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_the_routing_gradient(patch: pytest.MonkeyPatch) -> None:
-    from lora_parallel import layers
+    from lora_parallel import units
 
-    own = layers.copy_all_to_tp
-    patch.setattr(layers, "copy_all_to_tp", lambda xs, *args: (*own(xs[:-1], *args), xs[-1]))
+    own = units.copy_all_to_tp
+    patch.setattr(units, "copy_all_to_tp", lambda xs, *args: (*own(xs[:-1], *args), xs[-1]))
 
 
 MISTAKES = {

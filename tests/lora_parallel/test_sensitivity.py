@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from lora_parallel import grads, layers, parallelize, plan, shard
+from lora_parallel import grads, parallelize, plan, shard, tp_context
 from lora_parallel.names import clean_names
+from lora_parallel.proof import verify_ranks
 from lora_parallel.selection import Selection
-from lora_parallel.structure import _verify, find_structure
+from lora_parallel.structure import find_structure
 from lora_parallel.styles import STYLES
+from lora_parallel.units import Unit
 from tests.oracle import Case, causal_lm, on_mesh, reference, relative_error, sharded
 from tests.workers import Failure, attempt
 
@@ -54,19 +56,19 @@ def skip_a_reduction(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_a_partial_gradient_for_whole(patch: pytest.MonkeyPatch) -> None:
-    own = layers.Unit._held
+    own = Unit._held
 
     def held(self: Any, tensor: Any) -> Any:
         self.style = replace(self.style, partial=self.style.partial - {"weight"})
         return own(self, tensor)
 
-    patch.setattr(layers.Unit, "_held", held)
+    patch.setattr(Unit, "_held", held)
     by_name = "replicated_with_grad_allreduce"
     patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial=frozenset()))
 
 
 def forget_the_input_reduction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layers, "copy_to_tp", lambda x, group, where: x)
+    patch.setattr(tp_context, "copy_to_tp", lambda x, group, where: x)
 
 
 def cut_a_tie(patch: pytest.MonkeyPatch) -> None:
@@ -169,9 +171,9 @@ def test_the_proof_fails_for_a_fused_layer_in_chunks(layer):
     flow = next(flow for flow in found.flows if any(name.endswith(layer) for name in flow.sources))
     twins = {real: twin for twin, real in ((t, r) for r, t in found.probe.twin_of.items())}
     flow.attributes = {twins[module]: values for module, values in flow.attributes.items()}
-    assert _verify(found.probe, [flow], 2, range(2)) is None
+    assert verify_ranks(found.probe, [flow], 2, range(2)) is None
     flow.sources = {name: chunked(selection) for name, selection in flow.sources.items()}
-    problem = _verify(found.probe, [flow], 2, range(2))
+    problem = verify_ranks(found.probe, [flow], 2, range(2))
     assert problem is not None
     assert "is not fed what it should be" in problem
 
@@ -181,5 +183,5 @@ def test_the_proof_fails_with_the_whole_models_head_count():
     found = find_structure(model, clean_names(model), 2)
     flow = next(flow for flow in found.flows if flow.attributes)
     flow.attributes = {}
-    assert _verify(found.probe, [flow], 2, range(2)) is not None
+    assert verify_ranks(found.probe, [flow], 2, range(2)) is not None
     assert torch.is_grad_enabled()

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lora_parallel.nodes import read, whole
 from lora_parallel.sources import DcpDirectory, PickleFile, SafetensorsFile, list_sources, open_checkpoint
-from lora_parallel.stored import StoredTensor, read, whole
+from lora_parallel.stored import StoredTensor
 from tests.oracle import mesh_of
 from tests.workers import Failure, attempt
 

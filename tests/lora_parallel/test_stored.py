@@ -14,7 +14,8 @@ from torch import nn
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose
 
 from lora_parallel import stored
-from lora_parallel.stored import Computed, Leaf, StoredTensor, leaves, read, whole
+from lora_parallel.nodes import Leaf, leaves, read, whole
+from lora_parallel.stored import Computed, StoredTensor
 
 
 class Memory:

@@ -38,8 +38,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from lora_parallel import meta_init
 from lora_parallel.deferred import check_checkpoints, check_fresh, checkpoints_in, fresh_of, is_deferred
+from lora_parallel.nodes import read
 from lora_parallel.sources import open_checkpoint
-from lora_parallel.stored import StoredTensor, read
+from lora_parallel.stored import StoredTensor
 from lora_parallel.weights import read_weights, unfilled
 from tests.oracle import SIZES, causal_lm
 

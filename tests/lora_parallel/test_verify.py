@@ -12,8 +12,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lora_parallel import parallelize
 from lora_parallel.mesh import dp_rank
+from lora_parallel.nests import tensors_in
 from lora_parallel.state import state_of
-from lora_parallel.verify import tensors_in, verify
+from lora_parallel.verify import verify
 from tests.oracle import SEVEN, Case, causal_lm, fill_adapters, full, lora_config, on_mesh, relative_error, trained
 from tests.workers import Failure, attempt
 
