@@ -24,6 +24,7 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,9 +56,11 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
 class Pooled:
     """Ours: all tenants in one forward, or each in its own."""
 
-    def __init__(self, options: argparse.Namespace, mesh: Any, config: ParallelConfig, batched: bool) -> None:
+    def __init__(
+        self, options: argparse.Namespace, mesh: Any, config: ParallelConfig, batched: bool, shard: bool
+    ) -> None:
         self.model, self.batched = parallelize(base(options).to(mesh.device_type), mesh, config), batched
-        self.pool = TenantPool(self.model)
+        self.pool = TenantPool(self.model, shard=shard)
         for number in range(options.tenants):
             self.pool.add(f"tenant{number}", adapter(options), optimizer, number)
 
@@ -77,6 +80,10 @@ class Pooled:
 
     def adapters(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if "lora_" in name}
+
+    def held(self) -> tuple[int, int]:
+        memory = self.pool.memory()
+        return memory[""]["base"], sum(sum(memory[name].values()) for name in self.pool.names())
 
 
 class Switched:
@@ -105,6 +112,12 @@ class Switched:
         named = self.model.named_parameters()
         return {name.removeprefix("base_model.model."): p for name, p in named if "lora_" in name}
 
+    def held(self) -> tuple[int, int]:
+        adapters = [*self.adapters().values()]
+        states = [each for optimizer in self.optimizers.values() for each in tree_leaves(dict(optimizer.state))]
+        own = sum(each.nbytes for each in (*adapters, *states) if isinstance(each, Tensor))
+        return sum(p.nbytes for p in self.model.parameters()) - sum(p.nbytes for p in adapters), own
+
 
 def check_equal_work(sides: dict[str, Any], ids: Tensor) -> None:
     found = {}
@@ -130,12 +143,6 @@ def timed(step: Callable[[Tensor], None], ids: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def held(side: Any) -> int:
-    """Bytes of parameters on this rank."""
-    local = (p.to_local() if hasattr(p, "to_local") else p for p in side.model.parameters())
-    return sum(p.nbytes for p in local)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, default=8)
@@ -157,9 +164,11 @@ def main() -> None:
     ids = torch.randint(4 * options.hidden, shape, generator=generator).to(mesh.device_type)
 
     sides: dict[str, Any] = {
-        "batched": Pooled(options, mesh, config, batched=True),
-        "one after the other": Pooled(options, mesh, config, batched=False),
+        "batched": Pooled(options, mesh, config, batched=True, shard=False),
+        "one after the other": Pooled(options, mesh, config, batched=False, shard=False),
     }
+    if mesh["dp_shard"].size() > 1:
+        sides["batched, shard=True"] = Pooled(options, mesh, config, batched=True, shard=True)
     if dist.get_world_size() == 1:
         sides["PEFT set_adapter"] = Switched(options, mesh.device_type)
     check_equal_work(sides, ids)
@@ -174,12 +183,12 @@ def main() -> None:
                 seconds[name].append(took)
     if dist.get_rank() == 0:
         tokens = ids.numel() * mesh["dp_shard"].size()
-        table = Table("side", "ms a step", "tokens/s", "time to batched's", "MB of parameters a rank")
+        table = Table("side", "ms a step", "tokens/s", "time to batched's", "MB a rank: base", "tenants")
         for name, took in seconds.items():
             median = statistics.median(took)
             ratio = statistics.median(a / b for a, b in zip(took, seconds["batched"], strict=True))
-            size = held(sides[name]) / 1e6
-            table.add_row(name, f"{1e3 * median:.1f}", f"{tokens / median:,.0f}", f"{ratio:.2f}", f"{size:.1f}")
+            sizes = [f"{size / 1e6:.1f}" for size in sides[name].held()]
+            table.add_row(name, f"{1e3 * median:.1f}", f"{tokens / median:,.0f}", f"{ratio:.2f}", *sizes)
         Console().print(table)
         each = f"{options.rows} x {options.tokens} tokens of each"
         Console().print(f"{options.tenants} tenants, {each}, {mesh.device_type}")

@@ -55,6 +55,8 @@ class FourTenants(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """The strategy has sharded the model by now."""
+        if self.pool is not None:
+            return
         self.pool = TenantPool(self.model)
         for seed, (name, (config, rate)) in enumerate(TENANTS.items()):
             self.pool.add(name, config, lambda p, rate=rate: torch.optim.AdamW(p, lr=rate, weight_decay=0.0), seed)

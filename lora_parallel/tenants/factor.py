@@ -15,7 +15,7 @@ from lora_parallel.tenants.shards import Cut
 __all__ = ["Factor"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Factor:
     """One of "lora_A" and "lora_B" of a layer."""
 
@@ -31,11 +31,8 @@ class Factor:
     cut: Cut | None = None
     """How it is shared out over dp, if it is."""
 
-    gathered: Tensor | None = None
-    """What this tp rank has of one that is shared out, while a step needs it."""
-
     waiting: Tensor | None = None
-    """The gradient of that, of steps that are over."""
+    """The gradient of what was computed with; `parameter.grad` is of what else a loss takes of it: a penalty."""
 
     @property
     def device(self) -> torch.device:
@@ -47,42 +44,44 @@ class Factor:
         """Of what this tp rank has."""
         return tuple(local(self.parameter).shape) if self.cut is None else self.cut.shape
 
-    def compute(self, weight: float, dtype: torch.dtype | None) -> Tensor:
-        """What this rank computes with; its gradient is taken times `weight`."""
-        held: Tensor = self.parameter
-        if self.gathered is not None:
-            held = self.gathered
-        elif isinstance(self.parameter, DTensor):
-            held = self.parameter.to_local()
+    def compute(self, lent: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
+        """What this rank computes with, of what was lent if it is shared out; its gradient is taken times `weight`."""
+        held: Tensor = self.parameter if lent is None else lent
+        if lent is None and torch.is_grad_enabled():
+            held = self.lend(local(self.parameter))
+        elif isinstance(held, DTensor):
+            held = held.to_local()
         held = _Weighted.apply(held, weight)
         if self.rows is not None:
             held = held.index_select(0, self.rows.to(held.device))
         return held if dtype is None else held.to(dtype)
 
-    def lend(self, whole: Tensor) -> None:
-        """Let it be computed with what this tp rank has of it."""
-        self.gathered = whole.requires_grad_()
+    def lend(self, whole: Tensor) -> Tensor:
+        """What this tp rank has of it, to compute with: the gradient, whenever it comes, waits here."""
+        whole.requires_grad_().register_post_accumulate_grad_hook(self._keep)
+        return whole
 
-    def take_back(self) -> None:
-        """Keep the gradient of what was lent."""
-        grad, self.gathered = None if self.gathered is None else self.gathered.grad, None
-        if grad is not None:
-            self.waiting = grad if self.waiting is None else self.waiting + grad
+    def _keep(self, whole: Tensor) -> None:
+        grad, whole.grad = whole.grad, None
+        assert grad is not None
+        self.waiting = grad if self.waiting is None else self.waiting + grad
 
     @property
     def has_gradient(self) -> bool:
         """Whether one waits for its sum over ranks."""
         return self.waiting is not None or self.parameter.grad is not None
 
-    def take_gradient(self) -> Tensor | None:
-        """The gradient of what this tp rank has, which is not kept."""
-        grad = self.parameter.grad if self.cut is None else self.waiting
-        self.parameter.grad = self.waiting = None
-        return None if grad is None else local(grad)
+    def take_gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradient of what this tp rank has, to be summed over ranks, and the one of the parameter itself, which
+        every rank has as it is. Neither is kept.
+        """
+        found = self.waiting, self.parameter.grad
+        self.drop_gradients()
+        return found
 
-    def drop_gradient(self) -> None:
-        """Let go of it."""
-        self.take_gradient()
+    def drop_gradients(self) -> None:
+        """Let go of them."""
+        self.parameter.grad = self.waiting = None
 
     def placed(self, values: Tensor, dp_shard_rank: int) -> Tensor:
         """Values of what this tp rank has, as the parameter is placed."""

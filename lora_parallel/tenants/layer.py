@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from lora_parallel.dropout import TopologyInvariantDropout
-from lora_parallel.layers import AllUsed, Unit, base_of, unit_of
+from lora_parallel.layers import base_of
 from lora_parallel.tenants.factor import Factor
-from lora_parallel.tenants.route import Route, Tokens
+from lora_parallel.tenants.route import Forward, Tokens
 from lora_parallel.tenants.shards import cut
+from lora_parallel.units import AllUsed, Unit, unit_of
+from lora_parallel.upstream import in_backward
 
-__all__ = ["TenantLayer"]
+__all__ = ["TenantLayer", "placed"]
 
 
 class TenantLayer:
@@ -26,8 +28,7 @@ class TenantLayer:
     Args:
         layer: PEFT's layer; that it wraps a layer of the base is new.
         name: The layer's name in the base.
-        route: Gives the route of the context that this forward is in, or None outside of one.
-        current: Gives the number of the model's training forward that is computed, or recomputed.
+        forward: Gives, to a layer's name, the forward that is computed, or recomputed; None outside of any route.
         dtype: What adapters are computed in; None: in their own.
     """
 
@@ -35,16 +36,16 @@ class TenantLayer:
         self,
         layer: Any,
         name: str,
-        route: Callable[[], Route | None],
-        current: Callable[[], int],
+        forward: Callable[[str], Forward | None],
         dtype: torch.dtype | None,
     ) -> None:
         self.layer, self.name = layer, name
         self.factors: dict[str, tuple[Factor, Factor]] = {}
-        self._route, self._current, self._dtype = route, current, dtype
+        self._forward, self._dtype = forward, dtype
         self._base: Any = base_of(layer)
         self._unit: Unit | None = unit_of(self._base)
         self._own = self._unit.compute if self._unit is not None else self._base.forward
+        self._instance_forward = self._base.__dict__.get("forward")
         if self._unit is not None:
             self._unit.compute = self._compute
         else:
@@ -55,6 +56,8 @@ class TenantLayer:
         """The layer of the base, as it was."""
         if self._unit is not None:
             self._unit.compute = self._own
+        elif self._instance_forward is not None:
+            self._base.forward = self._instance_forward
         else:
             self._base.__dict__.pop("forward")
         return self._base
@@ -66,17 +69,7 @@ class TenantLayer:
             tenant: Its name.
             shards: Share it out over the dp_shard axis of this mesh.
         """
-        placed = {} if self._unit is None else self._unit.place_adapter(self.layer, tenant)
-        both = []
-        for role in ("lora_A", "lora_B"):
-            module = getattr(self.layer, role)[tenant]
-            parameter, rows, partial = placed.get(role, (module.weight, None, False))
-            how = None
-            if shards is not None:
-                parameter, how = cut(parameter, shards)
-                module._parameters["weight"] = parameter
-            both.append(Factor(parameter, rows, partial, how))
-        self.factors[tenant] = both[0], both[1]
+        self.factors[tenant] = placed(self.layer, tenant, shards)
         dropout = self.layer.lora_dropout[tenant]
         if self._unit is not None and isinstance(dropout, TopologyInvariantDropout):
             dropout.feature_offset = self._unit.feature_offset(self.layer.in_features)
@@ -89,25 +82,33 @@ class TenantLayer:
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         y = self._own(*args, **kwargs)
-        route = self._route()
-        if route is None:
+        forward = self._forward(self.name)
+        if forward is None or self.layer.disable_adapters:
             return y
+        route = forward.route
+        if not in_backward() and set(self.layer.active_adapters) != set(route.tenants):
+            raise RuntimeError(
+                f"{self.name}: PEFT's active adapters are {sorted(self.layer.active_adapters)}, and the samples are of "
+                f"{sorted(route.tenants)}: do not call set_adapter in train() or route(), which choose the adapters."
+            )
         tenants = [tenant for tenant in route.tenants if tenant in self.factors]
         if not tenants:
             return y
         x = args[0] if args else next(iter(kwargs.values()))
-        factors = {t: [f.compute(route.weights[t], self._dtype) for f in self.factors[t]] for t in tenants}
+        factors = {
+            t: [f.compute(route.lent.get(f), route.weights[t], self._dtype) for f in self.factors[t]] for t in tenants
+        }
         if route.names is None:
             (tenant,) = tenants
             A, B = factors[tenant]
-            fed = self._dropped(tenant, x, route, None).to(A.dtype)
+            fed = self._dropped(tenant, x, forward, None).to(A.dtype)
             return (y + F.linear(F.linear(fed, A), B) * self.layer.scaling[tenant]).to(y.dtype)
-        tokens = route.tokens(x.shape[:-1], x.device)
+        tokens = forward.tokens(x.shape[:-1], x.device, self.name)
         here = [tenant for tenant in tenants if tenant in tokens]
         flat, total = x.reshape(-1, x.shape[-1]), y
         for dtype in dict.fromkeys(factors[t][0].dtype for t in here):
             some = [t for t in here if factors[t][0].dtype == dtype]
-            theirs = [self._dropped(t, flat[tokens[t].place], route, tokens[t]).to(dtype) for t in some]
+            theirs = [self._dropped(t, flat[tokens[t].place], forward, tokens[t]).to(dtype) for t in some]
             deltas = _grouped(theirs, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
             places = torch.cat([tokens[t].place for t in some])
             spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, places, deltas)
@@ -116,11 +117,17 @@ class TenantLayer:
         absent = [factor for tenant in tenants if tenant not in tokens for factor in factors[tenant]]
         return AllUsed.apply(total, *absent) if absent else total
 
-    def _dropped(self, tenant: str, x: Tensor, route: Route, tokens: Tokens | None) -> Tensor:
+    def _dropped(self, tenant: str, x: Tensor, forward: Forward, tokens: Tokens | None) -> Tensor:
         dropout = self.layer.lora_dropout[tenant]
-        if not isinstance(dropout, TopologyInvariantDropout) or not self.layer.training:
+        training = bool(forward.counts) if in_backward() else self.layer.training
+        if not isinstance(dropout, TopologyInvariantDropout) or not training:
             return x
-        count = route.forwards[self._current()][tenant]
+        if tenant not in forward.counts:
+            raise RuntimeError(
+                f"the layer {self.name} was called in training, but not by the model's own forward, which counts the "
+                "steps that its dropout depends on: call the parallelized model, not a module inside it."
+            )
+        count = forward.counts[tenant]
         if tokens is None:
             dropped = dropout.dropped(x.shape, x.device, count)
         else:
@@ -128,27 +135,56 @@ class TenantLayer:
         return x.masked_fill(dropped, 0) * (1 / (1 - dropout.p)) if dropout.p < 1 else x * 0
 
 
+def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, Factor]:
+    """Place an adapter that a PEFT layer, on a layer of the model, has in full.
+
+    Args:
+        layer: PEFT's.
+        tenant: The adapter.
+        shards: Share it out over the dp_shard axis of this mesh.
+    """
+    unit = unit_of(base_of(layer))
+    on_tp = {} if unit is None else unit.place_adapter(layer, tenant)
+    both = []
+    for role in ("lora_A", "lora_B"):
+        module = getattr(layer, role)[tenant]
+        parameter, rows, partial = on_tp.get(role, (module.weight, None, False))
+        how = None
+        if shards is not None:
+            parameter, how = cut(parameter, shards)
+            module._parameters["weight"] = parameter
+        both.append(Factor(parameter, rows, partial, how))
+    return both[0], both[1]
+
+
 def _grouped(fed: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> Tensor:
     """What each tenant's adapter comes to for its tokens, one after the other: [all tokens, out].
 
     Ranks are filled up with zeros, which add nothing. Where torch has a product of groups, tokens are not.
     """
-    rank = max(A.shape[0] for A, _ in factors)
-    device, dtype = fed[0].device, fed[0].dtype
-    grouped = dtype in _GROUPED and device.type == "cuda"
-    rank = -(-rank // 8) * 8 if grouped else rank
+    rank, grouped = max(A.shape[0] for A, _ in factors), _takes_groups(fed[0], factors[0][1].shape[0])
+    rank = -(-rank // _GROUPED_MULTIPLE) * _GROUPED_MULTIPLE if grouped else rank
     down = torch.stack([F.pad(A, (0, 0, 0, rank - A.shape[0])) for A, _ in factors]).transpose(1, 2)
     up = torch.stack([F.pad(B, (0, rank - B.shape[1])) for _, B in factors]).transpose(1, 2)
     sizes = [len(x) for x in fed]
     if grouped:
-        ends = torch.tensor(sizes).cumsum(0).to(device=device, dtype=torch.int32)
-        scale = torch.tensor(scales, dtype=dtype, device=device).repeat_interleave(torch.tensor(sizes, device=device))
+        ends = torch.tensor(sizes).cumsum(0).to(device=fed[0].device, dtype=torch.int32)
         low = F.grouped_mm(torch.cat(list(fed)), down, offs=ends)
-        return F.grouped_mm(low, up, offs=ends) * scale[:, None]
+        deltas = F.grouped_mm(low, up, offs=ends).split(sizes)
+        return torch.cat([delta * scale for delta, scale in zip(deltas, scales, strict=True)])
     longest = max(sizes)
     padded = torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in fed])
-    deltas = (padded @ down) @ up * torch.tensor(scales, dtype=dtype, device=device)[:, None, None]
-    return torch.cat([delta[:size] for delta, size in zip(deltas, sizes, strict=True)])
+    deltas = (padded @ down) @ up
+    # By numbers, as PEFT scales: a tensor of the scales would round them to 16 bits first.
+    return torch.cat([delta[:size] * scale for delta, size, scale in zip(deltas, sizes, scales, strict=True)])
 
 
-_GROUPED = (torch.bfloat16,)
+_GROUPED_MULTIPLE = 8
+"""torch's product of groups wants strides of 16 bytes."""
+
+
+def _takes_groups(x: Tensor, out_features: int) -> bool:
+    """Whether torch computes products of groups of tokens natively: in bfloat16, on GPUs from Ampere on."""
+    if x.dtype != torch.bfloat16 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
+        return False
+    return x.shape[-1] % _GROUPED_MULTIPLE == 0 and out_features % _GROUPED_MULTIPLE == 0

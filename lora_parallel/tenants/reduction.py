@@ -16,7 +16,7 @@ __all__ = ["finish"]
 
 @torch.no_grad()
 def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
-    """Take what has come together in `.grad` since the last time, and sum it over all ranks. Collective.
+    """Take what has come together since the last time, and sum over all ranks what each has a part of. Collective.
 
     Args:
         factors: The same on every rank, in the same order.
@@ -25,7 +25,8 @@ def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
     Returns:
         The sum of each, as its parameter is placed; None where no rank has a gradient.
     """
-    gradients = [factor.take_gradient() for factor in factors]
+    taken = [factor.take_gradients() for factor in factors]
+    gradients = [part for part, _ in taken]
     rank = mesh.get_local_rank("dp_shard")
     sums: list[Tensor | None] = [None] * len(factors)
     dtypes = list(dict.fromkeys(factor.parameter.dtype for factor in factors))
@@ -47,6 +48,11 @@ def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
         for index, present, value, each in zip(order, found, values, held, strict=True):
             if present:
                 sums[index] = factors[index].placed(value.view_as(each), rank)
+    # What a loss takes of the parameters themselves, every rank has in full.
+    for index, (_, own) in enumerate(taken):
+        if own is not None:
+            known = sums[index]
+            sums[index] = own if known is None else known + own
     return sums
 
 

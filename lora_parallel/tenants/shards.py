@@ -21,7 +21,7 @@ __all__ = ["Cut", "cut", "gather"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How what a tp rank has of a parameter is shared out over dp_shard: in chunks along its longest dim."""
+    """How what a tp rank has of a parameter is shared out over dp_shard: in chunks along its longest dim as a whole."""
 
     shape: tuple[int, ...]
     """Of what a tp rank has."""
@@ -43,7 +43,7 @@ class Cut:
 def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
     """A parameter that keeps this rank's chunk of what its tp rank has, as FSDP2 places it on tensor parallelism."""
     held, ranks = local(parameter), mesh["dp_shard"].size()
-    dim = max(range(held.dim()), key=lambda each: held.shape[each])
+    dim = max(range(held.dim()), key=lambda each: parameter.shape[each])  # the same on all tp ranks
     how = Cut(tuple(held.shape), dim, ranks)
     mine = how.of(held, mesh.get_local_rank("dp_shard")).clone(memory_format=torch.contiguous_format)
     placements: list[Placement] = [Shard(dim)]
@@ -71,7 +71,7 @@ def gather(parameters: Sequence[nn.Parameter], cuts: Sequence[Cut], mesh: Device
         mine = torch.cat([local(parameters[index]).reshape(-1) for index in some])
         padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         everyone = padded.new_empty(ranks * longest)
-        dist.all_gather_into_tensor(everyone, padded, group=mesh.get_group("dp_shard"))
+        dist.all_gather(list(everyone.split(longest)), padded, group=mesh.get_group("dp_shard"))
         chunks = [everyone[rank * longest :][: sum(of_rank)].split(of_rank) for rank, of_rank in enumerate(sizes)]
         for place, index in enumerate(some):
             parts = [chunks[rank][place].view(cuts[index].part(rank)) for rank in range(ranks)]

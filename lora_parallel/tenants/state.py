@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lora_parallel.adapter_folder import WEIGHTS, gather_adapter, read_adapter
-from lora_parallel.agreement import agreed
+from lora_parallel.adapters import peft_configs
+from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.gather import gather_on_rank_zero
 from lora_parallel.identity import check_base
 from lora_parallel.optimizer_state import check_optimizer, optimizer_state, restored
 
-__all__ = ["STATE", "load_tenant", "save_tenant"]
+__all__ = ["load_tenant", "save_tenant"]
 
-STATE = "tenant_state.pt"
+STATE = "tenant_state-{}.pt"
+"""Named by a digest of the adapter that it belongs to: a new state stands beside the old one until the adapter has been
+replaced, so that whenever a save is cut off, the adapter that is there has its state."""
+
+_FORMAT = 1
 
 
 def save_tenant(
@@ -41,16 +47,24 @@ def save_tenant(
     names = _names(model, gathered.names)
     with agreed():
         state = optimizer_state(optimizer, names)
+    config = peft_configs(model)[name]
     flat = {f"{parameter}\0{key}": each for parameter, of in state.tensors.items() for key, each in of.items()}
     tensors = gather_on_rank_zero(flat)
     with agreed():
         if not dist.is_initialized() or dist.get_rank() == 0:
+            written = ""
 
             def beside(path: Path) -> None:
-                kept = {"format": 1, "adapter": _digest(path), "base": dict(base), **record}
-                torch.save({**kept, "optimizer": state.record, "tensors": tensors}, path / STATE)
+                nonlocal written
+                kept = {"format": _FORMAT, "dropout": _dropout(config), "base": dict(base), **record}
+                file = _state_of(path)
+                torch.save({**kept, "optimizer": state.record, "tensors": tensors}, file)
+                written = file.name
 
             gathered.write(folder, beside)
+            for old in folder.glob(STATE.format("*")):
+                if old.name != written:
+                    old.unlink()
 
 
 def load_tenant(
@@ -62,37 +76,81 @@ def load_tenant(
         The record that was written with it; None of an adapter without one, which starts with a new optimizer state.
 
     Raises:
-        FileNotFoundError, ValueError: It is no folder of an adapter like this one, or of another base; its files are of
-            different saves. On every rank.
+        FileNotFoundError, ValueError: It is no folder of an adapter like this one, or of another base; its files are
+            damaged, or of different saves. On every rank.
     """
-    adapter = read_adapter(model, folder, name)
+    with agreed():
+        path = _state_of(folder) if (folder / WEIGHTS).is_file() else None
+        trained = path is not None and path.is_file()
+        state = _digest_of(path) if path is not None and trained else None
+    check_alike(**{"the training state in the folder": state})  # each rank may have a disk of its own
+    adapter = read_adapter(model, folder, name, same_dtypes=trained)
     with agreed():
         names, put, kept = _names(model, adapter.names), optimizer.state.clear, None
-        if (folder / STATE).is_file():
-            kept = torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=True)
-            if kept["adapter"] != _digest(folder):
-                raise ValueError(
-                    f"{folder}: {STATE} was written with another {WEIGHTS}: the files are of different saves. Take the "
-                    f"folder from one save, or remove {STATE} to start from the adapter alone."
-                )
+        if path is not None and trained:
+            kept = _read(path)
             check_base(kept["base"], base, model, str(folder), ())
+            if kept["dropout"] != _dropout(peft_configs(model)[name]):
+                raise ValueError(
+                    f"{folder} was trained with lora_dropout={kept['dropout']}, the tenant {name!r} has another: add "
+                    f"it with the folder's config, or remove {path.name} to start from the adapter alone."
+                )
             check_optimizer(optimizer, names, kept["optimizer"])
             tensors: Mapping[str, Tensor] = kept["tensors"]
-            put = restored(
-                optimizer,
-                names,
-                kept["optimizer"],
-                lambda parameter, key, region: tensors[f"{parameter}\0{key}"][region],
+
+            def read(parameter: str, key: str, region: tuple[slice, ...]) -> Tensor:
+                return tensors[f"{parameter}\0{key}"][region]
+
+            with _damaged(path):
+                put = restored(optimizer, names, kept["optimizer"], read)
+        elif others := sorted(each.name for each in folder.glob(STATE.format("*"))):
+            raise ValueError(
+                f"{folder}: {others[0]} was written with another {WEIGHTS}: the files are of different saves. Take the "
+                f"folder from one save, or remove {others[0]} to start from the adapter alone."
             )
     adapter.put()
     put()
     return kept
 
 
+def _read(path: Path) -> dict[str, Any]:
+    with _damaged(path):
+        kept = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if kept["format"] != _FORMAT:
+            raise ValueError(
+                f"{path} has format {kept['format']!r}; this release reads {_FORMAT}: load it with one that wrote it."
+            )
+        for key in ("base", "dropout", "optimizer", "tensors", "steps", "forwards", "seed"):
+            kept[key]
+    return kept
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Errors of a file that is not what was written."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}): take the folder from a save that is whole, or "
+            "remove the file to start from the adapter alone."
+        ) from error
+
+
+def _dropout(config: Any) -> float:
+    return float(config.lora_dropout)
+
+
+def _state_of(folder: Path) -> Path:
+    return folder / STATE.format(_digest_of(folder / WEIGHTS))
+
+
+def _digest_of(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
 def _names(model: nn.Module, keys: Mapping[str, str]) -> dict[nn.Parameter, str]:
     """Of an adapter's parameters, as its file names them: the same for every tenant."""
     return {model.get_parameter(inside): key for key, inside in keys.items()}
-
-
-def _digest(folder: Path) -> str:
-    return hashlib.blake2b((folder / WEIGHTS).read_bytes(), digest_size=16).hexdigest()

@@ -3,95 +3,49 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import shutil
 import time
 from collections import Counter
 from contextlib import nullcontext
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.config import KasaConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from lora_parallel import meta_init, parallelize
-from lora_parallel.dropout import ForwardCount
 from lora_parallel.gather import local
-from lora_parallel.inject import adapt_dropout
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.tenants import TenantPool
-from lora_parallel.tenants.pool import described
+from lora_parallel.tenants.asked import described
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, full, on_mesh, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
+from tests.tenant_rows import (
+    CONFIGS,
+    ROWS,
+    SEEDS,
+    STEPS,
+    add,
+    alone,
+    batch,
+    config_of,
+    loss_of,
+    optimizer_of,
+    plain,
+    pool_of,
+    values,
+)
 from tests.workers import Failure, attempt
-
-ROWS, STEPS = 4, 3
-CONFIGS: dict[str, dict[str, Any]] = {
-    "ada": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
-    "bea": {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", "lora_dropout": 0.3},
-    "cyd": {"r": 2, "lora_alpha": 9, "target_modules": ["down_proj", "o_proj"], "use_rslora": True},
-    "dan": {"r": 5, "lora_alpha": 5, "target_modules": ["gate_up_proj", "up_proj", "lm_head"], "lora_dropout": 0.1},
-}
-RATES = {"ada": 1e-2, "bea": 3e-3, "cyd": 2e-2, "dan": 5e-3}
-SEEDS = {name: 10 + number for number, name in enumerate(CONFIGS)}
-
-
-def config_of(name: str) -> LoraConfig:
-    return LoraConfig(**CONFIGS[name], init_lora_weights=False, task_type="CAUSAL_LM")
-
-
-def optimizer_of(name: str) -> Any:
-    return lambda parameters: torch.optim.AdamW(parameters, lr=RATES[name])
-
-
-def batch(name: str, step: int) -> Tensor:
-    """The rows of a tenant's step."""
-    generator = torch.Generator().manual_seed(100 * SEEDS[name] + step)
-    return torch.randint(0, 131, (ROWS, 12), generator=generator)
-
-
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-@cache
-def alone(name: str, steps: int = STEPS) -> dict[str, Tensor]:
-    """Plain PEFT on this tenant's samples, with the project's dropout."""
-    base = causal_lm()
-    torch.manual_seed(SEEDS[name])
-    model = get_peft_model(base, config_of(name)).train()
-    count = ForwardCount(running=True)
-    adapt_dropout(model, SEEDS[name], count, 0)
-    optimizer = optimizer_of(name)(trained(model).values())
-    for step in range(steps):
-        count.advance(True)
-        ids = batch(name, step)
-        loss_of(model(input_ids=ids).logits, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return plain(trained(model))
-
-
-def plain(named: dict[str, Any]) -> dict[str, Tensor]:
-    return {name.replace("base_model.model.", ""): full(p).clone() for name, p in named.items()}
-
-
-def pool_of(mesh_text: str, **options: Any) -> tuple[Any, nn.Module, TenantPool]:
-    mesh, config = on_mesh(mesh_text, require_adapters=False)
-    model = parallelize(causal_lm(), mesh, config).train()
-    return mesh, model, TenantPool(model, **options)
-
-
-def values(model: nn.Module, name: str) -> dict[str, Tensor]:
-    found = {n: p for n, p in model.named_parameters() if f".{name}." in n}
-    return {n.replace(f".{name}.", ".default."): full(p).clone() for n, p in found.items()}
-
-
-def add(pool: TenantPool, name: str) -> None:
-    pool.add(name, config_of(name), optimizer_of(name), SEEDS[name])
 
 
 def train_in_turn(mesh_text: str) -> dict[str, dict[str, Tensor]]:
@@ -229,6 +183,7 @@ def random_operations(mesh_text: str) -> dict[str, Any]:
     for name in pool.names():
         pool.remove(name)
     after = {name: full(p) for name, p in model.named_parameters()}
+    found["told"] = hasattr(model, "peft_config")
     found["base"] = [name for name in before if not torch.equal(before[name], after.get(name, torch.zeros(0)))]
     return {**found, "sizes": sizes, "alive": alive, "more": sorted(after.keys() - before.keys())}
 
@@ -238,6 +193,7 @@ def test_tenants_come_and_go_without_a_trace(pool, mesh):
     for found in pool.run(ranks_of(mesh), random_operations, mesh):
         assert relative_error(found["bea"], alone("bea")) <= 1e-10
         assert found["ada"] == 0.0
+        assert not found["told"]
         assert (found["changed"], found["base"], found["more"]) == ([], [], [])
         assert len(found["sizes"]) > 3
         assert {parameters for _, parameters, _ in found["sizes"]} == {found["alive"]}  # nothing of any guest
@@ -247,12 +203,13 @@ def test_tenants_come_and_go_without_a_trace(pool, mesh):
 # ---------------------------------------------------------------------- on disk
 
 
-def part(mesh_text: str, folder: str, start: bool) -> dict[str, Tensor]:
-    mesh, model, pool = pool_of(mesh_text)
+def part(mesh_text: str, folder: str, start: bool, shard: bool) -> dict[str, Tensor]:
+    mesh, model, pool = pool_of(mesh_text, shard=shard)
     add(pool, "cyd")
     pool.add("bea", config_of("bea"), optimizer_of("bea"), SEEDS["bea"] if start else 0)
     if not start:
         pool.load("bea", folder)
+    assert pool.steps("bea") == (0 if start else 2)
     for step in range(2) if start else range(2, STEPS):
         ids = batch("bea", step).chunk(dp_size(mesh))[dp_rank(mesh)]
         with pool.train("bea"):
@@ -263,14 +220,118 @@ def part(mesh_text: str, folder: str, start: bool) -> dict[str, Tensor]:
 
 
 def test_a_tenant_goes_on_in_another_job_on_another_mesh(pool, tmp_path):
-    for first, second in (("2x2", "1x2"), ("1x1", "2x2")):
+    for first, second, shards in (
+        ("2x2", "1x2", (False, False)),
+        ("1x1", "2x2", (False, True)),
+        ("4x1", "2x2", (True, False)),
+    ):
         folder = str(tmp_path / f"{first} {second}")
-        pool.run(ranks_of(first), part, first, folder, True)
-        for got in pool.run(ranks_of(second), part, second, folder, False):
+        pool.run(ranks_of(first), part, first, folder, True, shards[0])
+        for got in pool.run(ranks_of(second), part, second, folder, False, shards[1]):
             assert relative_error(got, alone("bea")) <= 1e-10
         plainly = PeftModel.from_pretrained(causal_lm(), folder)
         read = {name: p for name, p in plainly.named_parameters() if "lora_" in name}
         assert relative_error(plain(read), alone("bea")) <= 1e-6  # PEFT loads in float32
+
+
+def twice(folder: str) -> dict[str, Any]:
+    """Saves of two tenants and of two steps, damaged in all ways, and one that is cut off."""
+    _, model, pool = pool_of("1x2")
+    add(pool, "ada")
+    add(pool, "bea")
+    here, found = Path(folder), {}
+
+    def train() -> None:
+        for name in ("ada", "bea"):
+            with pool.train(name):
+                model(input_ids=batch(name, 0)).logits.square().mean().backward()
+            pool.step(name)
+
+    def only_here(change: Any) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            change()
+        dist.barrier()
+
+    pool.save("ada", here / "ada")
+    pool.save("bea", here / "ada" / "bea")  # PEFT would look there for "bea" in "ada"
+    found["of another"] = attempt(pool.load, "bea", here / "ada")
+    train()
+    (old,) = (here / "ada").glob("tenant_state-*")
+    kept = old.read_bytes()
+    before, moments = values(model, "ada"), full(next(iter(pool.optimizer("ada").state.values()))["exp_avg"])
+    pool.save("ada", here / "ada")
+    states = list((here / "ada").glob("tenant_state-*"))
+    assert len(states) == 1
+    assert states != [old]
+
+    train()
+    own = os.replace
+
+    def cut_off(source: Any, target: Any) -> None:
+        if Path(target).name == "adapter_model.safetensors":
+            raise OSError("the disk is gone")
+        own(source, target)
+
+    os.replace = cut_off  # type: ignore[assignment]
+    found["cut off"] = attempt(pool.save, "ada", here / "ada")
+    os.replace = own  # type: ignore[assignment]
+    pool.load("ada", here / "ada")
+    found["as before"] = relative_error(values(model, "ada"), before)
+    again = full(next(iter(pool.optimizer("ada").state.values()))["exp_avg"])
+    found["and its moments"] = (again - moments).abs().max().item(), pool.steps("ada")
+
+    pool.save("ada", here / "ada")
+    (path,) = (here / "ada").glob("tenant_state-*")
+    good = path.read_bytes()
+    whole = torch.load(path, weights_only=True)
+    for what, change in {
+        "shortened": lambda: path.write_bytes(good[: len(good) // 2]),
+        "empty": lambda: path.write_bytes(b""),
+        "other contents": lambda: torch.save([1], path),
+        "of another release": lambda: torch.save({**whole, "format": 7}, path),
+        "without moments": lambda: torch.save({**whole, "tensors": {}}, path),
+        "with smaller moments": lambda: torch.save(
+            {**whole, "tensors": {key: each[:1] for key, each in whole["tensors"].items()}}, path
+        ),
+        "of two saves": lambda: (path.unlink(), old.write_bytes(kept)),
+    }.items():
+        only_here(change)
+        found[what] = attempt(pool.load, "ada", here / "ada")
+    only_here(lambda: (old.unlink(), path.write_bytes(good)))
+    pool.load("ada", here / "ada")
+    pool.remove("ada")
+    pool.add("ada", config_of("ada"), optimizer_of("ada"), 0, dtype=torch.float32)
+    found["in another dtype"] = attempt(pool.load, "ada", here / "ada")
+    pool.remove("ada")
+    pool.add("ada", LoraConfig(**{**CONFIGS["ada"], "lora_dropout": 0.5}), optimizer_of("ada"), 0)
+    found["with another dropout"] = attempt(pool.load, "ada", here / "ada")
+    return found
+
+
+DAMAGED = {
+    "of another": "was trained with r=3",
+    "cut off": "the disk is gone",
+    "shortened": "is damaged",
+    "empty": "is damaged",
+    "other contents": "is damaged",
+    "of another release": "has format 7; this release reads 1",
+    "without moments": "is damaged (KeyError",
+    "with smaller moments": "is damaged",
+    "of two saves": "the files are of different saves",
+    "in another dtype": "has dtype torch.float64, the model's has torch.float32",
+    "with another dropout": "was trained with lora_dropout=0.0",
+}
+
+
+def test_a_folder_is_of_one_save_and_whole(pool, tmp_path):
+    for found in pool.run(2, twice, str(tmp_path)):
+        assert found.pop("as before") == 0
+        assert found.pop("and its moments") == (0, 1)
+        assert found.keys() == DAMAGED.keys()
+        for what, text in DAMAGED.items():
+            assert isinstance(found[what], Failure), what
+            assert text in found[what].message, (what, found[what].message)
 
 
 # ---------------------------------------------------------------------- what is communicated
@@ -305,6 +366,10 @@ def test_a_step_of_more_tenants_communicates_no_more(pool, mesh):
 # ---------------------------------------------------------------------- refusals
 
 
+def asked(**settings: Any) -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj"], **settings)
+
+
 def refused(folder: str) -> dict[str, Any]:
     mesh, model, pool = pool_of("2x2")
     odd = dist.get_rank() == 1
@@ -316,7 +381,31 @@ def refused(folder: str) -> dict[str, Any]:
         "no such modules": attempt(pool.add, "cyd", LoraConfig(target_modules=["qkv"]), optimizer_of("cyd"), 0),
         "dora": attempt(pool.add, "cyd", LoraConfig(target_modules=["q_proj"], use_dora=True), optimizer_of("cyd"), 0),
         "a head": attempt(pool.add, "cyd", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), None, 0),
+        "an embedding": attempt(pool.add, "cyd", LoraConfig(target_modules=["embed_tokens"]), optimizer_of("cyd"), 0),
+        "a name inside": attempt(pool.add, "mlp", config_of("cyd"), optimizer_of("cyd"), 0),
+        "a name of torch's": attempt(pool.add, "keys", config_of("cyd"), optimizer_of("cyd"), 0),
+        "a dtype": attempt(pool.add, "cyd", config_of("cyd"), optimizer_of("cyd"), 0, torch.int8),
+        "a path": attempt(pool.add, "c/y", config_of("cyd"), optimizer_of("cyd"), 0),
+        "another init": attempt(
+            pool.add, "cyd", LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), optimizer_of("cyd"), 0
+        ),
         "an optimizer that fails": attempt(pool.add, "cyd", config_of("cyd"), lambda parameters: 1 / 0, 0),
+        "an optimizer that fails on one rank": attempt(
+            pool.add, "cyd", config_of("cyd"), lambda parameters: 1 / 0 if odd else optimizer_of("cyd")(parameters), 0
+        ),
+        "no optimizer": attempt(pool.add, "cyd", config_of("cyd"), lambda parameters: parameters, 0),
+        "another rate on one rank": attempt(
+            pool.add, "cyd", config_of("cyd"), lambda p: torch.optim.SGD(p, lr=0.1 + odd), 0
+        ),
+        "a seed": attempt(pool.add, "cyd", config_of("cyd"), optimizer_of("cyd"), 1.5),
+        "an optimizer of others": attempt(
+            pool.add, "cyd", config_of("cyd"), lambda p: optimizer_of("cyd")([p[0].detach().clone()]), 0
+        ),
+        "a closure": attempt(pool.add, "cyd", config_of("cyd"), torch.optim.LBFGS, 0),
+        "alora": attempt(pool.add, "cyd", asked(alora_invocation_tokens=[5]), optimizer_of("cyd"), 0),
+        "kasa": attempt(pool.add, "cyd", asked(kasa_config=KasaConfig()), optimizer_of("cyd"), 0),
+        "not there then": attempt(pool.remove, "cyd"),
+        "another pool": attempt(TenantPool, model),
         "on one rank": attempt(lambda: add(pool, "bea") if odd else pool.step("ada") or pool.remove("ada")),
     }
     mesh, model, pool = pool_of("2x2")
@@ -328,23 +417,75 @@ def refused(folder: str) -> dict[str, Any]:
         loss.register_hook(lambda _: found.update({"in a backward": attempt(pool.remove, "ada")}))
         loss.backward()
     found["waiting"] = attempt(pool.save, "ada", folder)
+    found["waiting to load"] = attempt(pool.load, "ada", folder)
     pool.step("ada")
     pool.save("ada", folder)
-    pool.add("dan", config_of("ada"), optimizer_of("dan"), 0)
+    pool.add("dan", config_of("cyd"), optimizer_of("dan"), 0)
     mesh, config = on_mesh("2x2", require_adapters=False)
     other = TenantPool(parallelize(causal_lm(seed=9), mesh, config))
     add(other, "ada")
     found["another base"] = attempt(other.load, "ada", folder)
     found["too few names"] = attempt(lambda: routed(pool, model, ["ada", "dan"], ids))
+    found["too few names on one rank"] = attempt(
+        lambda: routed(pool, model, ["ada"] * (2 if dp_rank(mesh) else 4), ids)
+    )
+    found["lengths on one rank"] = attempt(
+        lambda: routed(pool, model, ["ada", "dan"], ids, [24, 24] if odd else [-4, 52])
+    )
+    found["another adapter inside"] = attempt(lambda: switched_inside(pool, model, ids))
+    found["no whole lengths"] = attempt(lambda: routed(pool, model, ["ada", "dan"], ids, [24.0, 24.0]))
+    found["a text"] = attempt(lambda: routed(pool, model, "ada", ids))  # type: ignore[arg-type]
+    found["a norm"] = attempt(pool.step, "ada", float("nan"))
+    found["a step inside"] = attempt(lambda: stepped_inside(pool))
+    found["a step of another on one rank"] = attempt(lambda: stepped(pool, model, ids, "zoe" if odd else "ada"))
     found["lengths"] = attempt(lambda: routed(pool, model, ["ada", "dan"], ids, [10, 3]))
     found["other peers"] = attempt(lambda: pool.route(["dan" if odd else "ada"] * 4).__enter__())
     found["still"] = values(model, "ada").keys() == alone("ada").keys() and pool.names() == ["ada", "dan"]
+    found["still"] &= truthful(pool, model)
+    found["zeroed on one rank"] = attempt(lambda: (odd and pool.zero_grad("ada"), pool.remove("zoe")))
+    _, _, pool = pool_of("2x2")
+    add(pool, "ada")
+    found["clipped on one rank"] = attempt(lambda: (pool.step("ada", 1.0 if odd else None), pool.remove("ada")))
     found["not bare"] = attempt(TenantPool, get_peft_model(causal_lm(), config_of("ada")))
     return found
 
 
+def truthful(pool: TenantPool, model: Any) -> bool:
+    """Whether PEFT's own records say which adapters there are, and which are active."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+    def active() -> set[str]:
+        return {name for layer in layers for name in layer.active_adapters}
+
+    with pool.train("dan"):
+        inside, said = active(), model.active_adapters()
+    if list(model.peft_config) != ["ada", "dan"] or said != ["dan"]:
+        return False
+    return (inside, active()) == ({"dan"}, set())
+
+
 def routed(pool: TenantPool, model: nn.Module, names: list[str], ids: Tensor, lengths: Any = None) -> None:
     with pool.route(names, lengths):
+        model(input_ids=ids)
+
+
+def stepped(pool: TenantPool, model: nn.Module, ids: Tensor, name: str) -> None:
+    with pool.train("ada"):
+        model(input_ids=ids).logits.sum().backward()
+    try:
+        pool.step(name)
+    finally:
+        pool.zero_grad("ada")
+
+
+def stepped_inside(pool: TenantPool) -> None:
+    with pool.train("ada"):
+        pool.step("ada")
+
+
+def switched_inside(pool: TenantPool, model: Any, ids: Tensor) -> None:
+    with pool.train("ada"):
+        model.set_adapter("dan")
         model(input_ids=ids)
 
 
@@ -355,14 +496,41 @@ REFUSED = {
     "no such modules": "qkv",
     "dora": "LoraConfig(use_dora=True)",
     "a head": "LoraConfig(modules_to_save=['lm_head'])",
+    "an embedding": "would be on model.embed_tokens, which is a Embedding",
+    "a name inside": "a tenant's name is 'mlp', which is a name inside of the model",
+    "a name of torch's": "a tenant's name is 'keys'",
+    "a dtype": "dtype=torch.int8: give a floating-point",
+    "a path": "a tenant's name is 'c/y': give letters",
+    "another init": "LoraConfig(init_lora_weights='pissa') is computed from the base weights",
     "an optimizer that fails": "division by zero",
-    "on one rank": "ranks make different calls of the pool: rank 0 remove('ada')",
+    "an optimizer that fails on one rank": "division by zero",
+    "no optimizer": "optimizer(...) gave a list",
+    "another rate on one rank": "\"SGD([{'params': 8, 'lr': 0.1, ",
+    "a seed": "init_seed=1.5: give a whole number",
+    "an optimizer of others": "gave a AdamW of other parameters than it was given",
+    "a closure": "gave a LBFGS, whose step computes the loss anew",
+    "alora": "LoraConfig(alora_invocation_tokens=[5])",
+    "kasa": "LoraConfig(kasa_config=",
+    "not there then": "there is no tenant 'cyd': the pool has 'ada'",
+    "another pool": "a base has one pool",
+    "on one rank": "rank 0 step('ada', max_norm=None) with gradients of [] and then remove('ada'), with",
     "inside": "remove was called inside of train() or route()",
     "in a backward": "remove was called during a backward",
-    "waiting": "gradients of 'ada' wait for a step",
+    "waiting": "save: gradients of 'ada' wait for a step",
+    "waiting to load": "load: gradients of 'ada' wait for a step",
+    "another adapter inside": "PEFT's active adapters are ['dan'], and the samples are of ['ada']",
     "another base": "was trained on another base model",
-    "too few names": "route names 2 samples, and a layer is fed 4 rows",
-    "lengths": "add up to 13 tokens, and a layer is fed 48",
+    "too few names": "route names 2 samples, and model.layers.0.self_attn.q_proj is fed 4 rows",
+    "too few names on one rank": "route names 2 samples, and model.layers.0.self_attn.q_proj is fed 4 rows",
+    "a step inside": "step was called inside of train() or route()",
+    "a step of another on one rank": "ranks make different calls of the pool: rank 0 step('ada'",
+    "lengths": "add up to 13 tokens, and model.layers.0.self_attn.q_proj is fed 48",
+    "zeroed on one rank": "rank 1 zero_grad('ada') and then remove('zoe'), with tenants ['ada', 'dan']",
+    "lengths on one rank": "route has the lengths [-4, 52]: give the tokens of each sample",
+    "no whole lengths": "route has the lengths [24.0, 24.0]",
+    "a text": "route('ada') names no samples",
+    "clipped on one rank": "ranks make different calls of the pool: rank 0 step('ada', max_norm=None)",
+    "a norm": "max_norm=nan: give a positive number",
     "other peers": "name other samples",
     "not bare": "was not parallelized",
 }
@@ -375,6 +543,163 @@ def test_what_cannot_be_is_refused_on_every_rank(pool, tmp_path):
         for name, text in REFUSED.items():
             assert isinstance(found[name], Failure), name
             assert text in found[name].message, (name, found[name].message)
+
+
+def with_peft_s_switches(mesh_text: str) -> dict[str, Any]:
+    _, model, pool = pool_of(mesh_text)
+    assert isinstance(model, PreTrainedModel)
+    ids, found = batch("ada", 0), {}
+    with torch.no_grad():
+        base = model(input_ids=ids).logits
+    add(pool, "ada")
+    stepped(pool, model, ids, "ada")
+    with pool.train("ada"), torch.no_grad():
+        adapted = model(input_ids=ids).logits
+        model.disable_adapters()
+        found["disabled"] = torch.equal(model(input_ids=ids).logits, base)
+        model.enable_adapters()
+        found["enabled"] = torch.equal(model(input_ids=ids).logits, adapted) and not torch.equal(adapted, base)
+    attention = model.get_submodule("model.layers.0.self_attn").eval()
+    add(pool, "bea")
+    model.delete_adapter("bea")
+    found["deleted"] = attempt(pool.step, "ada").message
+    found["modes"] = {module.training for module in attention.modules()} == {False} and model.lm_head.training
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+def test_peft_s_switches_do_what_they_say(pool, mesh):
+    for found in pool.run(ranks_of(mesh), with_peft_s_switches, mesh):
+        assert "the model has the adapters ['ada'], and the tenants are ['ada', 'bea']" in found.pop("deleted")
+        assert found == {"disabled": True, "enabled": True, "modes": True}
+
+
+def with_a_penalty(mesh_text: str, shard: bool) -> Any:
+    mesh, model, pool = pool_of(mesh_text, shard=shard)
+    for name in ("ada", "bea"):
+        add(pool, name)
+    ids = batch("ada", 0)
+    mine = ids.chunk(dp_size(mesh))[dp_rank(mesh)]
+    for _ in range(2):
+        with pool.train("ada"):
+            penalty = sum(full_sum(parameter) for parameter in pool.parameters("ada"))
+            (loss_of(model(input_ids=mine).logits, mine) + penalty).backward()
+        pool.step("ada")
+    return values(model, "ada")
+
+
+def full_sum(parameter: Tensor) -> Tensor:
+    squares = parameter.square().sum()
+    return 0.5 * (squares.full_tensor() if isinstance(squares, DTensor) else squares)
+
+
+@pytest.mark.parametrize(("mesh", "shard"), [("1x1", False), ("2x2", False), ("2x2", True)])
+def test_a_penalty_on_a_tenant_s_parameters_counts_once(pool, mesh, shard):
+    base = causal_lm()
+    torch.manual_seed(SEEDS["ada"])
+    model = get_peft_model(base, config_of("ada")).train()
+    optimizer, ids = optimizer_of("ada")(list(trained(model).values())), batch("ada", 0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model(input_ids=ids).logits, ids)
+        (loss + sum(full_sum(parameter) for parameter in trained(model).values())).backward()
+        optimizer.step()
+    for got in pool.run(ranks_of(mesh), with_a_penalty, mesh, shard):
+        assert relative_error(got, plain(trained(model))) <= 1e-10
+
+
+def with_a_loss_of_a_norm(mesh_text: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of a layer inside of a checkpointed block, and of another tenant's forward, in one backward."""
+    found = []
+    for late in (True, False):
+        mesh, model, pool = pool_of(mesh_text, {"activation_checkpointing": True})
+        for name in ("ada", "bea"):
+            add(pool, name)
+        kept: list[Tensor] = []
+        norm = model.get_submodule("model.layers.1.post_attention_layernorm")
+        norm.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output))
+        losses = []
+        for name in ("ada", "bea"):
+            ids = batch(name, 0).chunk(dp_size(mesh))[dp_rank(mesh)]
+            with pool.train(name):
+                logits = model(input_ids=ids).logits
+                losses.append(kept[-1].square().mean() if name == "ada" else loss_of(logits, ids))
+                if not late:
+                    losses.pop().backward()
+        if late:
+            torch.stack(losses).sum().backward()
+        for name in ("ada", "bea"):
+            pool.step(name)
+        found.append({f"{name} {key}": value for name in ("ada", "bea") for key, value in values(model, name).items()})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+def test_a_loss_of_a_layer_in_a_checkpointed_block(pool, mesh):
+    for late, at_once in pool.run(ranks_of(mesh), with_a_loss_of_a_norm, mesh):
+        assert relative_error(late, at_once) <= 1e-10
+
+
+def after_a_forward() -> list[str]:
+    mesh, config = on_mesh("2x1", require_adapters=False)
+    model = parallelize(causal_lm(), mesh, config).train()
+    model(input_ids=batch("ada", 0))  # without a backward: FSDP2 keeps what is gathered of the root
+    TenantPool(model)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_a_base_is_frozen_after_a_forward_too(pool):
+    assert pool.run(2, after_a_forward) == [[], []]
+
+
+def in_inference_mode(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    _, model, pool = pool_of("1x2")
+    add(pool, "ada")
+    ids = batch("ada", 0)
+    with pool.train("ada"):
+        loss_of(model(input_ids=ids).logits, ids).backward()
+    pool.step("ada")
+    with torch.inference_mode():
+        pool.save("ada", folder)
+        pool.remove("ada")
+        add(pool, "ada")
+        pool.load("ada", folder)
+    ids = batch("ada", 1)
+    with pool.route(["ada"] * ROWS):
+        with torch.inference_mode():
+            model(input_ids=ids)
+        loss_of(model(input_ids=ids).logits, ids).backward()
+    pool.step("ada")
+    return values(model, "ada"), alone("ada", steps=2)
+
+
+def test_inference_mode_leaves_tenants_trainable(pool, tmp_path):
+    for got, want in pool.run(2, in_inference_mode, str(tmp_path / "ada")):
+        assert relative_error(got, want) <= 1e-10
+
+
+def on_disks_of_their_own(root: str) -> Any:
+    _, model, pool = pool_of("2x1")
+    add(pool, "ada")
+    stepped(pool, model, batch("ada", 0), "ada")
+    pool.save("ada", Path(root) / "0" / "ada")
+    rank, before = dist.get_rank(), os.getcwd()
+    if rank == 1:
+        shutil.copytree(Path(root) / "0", Path(root) / "1")
+        for state in (Path(root) / "1" / "ada").glob("tenant_state-*"):
+            state.unlink()
+    dist.barrier()
+    os.chdir(Path(root) / str(rank))
+    try:
+        return [attempt(pool.load, "ada", "ada")], pool.steps("ada")
+    finally:
+        os.chdir(before)
+
+
+def test_a_state_that_some_ranks_lack_is_refused(pool, tmp_path):
+    for (failure,), steps in pool.run(2, on_disks_of_their_own, str(tmp_path)):
+        assert "the training state in the folder is" in failure.message
+        assert steps == 1
 
 
 def test_a_config_is_described_alike_in_every_process():
@@ -418,29 +743,78 @@ def test_adapters_that_are_shared_out_train_alike(pool, tmp_path, mesh):
             assert relative_error(got, alone(name)) <= 1e-10, name
 
 
-def budgeted() -> list[Any]:
-    _, model, pool = pool_of("2x1")
+def most_held(mesh_text: str, shard: bool) -> int:
+    """The most that a tenant holds while it adds to gradients that another's step has had summed."""
+    _, model, pool = pool_of(mesh_text, shard=shard)
+    add(pool, "cyd")
+    add(pool, "dan")
+    held = []
+    for name, steps in (("cyd", "cyd"), ("cyd", None), ("dan", "dan"), ("cyd", None)):
+        with pool.train(name):
+            model(input_ids=batch(name, 0)).logits.sum().backward()
+            held.append(sum(pool.memory()["cyd"].values()))
+        if steps is not None:
+            pool.step(steps)
+    return max(held)
+
+
+def died(mesh_text: str) -> tuple[int, Any]:
+    """What a tenant leaves whose backward died."""
+    _, model, pool = pool_of(mesh_text, shard=True)
     add(pool, "ada")
-    with pool.train("ada"):
-        model(input_ids=batch("ada", 0)).logits.sum().backward()
-    pool._reduce("")
-    used = pool.memory()["ada"]
-    pool.step("ada")
-    used["optimizer"] = pool.memory()["ada"]["optimizer"]
-    _, _, tight = pool_of("2x1", budget=sum(used.values()))
-    add(tight, "ada")
-    refused = attempt(add, tight, "cyd")
-    tight.remove("ada")
-    return [refused, attempt(add, tight, "cyd"), tight.names(), attempt(pool_of, "2x1", budget=0)]
+    before = 0
+    for name in ("bea", "bea"):  # what is remembered of the last step is of this one
+        before = tensors_alive()
+        add(pool, name)
+        handle = pool.parameters(name)
+        layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
+        hook = layer.register_full_backward_hook(lambda *_: 1 / 0)
+        with pool.train(name):
+            attempt(lambda name=name: model(input_ids=batch(name, 0)).logits.sum().backward())
+        hook.remove()
+        del handle, layer
+        pool.remove(name)
+    return tensors_alive() - before, attempt(TenantPool, model)
 
 
-def test_a_tenant_that_does_not_fit_is_refused_and_a_removed_one_gives_back(pool):
-    for refused, then, names, nothing in pool.run(2, budgeted):
-        assert "of the budget of" in refused.message
-        assert "the tenant 'cyd' takes" in refused.message
-        assert then is None
-        assert names == ["cyd"]
-        assert "budget=0: give a positive number" in nothing.message
+def test_a_tenant_that_died_leaves_nothing(pool):
+    for left, another in pool.run(2, died, "2x1"):
+        assert left <= 0
+        assert "a base has one pool" in another.message
+
+
+def budgeted(mesh_text: str, shard: bool) -> dict[str, Any]:
+    most = most_held(mesh_text, shard)
+    _, _, pool = pool_of(mesh_text, shard=shard, budget=most)
+    found = {"fits": attempt(add, pool, "cyd"), "names": pool.names()}
+    before = tensors_alive()
+    big = LoraConfig(r=500, target_modules="all-linear")
+    found["made"] = []
+    found["too big"] = attempt(pool.add, "dan", big, lambda p: found["made"].extend(p) or optimizer_of("dan")(p), 0)
+    found["made"] = {parameter.is_meta for parameter in found["made"]}
+    found["one more"] = attempt(add, pool, "ada")
+    found["left"] = tensors_alive() - before
+    pool.remove("cyd")
+    found["then"] = attempt(add, pool, "cyd")
+    _, _, tight = pool_of(mesh_text, shard=shard, budget=most - 1)
+    found["one byte less"] = attempt(add, tight, "cyd")
+    found["nothing"] = attempt(pool_of, mesh_text, budget=0)
+    found["a text"] = attempt(pool_of, mesh_text, budget="1GB")
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "shard"), [("2x1", False), ("2x1", True), ("1x2", False)])
+def test_a_budget_is_what_a_tenant_may_hold_at_most(pool, mesh, shard):
+    """On 1x2 the ranks' shares of "dan" differ in size: whoever refuses, all do."""
+    for found in pool.run(2, budgeted, mesh, shard):
+        assert (found["fits"], found["then"], found["names"]) == (None, None, ["cyd"])
+        assert "the tenant 'dan' takes up to" in found["too big"].message
+        assert "the tenant 'ada' takes up to" in found["one more"].message
+        assert found["made"] == {True}
+        assert found["left"] == 0
+        assert "of the budget of" in found["one byte less"].message
+        assert "budget=0: give a positive number" in found["nothing"].message
+        assert "budget='1GB': give a positive number" in found["a text"].message
 
 
 # ---------------------------------------------------------------------- other bases
@@ -530,3 +904,32 @@ def test_segments_of_a_packed_row_are_samples(pool):
     for got, want in zip(pool.run(2, packed, True), pool.run(2, packed, False), strict=True):
         for name in ("ada", "bea"):
             assert relative_error(got[name], want[name]) <= 1e-12
+
+
+class Sometimes(Steps):
+    """Goes through its second layer only for inputs that say so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        return self.second(y) if x.sum() > 0 else y
+
+
+def reached_on_one_rank() -> tuple[int, dict[str, Tensor]]:
+    mesh, config = on_mesh("2x1", require_adapters=False)
+    model = parallelize(Sometimes(), mesh, config).train()
+    pool = TenantPool(model)
+    for name, target in (("ada", "first"), ("bea", "second")):
+        pool.add(name, LoraConfig(r=3, target_modules=[target], init_lora_weights=False), stochastic, SEEDS[name])
+    with pool.route(["ada", "bea"]):
+        model(torch.full((2, 4, 12), -1.0 if dist.get_rank() else 1.0, dtype=torch.float64)).square().mean().backward()
+    before = values(model, "bea")
+    pool.step("bea")
+    after = values(model, "bea")
+    assert all(not torch.equal(after[key], before[key]) for key in before)
+    return pool.steps("bea"), after
+
+
+def test_a_tenant_that_one_rank_alone_reaches_steps_on_all(pool):
+    (steps, first), (others, second) = pool.run(2, reached_on_one_rank)
+    assert steps == others == 1
+    assert relative_error(first, second) == 0

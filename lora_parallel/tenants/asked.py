@@ -1,0 +1,176 @@
+"""What a tenant may be: its name, its config, and the layers that this comes to."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable
+from operator import index
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lora_parallel.names import clean_names
+from lora_parallel.peft_hooks import DRAWN
+
+__all__ = [
+    "check_dtype",
+    "check_layers",
+    "check_made",
+    "check_name",
+    "check_plain",
+    "described",
+    "seed_of",
+    "settings_of",
+]
+
+
+def described(config: Any) -> str:
+    """A config by what it says otherwise than by default, the same in every process: sets have an order of their own in
+    each.
+    """
+    if not isinstance(config, LoraConfig):
+        return repr(config)
+    ordered = {key: sorted(value) if isinstance(value, set) else value for key, value in _said(config).items()}
+    return f"LoraConfig({', '.join(f'{key}={value!r}' for key, value in sorted(ordered.items()))})"
+
+
+def check_name(name: Any, base: nn.Module) -> None:
+    """Check that PEFT's modules, and its keys of parameters, can have a name.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name, re.ASCII):
+        raise ValueError(f"a tenant's name is {name!r}: give letters, digits, underscores and hyphens.")
+    inside = {part for each, _ in base.named_parameters() for part in each.split(".")}
+    if name in inside or name.startswith("lora_") or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"a tenant's name is {name!r}, which is a name inside of the model too: give another.")
+
+
+_TAKEN = {
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *(
+        "task_type",
+        "peft_type",
+        "peft_version",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+}
+"""The fields of a config that a tenant follows. Whatever else one asks for would not be done."""
+
+_FILLED_IN = {"target_parameters", "modules_to_save"}
+"""Which PEFT leaves empty for some models instead of None."""
+
+_LINEAR = "tenants are plain LoRA on linear layers: name those in target_modules."
+
+
+def check_plain(config: Any) -> None:
+    """Check that a config asks for plain LoRA that is drawn at random.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"config is a {type(config).__name__}: give a peft.LoraConfig.")
+    for key, asked in _said(config).items():
+        if key not in _TAKEN and (asked or key not in _FILLED_IN):
+            raise ValueError(f"LoraConfig({key}={asked!r}): {_LINEAR}")
+    if config.init_lora_weights not in DRAWN:
+        raise ValueError(
+            f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) is computed from the base weights, which are "
+            "sharded: load a saved adapter instead."
+        )
+
+
+def _said(config: LoraConfig) -> dict[str, Any]:
+    """What a config says otherwise than by default."""
+    usual = LoraConfig().to_dict()
+    return {key: value for key, value in config.to_dict().items() if value != usual.get(key)}
+
+
+def check_dtype(dtype: Any) -> None:
+    """Check that an adapter can be stored in a dtype.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(f"dtype={dtype!r}: give a floating-point torch.dtype of 16 bits or more, or None for PEFT's.")
+
+
+def seed_of(init_seed: Any) -> int:
+    """A seed as a plain number.
+
+    Raises:
+        ValueError: It is no whole number.
+    """
+    try:
+        if isinstance(init_seed, (bool, torch.Tensor)):
+            raise TypeError
+        return index(init_seed)
+    except TypeError:
+        raise ValueError(f"init_seed={init_seed!r}: give a whole number.") from None
+
+
+def check_made(made: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Check that what was to make an optimizer of these parameters has made one that a step can drive.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"optimizer(...) gave a {type(made).__name__}: let it return a torch.optim.Optimizer.")
+    held = {parameter for group in made.param_groups for parameter in group["params"]}
+    if not held or not held <= set(parameters):
+        raise ValueError(
+            f"optimizer(...) gave a {type(made).__name__} of other parameters than it was given: let it make a new one "
+            "of these, or of some of them, each time that it is called (with a budget that is twice)."
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer(...) gave a {type(made).__name__}, whose step computes the loss anew: a pool's step does not. "
+            "Give one that steps with the gradients."
+        )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """What ranks must have alike of an optimizer."""
+    plain = (bool, int, float, str, torch.Tensor, type(None))
+    groups = [
+        {key: each for key, each in group.items() if all(isinstance(leaf, plain) for leaf in tree_leaves(each))}
+        for group in [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    ]
+    return f"{type(optimizer).__name__}({groups})"
+
+
+def check_layers(adapted: Any, name: str) -> None:
+    """Check that PEFT has put an adapter on linear layers alone. What a config says may come to something else.
+
+    Raises:
+        ValueError: It has not.
+    """
+    check_plain(adapted.peft_config[name])  # PEFT fills in what it knows of the model
+    places = Counter(child for parent in adapted.modules() for child in parent._modules.values() if child is not None)
+    for layer, where in clean_names(adapted).items():
+        if isinstance(layer, LoraLayer):
+            plain = name in layer.lora_A and isinstance(layer.lora_A[name], nn.Linear)
+            if isinstance(layer, ParamWrapper) or not plain:
+                kind = type(layer.get_base_layer()).__name__
+                raise ValueError(f"the adapter {name!r} would be on {where}, which is a {kind}: {_LINEAR}")
+            if places[layer.get_base_layer()] > 1:  # PEFT adapts one of them
+                raise ValueError(
+                    f"the adapter {name!r} would be on {where}, which the model has under another name too: leave it "
+                    "out of target_modules."
+                )

@@ -1,0 +1,115 @@
+"""Which forward a layer takes part in: the one that is computed, or the one that a backward recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_parallel.nests import tensors_in
+from lora_parallel.tenants.route import Forward, Route
+from lora_parallel.upstream import backward_pass, in_backward, queue_after_backward
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """Hooks on a model, which tell its layers the route that they are in.
+
+    Where a gradient comes to the output of a module, what is recomputed from there on is of the forward that made this
+    output. Hooks are on all modules, since a loss may be of a hidden state.
+
+    Args:
+        model: Whose forwards and backwards these are.
+        count: Counts a training forward in a route; gives its number for each tenant.
+    """
+
+    def __init__(self, model: nn.Module, count: Callable[[Route], dict[str, int]]) -> None:
+        self._count = count
+        self.route: Route | None = None
+        """Of the context that we are in."""
+
+        self._forward: Forward | None = None
+        self._pass = -1
+        self._begun: list[Forward | None] = []
+        """The forwards whose backward has begun in that pass, which is computed now, or has died."""
+        self._dead: list[Forward | None] = []
+        """Those of earlier ones that died."""
+
+        self.trained: set[str] = set()
+        """The tenants of forwards whose backward has begun, until their gradients are summed or dropped: the same on
+        all ranks, also where a tenant's layers were reached on some only."""
+
+        model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        for module in list(model.modules()):
+            module.register_forward_hook(self._made)
+
+    @contextmanager
+    def within(self, route: Route) -> Iterator[None]:
+        """Within, forwards are in a route."""
+        self.route, self._forward = route, Forward(route, {})
+        try:
+            yield
+        finally:
+            self.route = self._forward = None
+
+    def current(self, layer: str) -> Forward | None:
+        """The forward that is computed, or recomputed; None outside of any route.
+
+        Args:
+            layer: The name of the layer that asks, for messages.
+
+        Raises:
+            RuntimeError: A reentrant checkpoint recomputes one, of which a backward does not tell which it is.
+        """
+        if not in_backward():
+            if self._forward is not None and self._forward.trains and not torch.is_grad_enabled():
+                raise RuntimeError(f"{layer} is computed without gradients in a training forward. {_REENTRANT}")
+            return self._forward
+        if self._pass != backward_pass():
+            raise RuntimeError(f"{layer} is recomputed, and it cannot be told in which forward it was. {_REENTRANT}")
+        return self._begun[-1]
+
+    def died(self) -> set[str]:
+        """The tenants that took part in backwards that died on their way, which are forgotten with this."""
+        if in_backward():
+            return set()
+        names = {name for each in (*self._dead, *self._begun) if each is not None for name in each.route.tenants}
+        self._dead.clear()
+        self._begun.clear()
+        return names
+
+    def _forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward() or self.route is None:
+            return
+        rows = len(self.route.names or ())
+        fed = [x for x in tensors_in([args, kwargs]) if x.dim() > 1 and x.shape[0] == rows]
+        counts = self._count(self.route) if model.training else {}
+        self._forward = Forward(self.route, counts, torch.is_grad_enabled(), {x.shape[1] for x in fed})
+
+    def _made(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        this = self._forward
+
+        def backward_begins(grad: Tensor) -> None:
+            if self._pass != backward_pass():
+                self._dead += self._begun
+                self._begun, self._pass = [], backward_pass()
+                queue_after_backward(self._begun.clear)
+            if not self._begun or self._begun[-1] is not this:
+                self._begun.append(this)
+                self.trained.update(() if this is None else this.route.tenants)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+
+
+_REENTRANT = (
+    "Under a TenantPool checkpoint activations with use_reentrant=False (activation_checkpointing=True does), and "
+    "leave out of target_modules what the model computes under no_grad."
+)
