@@ -2,8 +2,8 @@
 
 Start-up costs more than the maths: the processes are forked from a server that has imported everything, once a session
 for each world size, and keep their process group. Every group has a short timeout, so a hang is a failure in seconds; a
-group in which a rank fails, or does not answer, is killed and started anew. A rank that crashes prints where its
-threads were.
+group in which a rank fails, or does not answer, is killed and started anew. What a rank prints to standard error goes
+to a file, which is told if it crashes: where its threads were, in Python and below.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 
 COLLECTIVE_TIMEOUT = 60
 ANSWER_TIMEOUT = 300
+TOLD = 30_000  # characters of what a rank that died has printed
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "peft", "tests.oracle"]
 
 
@@ -63,9 +65,11 @@ def _received(pipe: Connection) -> Any:
     return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -93,46 +97,58 @@ def _ending(exitcode: int | None) -> str:
     return signal.Signals(-exitcode).name if exitcode < 0 else f"exit code {exitcode}"
 
 
+@dataclass
+class Rank:
+    """A process, the pipe to it and the file of what it prints."""
+
+    process: Any
+    pipe: Connection
+    log: Path
+
+
 class WorkerPool:
     """Runs `function(*args)` on ranks 0 .. world_size - 1."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
-        self._ranks: dict[int, list[tuple[Any, Connection]]] = {}
+        self._ranks: dict[int, list[Rank]] = {}
         self._stores = tempfile.TemporaryDirectory(prefix="stores")
         self._started = 0
 
-    def _group(self, world_size: int) -> list[tuple[Any, Connection]]:
+    def _group(self, world_size: int) -> list[Rank]:
         if world_size not in self._ranks:
             self._started += 1
             store = os.path.join(self._stores.name, str(self._started))
             self._ranks[world_size] = []
             for rank in range(world_size):
                 ours, theirs = self._context.Pipe()
-                process = self._context.Process(target=_serve, args=(rank, world_size, store, theirs), daemon=True)
+                log = Path(f"{store}.{rank}.log")
+                log.touch()
+                process = self._context.Process(target=_serve, args=(rank, world_size, store, log, theirs), daemon=True)
                 process.start()
                 theirs.close()
-                self._ranks[world_size].append((process, ours))
+                self._ranks[world_size].append(Rank(process, ours, log))
         return self._ranks[world_size]
 
     def try_run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Each rank's return value, or a `Failure` where it raised."""
         ranks = self._group(world_size)
-        for _, pipe in ranks:
-            _send(pipe, (function, args))
+        printed = [rank.log.stat().st_size for rank in ranks]
+        for rank in ranks:
+            _send(rank.pipe, (function, args))
         answers: list[Any] = []
-        for rank, (process, pipe) in enumerate(ranks):
-            if not pipe.poll(ANSWER_TIMEOUT):
+        for index, rank in enumerate(ranks):
+            if not rank.pipe.poll(ANSWER_TIMEOUT):
                 self._end(world_size)
-                raise WorkerError(f"rank {rank} of {world_size} gave no answer in {ANSWER_TIMEOUT} s")
+                raise WorkerError(f"rank {index} of {world_size} gave no answer in {ANSWER_TIMEOUT} s")
             try:
-                answers.append(_received(pipe))
+                answers.append(_received(rank.pipe))
             except EOFError:
-                process.join(timeout=10)
-                answers.append(
-                    Failure("EOFError", f"rank {rank} of {world_size} died ({_ending(process.exitcode)})", "")
-                )
+                rank.process.join(timeout=10)
+                ending = f"rank {index} of {world_size} died ({_ending(rank.process.exitcode)})"
+                told = rank.log.read_bytes()[printed[index] :].decode(errors="replace")[:TOLD]
+                answers.append(Failure("EOFError", ending, f"{ending}, having printed:\n{told}"))
         if any(isinstance(answer, Failure) for answer in answers):
             self._end(world_size)  # a group in which a rank failed may be out of step
         return answers
@@ -142,17 +158,18 @@ class WorkerPool:
         answers = self.try_run(world_size, function, *args)
         failures = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
         if failures:
-            # The first of them may only have waited for the one that went wrong.
+            # The first of them may only have waited for the one that went wrong, as all do for one that died.
+            failures.sort(key=lambda failure: failure[1].kind != "EOFError")
             told = "\n".join(f"rank {rank}: {failure.trace or failure.message}" for rank, failure in failures)
             raise WorkerError(f"{len(failures)} of {world_size} ranks failed.\n{told}")
         return answers
 
     def _end(self, world_size: int) -> None:
         ranks = self._ranks.pop(world_size)
-        for process, pipe in ranks:
-            process.kill()
-            pipe.close()
-        wait([process.sentinel for process, _ in ranks], timeout=10)
+        for rank in ranks:
+            rank.process.kill()
+            rank.pipe.close()
+        wait([rank.process.sentinel for rank in ranks], timeout=10)
 
     def close(self) -> None:
         """End all processes."""

@@ -1,0 +1,30 @@
+"""The ranks that tests run in say what went wrong in them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from tests.workers import WorkerError
+
+
+def crashing(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "SIGSEGV":
+            ctypes.string_at(8)
+        os.kill(os.getpid(), signal.SIGABRT)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["SIGSEGV", "SIGABRT"])
+def test_a_rank_that_crashes_says_where(pool, how):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, crashing, how)
+    told = str(caught.value)
+    first, second = told.index(f"rank 1: rank 1 of 2 died ({how})"), told.index("rank 0: Traceback")
+    assert first < told.index("frame #0: ") < told.index("in crashing") < second
+    assert pool.run(2, dist.get_rank) == [0, 1]
