@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "check_name",
     "check_plain",
     "described",
+    "lengths_of",
     "seed_of",
     "settings_of",
 ]
@@ -121,6 +122,21 @@ def seed_of(init_seed: Any) -> int:
         return index(init_seed)
     except TypeError:
         raise ValueError(f"init_seed={init_seed!r}: give a whole number.") from None
+
+
+def lengths_of(lengths: Sequence[Any]) -> list[int]:
+    """Numbers of tokens as plain numbers.
+
+    Raises:
+        ValueError: They are no whole numbers, or negative.
+    """
+    try:
+        found = [index(each) for each in lengths]
+    except TypeError:
+        found = [-1]
+    if any(each < 0 for each in found):
+        raise ValueError(f"route has the lengths {list(lengths)}: give the tokens of each sample, whole numbers.")
+    return found
 
 
 def check_made(made: Any, parameters: Iterable[nn.Parameter]) -> None:

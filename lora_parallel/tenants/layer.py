@@ -86,11 +86,17 @@ class TenantLayer:
         if forward is None or self.layer.disable_adapters:
             return y
         route = forward.route
-        if not in_backward() and set(self.layer.active_adapters) != set(route.tenants):
-            raise RuntimeError(
-                f"{self.name}: PEFT's active adapters are {sorted(self.layer.active_adapters)}, and the samples are of "
-                f"{sorted(route.tenants)}: do not call set_adapter in train() or route(), which choose the adapters."
-            )
+        if not in_backward():
+            forward.training[self.name] = self.layer.training
+            if set(self.layer.active_adapters) != set(route.tenants):
+                active, asked = sorted(self.layer.active_adapters), sorted(route.tenants)
+                forward.refuse(
+                    RuntimeError(
+                        f"{self.name}: PEFT's active adapters are {active}, and the samples are of {asked}: do not "
+                        "call set_adapter in train() or route(), which choose the adapters."
+                    )
+                )
+                return y
         tenants = [tenant for tenant in route.tenants if tenant in self.factors]
         if not tenants:
             return y
@@ -104,6 +110,8 @@ class TenantLayer:
             fed = self._dropped(tenant, x, forward, None).to(A.dtype)
             return (y + F.linear(F.linear(fed, A), B) * self.layer.scaling[tenant]).to(y.dtype)
         tokens = forward.tokens(x.shape[:-1], x.device, self.name)
+        if tokens is None:
+            return y
         here = [tenant for tenant in tenants if tenant in tokens]
         flat, total = x.reshape(-1, x.shape[-1]), y
         for dtype in dict.fromkeys(factors[t][0].dtype for t in here):
@@ -119,8 +127,7 @@ class TenantLayer:
 
     def _dropped(self, tenant: str, x: Tensor, forward: Forward, tokens: Tokens | None) -> Tensor:
         dropout = self.layer.lora_dropout[tenant]
-        training = bool(forward.counts) if in_backward() else self.layer.training
-        if not isinstance(dropout, TopologyInvariantDropout) or not training:
+        if not isinstance(dropout, TopologyInvariantDropout) or not forward.training[self.name]:
             return x
         if tenant not in forward.counts:
             raise RuntimeError(

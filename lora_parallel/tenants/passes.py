@@ -24,11 +24,12 @@ class Passes:
 
     Args:
         model: Whose forwards and backwards these are.
+        device: The type of device that messages go by.
         count: Counts a training forward in a route; gives its number for each tenant.
     """
 
-    def __init__(self, model: nn.Module, count: Callable[[Route], dict[str, int]]) -> None:
-        self._count = count
+    def __init__(self, model: nn.Module, device: str, count: Callable[[Route], dict[str, int]]) -> None:
+        self._device, self._count = device, count
         self.route: Route | None = None
         """Of the context that we are in."""
 
@@ -44,6 +45,7 @@ class Passes:
         all ranks, also where a tenant's layers were reached on some only."""
 
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        model.register_forward_hook(self._forward_ends)
         for module in list(model.modules()):
             module.register_forward_hook(self._made)
 
@@ -63,7 +65,8 @@ class Passes:
             layer: The name of the layer that asks, for messages.
 
         Raises:
-            RuntimeError: A reentrant checkpoint recomputes one, of which a backward does not tell which it is.
+            RuntimeError: A reentrant checkpoint recomputes one, of which a backward does not tell which it is; or it
+                has a tenant that is gone.
         """
         if not in_backward():
             if self._forward is not None and self._forward.trains and not torch.is_grad_enabled():
@@ -71,7 +74,14 @@ class Passes:
             return self._forward
         if self._pass != backward_pass():
             raise RuntimeError(f"{layer} is recomputed, and it cannot be told in which forward it was. {_REENTRANT}")
-        return self._begun[-1]
+        forward = self._begun[-1]
+        gone = [] if forward is None else forward.route.gone()
+        if gone:
+            raise RuntimeError(
+                f"{layer} is recomputed for the tenants {gone}, which were removed after the forward: remove a tenant "
+                "when the backwards of its forwards are over."
+            )
+        return forward
 
     def died(self) -> set[str]:
         """The tenants that took part in backwards that died on their way, which are forgotten with this."""
@@ -88,7 +98,12 @@ class Passes:
         rows = len(self.route.names or ())
         fed = [x for x in tensors_in([args, kwargs]) if x.dim() > 1 and x.shape[0] == rows]
         counts = self._count(self.route) if model.training else {}
-        self._forward = Forward(self.route, counts, torch.is_grad_enabled(), {x.shape[1] for x in fed})
+        widths = {x.shape[1] for x in fed}
+        self._forward = Forward(self.route, counts, torch.is_grad_enabled(), widths, self.route.names is not None)
+
+    def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward() and self._forward is not None:
+            self._forward.end(self._device)
 
     def _made(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():

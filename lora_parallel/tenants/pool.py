@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from lora_parallel.tenants.asked import (
     check_name,
     check_plain,
     described,
+    lengths_of,
     seed_of,
     settings_of,
 )
@@ -124,7 +126,7 @@ class TenantPool:
         self._bare: nn.Module = state.bare
         self._tenants: dict[str, _Tenant] = {}
         self._calls = Calls(state.mesh.device_type, self.names)
-        self._passes = Passes(model, self._count)
+        self._passes = Passes(model, state.mesh.device_type, self._count)
         self._grafts = Grafts(model, state, self._shards, self._passes.current)
 
         reshard(model)  # after a forward the whole parameters stand there, and those would be frozen
@@ -298,7 +300,7 @@ class TenantPool:
             self._check_idle("train")
             self._tenant(name)
         weight = 1 / dp_size(self._state.mesh)
-        with self._routed(Route((name,), None, None, {name: weight}, {name: 0})):
+        with self._routed(Route((name,), None, None, {name: weight}, {name: 0}, self._gone((name,)))):
             yield
 
     @contextmanager
@@ -318,12 +320,12 @@ class TenantPool:
                 raise ValueError(f"route({names!r}) names no samples: give a list with the tenant of each row.")
             for name in names:
                 self._tenant(name)
-            if lengths is not None and not all(isinstance(each, int) and each >= 0 for each in lengths):
-                raise ValueError(
-                    f"route has the lengths {list(lengths)}: give the tokens of each sample, whole numbers."
-                )
-            if lengths is not None and len(lengths) != len(names):
-                raise ValueError(f"route names {len(names)} samples, and gives {len(lengths)} lengths: one for each.")
+            if lengths is not None:
+                lengths = lengths_of(lengths)
+                if len(lengths) != len(names):
+                    raise ValueError(
+                        f"route names {len(names)} samples, and gives {len(lengths)} lengths: one for each."
+                    )
         counts = self._counts(names, lengths)
         mine, total = dp_rank(self._state.mesh), counts.sum(0)
         tenants = [name for name, number in zip(self._tenants, total.tolist(), strict=True) if number]
@@ -331,12 +333,18 @@ class TenantPool:
         route = Route(
             tuple(tenants),
             tuple(names),
-            None if lengths is None else tuple(lengths),
+            lengths if lengths is None else tuple(lengths),
             {name: int(counts[mine, index[name]]) / int(total[index[name]]) for name in tenants},
             {name: int(counts[:mine, index[name]].sum()) for name in tenants},
+            self._gone(tenants),
         )
         with self._routed(route):
             yield
+
+    def _gone(self, names: Sequence[str]) -> Callable[[], list[str]]:
+        # Weak, since the graph of a loss that somebody keeps holds on to its route.
+        there = {name: weakref.ref(self._tenants[name]) for name in names}
+        return lambda: [name for name, tenant in there.items() if self._tenants.get(name, self) is not tenant()]
 
     def _counts(self, names: Sequence[str], lengths: Sequence[int] | None) -> Tensor:
         """How many samples of each tenant each data-parallel rank has: int64 [dp, tenants]."""

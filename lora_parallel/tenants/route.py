@@ -6,7 +6,7 @@ after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lora_parallel.agreement import agreed, gather_numbers
 from lora_parallel.tenants.factor import Factor
+from lora_parallel.upstream import in_backward
 
 __all__ = ["Forward", "Route", "Tokens"]
 
@@ -51,6 +52,9 @@ class Route:
 
     first: dict[str, int]
     """The number, over all ranks, of a tenant's first sample on this rank."""
+
+    gone: Callable[[], list[str]]
+    """Gives those of the tenants that have been removed since."""
 
     lent: dict[Factor, Tensor] = field(default_factory=dict)
     """Of adapters that are shared out over dp: what this tp rank has of each factor."""
@@ -131,23 +135,40 @@ class Forward:
     widths: set[int] = field(default_factory=set)
     """How many tokens rows are known to have: those of the model's inputs, and of layers that are not fed them flat."""
 
-    _checked: bool = False
+    agrees: bool = False
+    """Whether it is the model's own and still computed, so that all ranks come to its `end`."""
 
-    def tokens(self, shape: Sequence[int], device: torch.device, layer: str) -> dict[str, Tokens]:
-        """As `Route.tokens`; the first layer of a forward to ask has every rank raise if one does. Collective then."""
+    training: dict[str, bool] = field(default_factory=dict)
+    """Of each layer that took part, whether it was in training."""
+
+    _problem: Exception | None = None
+
+    def tokens(self, shape: Sequence[int], device: torch.device, layer: str) -> dict[str, Tokens] | None:
+        """As `Route.tokens`; None where a layer is left out, since `end` will raise."""
         if len(shape) > 1:
             self.widths.add(prod(shape[1:]))
-        if self._checked:
-            return self.route.tokens(shape, device, layer, self.widths)
-        self._checked = True
-        error: Exception | None = None
-        found: dict[str, Tokens] = {}
         try:
-            found = self.route.tokens(shape, device, layer, self.widths)
-        except Exception as caught:
-            error = caught
-        if gather_numbers([error is not None], device.type).any():
+            return self.route.tokens(shape, device, layer, self.widths)
+        except ValueError as error:
+            self.refuse(error)
+            return None
+
+    def refuse(self, error: Exception) -> None:
+        """Raise an error: at the `end`, where every rank does, since others are on their way to the next collective."""
+        if not self.agrees or in_backward():
+            raise error
+        self._problem = self._problem or error
+
+    def end(self, device: str) -> None:
+        """Raise on every rank what was refused on any. Collective.
+
+        Args:
+            device: The type of device that messages go by.
+        """
+        if not self.agrees:
+            return
+        self.agrees = False
+        if gather_numbers([self._problem is not None], device).any():
             with agreed():
-                if error is not None:
-                    raise error
-        return found
+                if self._problem is not None:
+                    raise self._problem

@@ -20,6 +20,7 @@ from lora_parallel.tenants.layer import _grouped
 from tests.families import FAMILIES
 from tests.oracle import causal_lm, on_mesh, ranks_of, relative_error, trained
 from tests.tenant_rows import (
+    MIXED,
     SEEDS,
     STEPS,
     add,
@@ -194,6 +195,71 @@ def test_a_recompute_is_of_its_own_forward_wherever_the_loss_is_from(pool, mesh,
         assert found["steps"] == steps
         assert relative_error(found["cyd"], want) <= 1e-10
         assert relative_error(found["bea"], alone("bea", steps[1])) <= 1e-10
+
+
+def removed_before_backward(checkpointing: bool) -> dict[str, Any]:
+    """Tenant "bea" is gone, or is another of that name, when the backward of its forward comes."""
+    mesh, model, pool = pool_of("2x1", {"activation_checkpointing": checkpointing})
+    ids = torch.cat([batch(name, 0).chunk(dp_size(mesh))[dp_rank(mesh)] for name in MIXED])
+    found: dict[str, Any] = {}
+    for again in (False, True):
+        for name in MIXED:
+            if name not in pool.names():
+                add(pool, name)
+        with pool.route([name for name in MIXED for _ in range(len(ids) // 2)]):
+            logits = model(input_ids=ids).logits
+            loss = sum(loss_of(*each) for each in zip(logits.chunk(2), ids.chunk(2), strict=True))
+        pool.remove("bea")
+        if again:
+            add(pool, "bea")
+        found[f"backward {again}"] = [attempt(loss.backward)]
+        pool.step("ada")
+        if again:
+            pool.step("bea")
+            found["steps"] = (pool.steps("ada"), pool.steps("bea"))
+            found["bea"] = values(model, "bea")
+        else:
+            found["ada"] = values(model, "ada")
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_tenant_removed_between_forward_and_backward(pool, checkpointing):
+    """Where the forward is computed again this is refused; otherwise the others go on. What comes later under its name
+    has nothing of it.
+    """
+    for found in pool.run(2, removed_before_backward, checkpointing):
+        for again in (False, True):
+            (raised,) = found[f"backward {again}"]
+            if checkpointing:
+                assert "is recomputed for the tenants ['bea'], which were removed after the forward" in raised.message
+            else:
+                assert raised is None
+        assert found["steps"] == ((0, 0) if checkpointing else (2, 0))
+        assert relative_error(found["ada"], alone("ada", 0 if checkpointing else 1)) <= 1e-10
+        assert relative_error(found["bea"], alone("bea", 0)) == 0
+
+
+def partly_in_evaluation(checkpointing: bool) -> dict[str, Tensor]:
+    """A part of a block in training is in evaluation; the model is when its backward comes."""
+    mesh, model, pool = pool_of("2x1", {"activation_checkpointing": checkpointing})
+    add(pool, "bea")
+    model.model.layers[0].self_attn.eval()
+    ids = batch("bea", 0).chunk(dp_size(mesh))[dp_rank(mesh)]
+    with pool.train("bea"):
+        loss = loss_of(model(input_ids=ids).logits, ids)
+    model.eval()
+    loss.backward()
+    pool.step("bea")
+    return values(model, "bea")
+
+
+def test_what_is_recomputed_drops_where_the_forward_did(pool):
+    for found, want in zip(
+        pool.run(2, partly_in_evaluation, True), pool.run(2, partly_in_evaluation, False), strict=True
+    ):
+        assert relative_error(found, want) <= 1e-12
+        assert relative_error(found, alone("bea", 1)) > 1e-3, "all of it dropped"
 
 
 def reentrant() -> list[Any]:

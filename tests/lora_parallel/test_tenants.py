@@ -929,6 +929,71 @@ def reached_on_one_rank() -> tuple[int, dict[str, Tensor]]:
     return pool.steps("bea"), after
 
 
+class Before(Steps):
+    """Goes through another layer first for inputs that say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(12, 12).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.before(x) if x.sum() > 0 else x)
+
+
+class Turned(Steps):
+    """Feeds its second layer the columns for inputs that say so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        return self.second(y.transpose(0, 1)).transpose(0, 1) if x.sum() > 0 else self.second(y)
+
+
+def unlike() -> dict[str, Any]:
+    """Ranks go different ways through the adapted layers of a model."""
+    mesh, config = on_mesh("2x1", require_adapters=False)
+    rank = dist.get_rank()
+    x = torch.full((2, 4, 12), -1.0 if rank else 1.0, dtype=torch.float64)
+    found: dict[str, Any] = {}
+    for kind, targets in ((Before, ["before", "second"]), (Turned, ["first", "second"])):
+        model = parallelize(kind(), mesh, config).train()
+        pool = TenantPool(model)
+        pool.add("ada", LoraConfig(r=3, target_modules=targets, init_lora_weights=False), stochastic, SEEDS["ada"])
+
+        def through(pool: TenantPool = pool, model: nn.Module = model) -> None:
+            with pool.route(["ada"] * 2):
+                model(x).square().mean().backward()
+
+        found[kind.__name__] = [attempt(through)]
+        pool.step("ada")
+        found[f"{kind.__name__} steps"] = pool.steps("ada")
+    pool.add("bea", LoraConfig(target_modules=["first"]), stochastic, 0)
+
+    def switched() -> None:
+        with pool.route(["ada", "ada"]):
+            if rank:
+                next(layer for layer in model.modules() if isinstance(layer, LoraLayer)).set_adapter("bea")
+            model(-x.abs())
+
+    found["switched"] = [attempt(switched)]
+    with pool.route(["ada"] * 2, torch.tensor([4, 4])):
+        found["lengths"] = model(-x.abs()).shape
+    return found
+
+
+def test_ranks_go_their_ways_through_adapted_layers(pool):
+    """None of them waits for another, and what goes wrong on one is raised on all."""
+    for rank, found in enumerate(pool.run(2, unlike)):
+        assert found["Before"] == [None]
+        assert found["Before steps"] == 1
+        assert "route names 2 samples, and second is fed 4 rows" in found["Turned"][0].message
+        assert found["Turned"][0].message.startswith("on rank 0: ") == bool(rank)
+        assert found["Turned steps"] == 0
+        assert (
+            "first: PEFT's active adapters are ['bea'], and the samples are of ['ada']" in found["switched"][0].message
+        )
+        assert found["lengths"] == (2, 4, 12)
+
+
 def test_a_tenant_that_one_rank_alone_reaches_steps_on_all(pool):
     (steps, first), (others, second) = pool.run(2, reached_on_one_rank)
     assert steps == others == 1
