@@ -6,7 +6,7 @@ what is left afterwards is 1 / dp of the bytes, finished by one all-reduce over 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,33 @@ from lora_parallel.collectives import all_reduce
 from lora_parallel.gather import local
 from lora_parallel.upstream import queue_after_backward
 
-__all__ = ["PartialGradients", "clip_grad_norm_"]
+__all__ = ["PartialGradients", "clip_grad_norm_", "keep_elsewhere"]
+
+_ELSEWHERE = "_lora_parallel_gradient"
+
+
+def keep_elsewhere(parameter: nn.Parameter, waits: Callable[[], str | None]) -> None:
+    """Have clipping ask whether gradients of `parameter` wait elsewhere than in `.grad`, where they would be missed.
+
+    Args:
+        parameter: Any.
+        waits: Gives what to do instead of clipping if one does, else None.
+    """
+    setattr(parameter, _ELSEWHERE, waits)
+
+
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """The gradients there are.
+
+    Raises:
+        ValueError: One waits somewhere else.
+    """
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for owner in owners:
+        instead = getattr(owner, _ELSEWHERE, lambda: None)()
+        if instead is not None:
+            raise ValueError(instead)
+    return [owner.grad for owner in owners if owner.grad is not None]
 
 
 class PartialGradients:
@@ -144,13 +170,13 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         The norm before clipping: a plain scalar tensor, equal on all ranks.
 
     Raises:
-        ValueError: A gradient is still a partial sum, or `norm_type` is not positive.
+        ValueError: A gradient is still a partial sum, or one of a tenant of a pool that waits for its step; or
+            `norm_type` is not positive.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: give a positive number or inf.")
-    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [owner.grad for owner in owners if owner.grad is not None]
+    grads = _gradients(parameters)
     if not grads:
         return torch.zeros(())
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
@@ -198,6 +224,5 @@ def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, devi
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """`torch.nn.utils.clip_grad_value_` for parameters on any mix of meshes: elementwise, so without communication."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).clamp_(-clip_value, clip_value)
+    for grad in _gradients(parameters):
+        local(grad).clamp_(-clip_value, clip_value)

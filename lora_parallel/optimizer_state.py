@@ -173,6 +173,19 @@ def restored(
     return put
 
 
+def restored_bytes(names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> int:
+    """The bytes that a state takes on this rank once it is restored.
+
+    Args:
+        names: As in `optimizer_state`.
+        record: What `optimizer_state` took apart.
+    """
+    parts = {name: local(parameter).numel() for parameter, name in names.items()}
+    shards = [parts[name] * dtype.itemsize for name, of in record["tensors"].items() for dtype in of.values()]
+    whole = [leaf.nbytes for leaf in tree_leaves(record["values"]) if isinstance(leaf, Tensor)]
+    return sum(shards) + sum(whole)
+
+
 def _on_device(key: str, value: Any, parameter: nn.Parameter, settings: Mapping[str, Any]) -> Any:
     """Where torch's `Optimizer.load_state_dict` puts it: step counts stay on the CPU unless the kernels want them. The
     saved settings tell, since the optimizer goes on with these.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -14,7 +13,6 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lora_parallel.names import clean_names
 from lora_parallel.peft_hooks import DRAWN
@@ -22,13 +20,11 @@ from lora_parallel.peft_hooks import DRAWN
 __all__ = [
     "check_dtype",
     "check_layers",
-    "check_made",
     "check_name",
     "check_plain",
     "described",
     "lengths_of",
     "seed_of",
-    "settings_of",
 ]
 
 
@@ -137,38 +133,6 @@ def lengths_of(lengths: Sequence[Any]) -> list[int]:
     if any(each < 0 for each in found):
         raise ValueError(f"route has the lengths {list(lengths)}: give the tokens of each sample, whole numbers.")
     return found
-
-
-def check_made(made: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Check that what was to make an optimizer of these parameters has made one that a step can drive.
-
-    Raises:
-        ValueError: It has not.
-    """
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError(f"optimizer(...) gave a {type(made).__name__}: let it return a torch.optim.Optimizer.")
-    held = {parameter for group in made.param_groups for parameter in group["params"]}
-    if not held or not held <= set(parameters):
-        raise ValueError(
-            f"optimizer(...) gave a {type(made).__name__} of other parameters than it was given: let it make a new one "
-            "of these, or of some of them, each time that it is called (with a budget that is twice)."
-        )
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"optimizer(...) gave a {type(made).__name__}, whose step computes the loss anew: a pool's step does not. "
-            "Give one that steps with the gradients."
-        )
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> str:
-    """What ranks must have alike of an optimizer."""
-    plain = (bool, int, float, str, torch.Tensor, type(None))
-    groups = [
-        {key: each for key, each in group.items() if all(isinstance(leaf, plain) for leaf in tree_leaves(each))}
-        for group in [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-    ]
-    return f"{type(optimizer).__name__}({groups})"
 
 
 def check_layers(adapted: Any, name: str) -> None:

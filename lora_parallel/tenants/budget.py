@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -12,7 +13,16 @@ from torch.utils._pytree import tree_leaves
 from lora_parallel.gather import local
 from lora_parallel.tenants.factor import Factor
 
-__all__ = ["state_bytes", "wanted"]
+__all__ = ["Wants", "state_bytes", "wanted"]
+
+
+@dataclass(frozen=True)
+class Wants:
+    """The most bytes that a tenant holds at a time on this rank."""
+
+    total: int
+    state: int
+    """What of it is for the state of its optimizer."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -20,7 +30,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(local(leaf).nbytes for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 
-def wanted(factors: Sequence[Factor], optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> int:
+def wanted(factors: Sequence[Factor], optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Wants:
     """The most bytes that a tenant holds at a time on this rank.
 
     Its parameters and the state of their optimizer; their gradients, as summed over ranks, and those of a later
@@ -49,4 +59,4 @@ def wanted(factors: Sequence[Factor], optimizer: Callable[[list[nn.Parameter]], 
     held = sum(parameter.nbytes for parameter in bare)
     whole = sum(prod(factor.shape) * factor.parameter.dtype.itemsize for factor in factors)
     gathered = whole if any(factor.cut is not None for factor in factors) else 0
-    return state + 2 * held + whole + gathered
+    return Wants(state + 2 * held + whole + gathered, state)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lora_parallel.agreement import agreed, check_alike, gather_numbers
 from lora_parallel.atomic import local_path
 from lora_parallel.gather import local, reshard
-from lora_parallel.grads import clip_grad_norm_
 from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import has_adapters
 from lora_parallel.mesh import dp_rank, dp_size
@@ -27,17 +26,16 @@ from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tenants.asked import (
     check_dtype,
     check_layers,
-    check_made,
     check_name,
     check_plain,
     described,
     lengths_of,
     seed_of,
-    settings_of,
 )
-from lora_parallel.tenants.budget import state_bytes, wanted
+from lora_parallel.tenants.budget import Wants, state_bytes, wanted
 from lora_parallel.tenants.calls import Calls, number_of
 from lora_parallel.tenants.drawing import draw, shaped
+from lora_parallel.tenants.driver import Driver, settings_of
 from lora_parallel.tenants.factor import Factor
 from lora_parallel.tenants.grafts import Grafts
 from lora_parallel.tenants.layer import TenantLayer
@@ -63,11 +61,11 @@ class _Tenant:
     """What its dropout is drawn from."""
 
     steps: int = 0
-    wants: int = 0
-    """The bytes that it takes of the pool's budget."""
+    wants: Wants | None = None
+    """What it takes of the pool's budget; None: there is none."""
 
     layers: list[TenantLayer] = field(default_factory=list)
-    optimizer: torch.optim.Optimizer | None = None
+    driver: Driver | None = None
     finished: list[Tensor | None] = field(default_factory=list)
     """Of each factor: the gradient that has been summed over all ranks since the last step."""
 
@@ -78,6 +76,10 @@ class _Tenant:
     def has_sums(self) -> bool:
         """Whether gradients wait for its step."""
         return any(each is not None for each in self.finished)
+
+    def waits(self) -> bool:
+        """Whether gradients do, also such as have yet to be summed over ranks."""
+        return self.has_sums or any(factor.has_gradient for factor in self.factors)
 
     @property
     def factors(self) -> list[Factor]:
@@ -148,9 +150,9 @@ class TenantPool:
 
     def optimizer(self, name: str) -> torch.optim.Optimizer:
         """A tenant's optimizer: for its learning rate."""
-        optimizer = self._tenant(name).optimizer
-        assert optimizer is not None
-        return optimizer
+        driver = self._tenant(name).driver
+        assert driver is not None
+        return driver.optimizer
 
     def steps(self, name: str) -> int:
         """How many steps a tenant has taken: in all jobs, if it was loaded."""
@@ -222,7 +224,7 @@ class TenantPool:
             init_seed = seed_of(init_seed)
             shapes = shaped(self._bare, name, config)
             check_layers(shapes, name)
-            wants = 0 if self._budget is None else self._wanted(name, shapes, optimizer, dtype)
+            wants = None if self._budget is None else self._wanted(name, shapes, optimizer, dtype)
         tenant = _Tenant(name, shapes.peft_config[name], init_seed, wants=wants)
         self._tenants[name] = tenant
         try:
@@ -234,8 +236,7 @@ class TenantPool:
                 draw(self._bare, shapes, name, config, init_seed, put)
                 parameters = [factor.parameter for factor in tenant.factors]
                 made = optimizer(parameters)
-                check_made(made, parameters)
-                tenant.optimizer = made
+                tenant.driver = Driver(name, made, parameters, tenant.waits)
             check_alike(optimizer=settings_of(made))
         except BaseException:  # on any rank: it is on none
             self._discard(tenant)
@@ -262,20 +263,21 @@ class TenantPool:
                 "and remove adapters of a pooled model with the pool, not with add_adapter and delete_adapter."
             )
 
-    def _wanted(self, name: str, shapes: Any, optimizer: Optimizers, dtype: torch.dtype | None) -> int:
+    def _wanted(self, name: str, shapes: Any, optimizer: Optimizers, dtype: torch.dtype | None) -> Wants:
         """What a tenant will take.
 
         Raises:
             ValueError: It is more than is left.
         """
         factors = self._grafts.factors(name, shapes, dtype)
-        wants, taken = wanted(factors, optimizer), sum(each.wants for each in self._tenants.values())
+        wants, others = wanted(factors, optimizer), [tenant.wants for tenant in self._tenants.values()]
+        taken = sum(each.total for each in others if each is not None)
         assert self._budget is not None
-        if taken + wants > self._budget:
+        if taken + wants.total > self._budget:
             raise ValueError(
-                f"the tenant {name!r} takes up to {wants:,} bytes on a rank (adapter, gradients, optimizer state), and "
-                f"{max(self._budget - taken, 0):,} of the budget of {self._budget:,} are left: remove a tenant, lower "
-                "r, share adapters out with shard=True, or raise the budget."
+                f"the tenant {name!r} takes up to {wants.total:,} bytes on a rank (adapter, gradients, optimizer "
+                f"state), and {max(self._budget - taken, 0):,} of the budget of {self._budget:,} are left: remove a "
+                "tenant, lower r, share adapters out with shard=True, or raise the budget."
             )
         return wants
 
@@ -412,12 +414,14 @@ class TenantPool:
 
         Raises:
             FileNotFoundError, ValueError: It is no folder of an adapter like the tenant's, or was trained on another
-                base; ranks would read other files; or gradients wait for a step and would be lost. On every rank.
+                base; ranks would read other files; its optimizer's state is more than the tenant may take of the
+                budget; or gradients wait for a step and would be lost. On every rank.
         """
         with self._calls.together(f"load({name!r}, {str(directory)!r})"):
             self._check_idle("load")
             tenant, folder = self._between_steps("load", name), local_path(directory)
-        record = load_tenant(self.model, name, folder, self.optimizer(name), self._base) or {}
+        most = None if tenant.wants is None else tenant.wants.state
+        record = load_tenant(self.model, name, folder, self.optimizer(name), self._base, most) or {}
         tenant.steps, tenant.forwards = record.get("steps", 0), record.get("forwards", 0)
         tenant.seed = record.get("seed", tenant.seed)
         for layer in tenant.layers:
@@ -426,7 +430,7 @@ class TenantPool:
 
     def _between_steps(self, what: str, name: str) -> _Tenant:
         tenant = self._tenant(name)
-        if tenant.has_sums or any(factor.has_gradient for factor in tenant.factors):
+        if tenant.waits():
             raise ValueError(
                 f"{what}: gradients of {name!r} wait for a step and would be lost: call step or zero_grad."
             )
@@ -461,17 +465,9 @@ class TenantPool:
             if max_norm is not None and not max_norm > 0:
                 raise ValueError(f"max_norm={max_norm}: give a positive number, or None for no clipping.")
         self._sum(waiting)
-        try:
-            for factor, gradient in zip(tenant.factors, tenant.finished, strict=True):
-                # Clipping is in place, and a step that fails may be tried again.
-                factor.parameter.grad = gradient if gradient is None or max_norm is None else gradient.clone()
-            norm = None if max_norm is None else clip_grad_norm_(self.parameters(name), max_norm)
-            if tenant.has_sums:
-                self.optimizer(name).step()
-                tenant.steps += 1
-        finally:
-            for factor in tenant.factors:
-                factor.parameter.grad = None  # if it fails, they are still there, and are not summed again
+        assert tenant.driver is not None
+        norm = tenant.driver.step(tenant.finished, max_norm)
+        tenant.steps += tenant.has_sums
         self._zero(tenant)
         return norm
 

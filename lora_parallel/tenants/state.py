@@ -19,7 +19,7 @@ from lora_parallel.adapters import peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.gather import gather_on_rank_zero
 from lora_parallel.identity import check_base
-from lora_parallel.optimizer_state import check_optimizer, optimizer_state, restored
+from lora_parallel.optimizer_state import check_optimizer, optimizer_state, restored, restored_bytes
 
 __all__ = ["load_tenant", "save_tenant"]
 
@@ -68,16 +68,24 @@ def save_tenant(
 
 
 def load_tenant(
-    model: nn.Module, name: str, folder: Path, optimizer: Optimizer, base: Mapping[str, str]
+    model: nn.Module, name: str, folder: Path, optimizer: Optimizer, base: Mapping[str, str], most: int | None
 ) -> dict[str, Any] | None:
     """Fill an adapter and its optimizer from a folder; nothing is changed unless everything fits. Collective.
+
+    Args:
+        model: The pool's.
+        name: The tenant.
+        folder: An adapter folder.
+        optimizer: The tenant's.
+        base: Fingerprints of the base.
+        most: The bytes that its state may take on this rank, if there is a limit.
 
     Returns:
         The record that was written with it; None of an adapter without one, which starts with a new optimizer state.
 
     Raises:
         FileNotFoundError, ValueError: It is no folder of an adapter like this one, or of another base; its files are
-            damaged, or of different saves. On every rank.
+            damaged, or of different saves; or the state is larger than it may be. On every rank.
     """
     with agreed():
         path = _state_of(folder) if (folder / WEIGHTS).is_file() else None
@@ -96,6 +104,12 @@ def load_tenant(
                     f"it with the folder's config, or remove {path.name} to start from the adapter alone."
                 )
             check_optimizer(optimizer, names, kept["optimizer"])
+            takes = restored_bytes(names, kept["optimizer"])
+            if most is not None and takes > most:
+                raise ValueError(
+                    f"{folder}: the optimizer's state takes {takes:,} bytes on a rank, and {name!r} was counted "
+                    f"for {most:,} of the budget: add it with the saved optimizer's settings (amsgrad, momentum)."
+                )
             tensors: Mapping[str, Tensor] = kept["tensors"]
 
             def read(parameter: str, key: str, region: tuple[slice, ...]) -> Tensor:

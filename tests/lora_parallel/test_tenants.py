@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lora_parallel import meta_init, parallelize
+from lora_parallel import clip_grad_norm_, meta_init, parallelize
 from lora_parallel.gather import local
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.tenants import TenantPool
@@ -411,11 +412,16 @@ def refused(folder: str) -> dict[str, Any]:
     mesh, model, pool = pool_of("2x2")
     add(pool, "ada")
     ids = batch("ada", 0)
+    found["an optimizer by itself"] = attempt(pool.optimizer("ada").step)
+    pool.add("odd", config_of("cyd"), partial(torch.optim.Rprop, lr=1e-3), 0)
+    found["an optimizer that takes no DTensors"] = attempt(lambda: stepped(pool, model, ids, "odd", "odd"))
+    pool.remove("odd")
     with pool.train("ada"):
         loss = loss_of(model(input_ids=ids).logits, ids)
         found["inside"] = attempt(pool.remove, "ada")
         loss.register_hook(lambda _: found.update({"in a backward": attempt(pool.remove, "ada")}))
         loss.backward()
+    found["clipped"] = attempt(clip_grad_norm_, model.parameters(), 1.0)
     found["waiting"] = attempt(pool.save, "ada", folder)
     found["waiting to load"] = attempt(pool.load, "ada", folder)
     pool.step("ada")
@@ -469,13 +475,13 @@ def routed(pool: TenantPool, model: nn.Module, names: list[str], ids: Tensor, le
         model(input_ids=ids)
 
 
-def stepped(pool: TenantPool, model: nn.Module, ids: Tensor, name: str) -> None:
-    with pool.train("ada"):
+def stepped(pool: TenantPool, model: nn.Module, ids: Tensor, name: str, trained: str = "ada") -> None:
+    with pool.train(trained):
         model(input_ids=ids).logits.sum().backward()
     try:
         pool.step(name)
     finally:
-        pool.zero_grad("ada")
+        pool.zero_grad(trained)
 
 
 def stepped_inside(pool: TenantPool) -> None:
@@ -516,6 +522,9 @@ REFUSED = {
     "on one rank": "rank 0 step('ada', max_norm=None) with gradients of [] and then remove('ada'), with",
     "inside": "remove was called inside of train() or route()",
     "in a backward": "remove was called during a backward",
+    "an optimizer by itself": "the optimizer of the tenant 'ada' was told to step, but gradients are in the pool",
+    "an optimizer that takes no DTensors": "step('odd'): its Rprop failed. The tenant's parameters are DTensors",
+    "clipped": "gradients of 'ada' wait in the pool: clip with pool.step('ada', max_norm=...)",
     "waiting": "save: gradients of 'ada' wait for a step",
     "waiting to load": "load: gradients of 'ada' wait for a step",
     "another adapter inside": "PEFT's active adapters are ['dan'], and the samples are of ['ada']",
@@ -783,9 +792,9 @@ def test_a_tenant_that_died_leaves_nothing(pool):
         assert "a base has one pool" in another.message
 
 
-def budgeted(mesh_text: str, shard: bool) -> dict[str, Any]:
+def budgeted(mesh_text: str, shard: bool, folder: str) -> dict[str, Any]:
     most = most_held(mesh_text, shard)
-    _, _, pool = pool_of(mesh_text, shard=shard, budget=most)
+    _, model, pool = pool_of(mesh_text, shard=shard, budget=most)
     found = {"fits": attempt(add, pool, "cyd"), "names": pool.names()}
     before = tensors_alive()
     big = LoraConfig(r=500, target_modules="all-linear")
@@ -798,21 +807,29 @@ def budgeted(mesh_text: str, shard: bool) -> dict[str, Any]:
     found["then"] = attempt(add, pool, "cyd")
     _, _, tight = pool_of(mesh_text, shard=shard, budget=most - 1)
     found["one byte less"] = attempt(add, tight, "cyd")
+    pool.remove("cyd")
+    for name, amsgrad in (("ams", True), ("eva", False)):
+        pool.add(name, LoraConfig(r=1, target_modules=["q_proj"]), partial(torch.optim.AdamW, amsgrad=amsgrad), 0)
+    stepped(pool, model, batch("ada", 0), "ams", "ams")
+    pool.save("ams", folder)
+    pool.load("ams", folder)
+    found["more state"] = attempt(pool.load, "eva", folder)
     found["nothing"] = attempt(pool_of, mesh_text, budget=0)
     found["a text"] = attempt(pool_of, mesh_text, budget="1GB")
     return found
 
 
 @pytest.mark.parametrize(("mesh", "shard"), [("2x1", False), ("2x1", True), ("1x2", False)])
-def test_a_budget_is_what_a_tenant_may_hold_at_most(pool, mesh, shard):
+def test_a_budget_is_what_a_tenant_may_hold_at_most(pool, tmp_path, mesh, shard):
     """On 1x2 the ranks' shares of "dan" differ in size: whoever refuses, all do."""
-    for found in pool.run(2, budgeted, mesh, shard):
+    for found in pool.run(2, budgeted, mesh, shard, str(tmp_path / "ams")):
         assert (found["fits"], found["then"], found["names"]) == (None, None, ["cyd"])
         assert "the tenant 'dan' takes up to" in found["too big"].message
         assert "the tenant 'ada' takes up to" in found["one more"].message
         assert found["made"] == {True}
         assert found["left"] == 0
         assert "of the budget of" in found["one byte less"].message
+        assert "bytes on a rank, and 'eva' was counted for" in found["more state"].message
         assert "budget=0: give a positive number" in found["nothing"].message
         assert "budget='1GB': give a positive number" in found["a text"].message
 
