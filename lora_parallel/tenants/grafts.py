@@ -13,6 +13,7 @@ from torch.distributed import DeviceMesh
 from lora_parallel.dropout import TopologyInvariantDropout
 from lora_parallel.mesh import dp_rank
 from lora_parallel.names import clean_names
+from lora_parallel.peft_hooks import activate, refuse_merge
 from lora_parallel.state import ParallelState
 from lora_parallel.tenants.drawing import adapted_layers
 from lora_parallel.tenants.factor import Factor
@@ -76,6 +77,7 @@ class Grafts:
             shape.base_layer = base
             _replace(self._model, base, shape)
             shape.train(base.training)
+            refuse_merge(shape, "a tenant's adapter", "into a base that others share")
             self._layers[where] = TenantLayer(shape, where, self._forward, self._state.config.param_dtype)
         put = self._layers[where]
         if put.layer is not shape:
@@ -110,9 +112,10 @@ class Grafts:
     def activate(self, tenants: Sequence[str]) -> None:
         """Have PEFT say that these adapters are active."""
         for each in self._layers.values():
-            each.layer.set_adapter(list(tenants))
+            activate(each.layer, list(tenants))
             for factor in (factor for both in each.factors.values() for factor in both):
-                factor.parameter.requires_grad_(True)  # PEFT freezes who is not active; a penalty may come later
+                if not factor.parameter.requires_grad:  # PEFT's switches freeze; a penalty may come later
+                    factor.parameter.requires_grad_(True)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lora_parallel import meta_init
-from lora_parallel.peft_hooks import observe_layers, refuse_merge, sum_weight_norm
+from lora_parallel.peft_hooks import activate, observe_layers, refuse_merge, sum_weight_norm
 from tests.oracle import SEVEN, SIZES, causal_lm, lora_config
 
 TO_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -397,6 +397,19 @@ def test_a_base_in_memory_that_is_wrapped_inside_the_context(checkpoints):
 
 
 # ---------------------------------------------------------------------- what is used of PEFT
+
+
+def test_a_layer_says_which_adapters_are_active():
+    model = get_peft_model(nn.Sequential(nn.Linear(3, 3)), LoraConfig(target_modules=["0"], init_lora_weights=False))
+    model.add_adapter("other", LoraConfig(target_modules=["0"], init_lora_weights=False))
+    layer, x = model.base_model.model[0], torch.randn(2, 3)
+    for adapters in (["other"], ["default", "other"], []):
+        layer.set_adapter(adapters)
+        want = layer.active_adapters, layer(x)
+        layer.set_adapter("default")
+        activate(layer, adapters)
+        assert layer.active_adapters == want[0] == adapters
+        assert torch.equal(layer(x), want[1])
 
 
 def test_the_private_methods_are_what_they_were():

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.config import KasaConfig
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lora_parallel import clip_grad_norm_, meta_init, parallelize
+from lora_parallel import clip_grad_norm_, export_merged, meta_init, parallelize
 from lora_parallel.gather import local
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.tenants import TenantPool
@@ -554,7 +555,7 @@ def test_what_cannot_be_is_refused_on_every_rank(pool, tmp_path):
             assert text in found[name].message, (name, found[name].message)
 
 
-def with_peft_s_switches(mesh_text: str) -> dict[str, Any]:
+def with_peft_s_switches(mesh_text: str, folder: str) -> dict[str, Any]:
     _, model, pool = pool_of(mesh_text)
     assert isinstance(model, PreTrainedModel)
     ids, found = batch("ada", 0), {}
@@ -568,6 +569,10 @@ def with_peft_s_switches(mesh_text: str) -> dict[str, Any]:
         found["disabled"] = torch.equal(model(input_ids=ids).logits, base)
         model.enable_adapters()
         found["enabled"] = torch.equal(model(input_ids=ids).logits, adapted) and not torch.equal(adapted, base)
+    pool.save("ada", f"{folder}/ada")
+    with pool.train("ada"):
+        export_merged(model, f"{folder}/merged")
+    found["merged"] = attempt(next(layer for layer in model.modules() if isinstance(layer, LoraLayer)).merge).message
     attention = model.get_submodule("model.layers.0.self_attn").eval()
     add(pool, "bea")
     model.delete_adapter("bea")
@@ -577,10 +582,18 @@ def with_peft_s_switches(mesh_text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "2x2"])
-def test_peft_s_switches_do_what_they_say(pool, mesh):
-    for found in pool.run(ranks_of(mesh), with_peft_s_switches, mesh):
+def test_peft_s_switches_do_what_they_say(pool, tmp_path, mesh):
+    for found in pool.run(ranks_of(mesh), with_peft_s_switches, mesh, str(tmp_path)):
+        assert "a tenant's adapter cannot be merged into a base that others share" in found.pop("merged")
         assert "the model has the adapters ['ada'], and the tenants are ['ada', 'bea']" in found.pop("deleted")
         assert found == {"disabled": True, "enabled": True, "modes": True}
+    want = PeftModel.from_pretrained(causal_lm(), str(tmp_path / "ada")).merge_and_unload().state_dict()
+    got = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, merged in got.items():
+        torch.testing.assert_close(merged, want[name], rtol=1e-12, atol=1e-14)
+    assert not torch.equal(
+        got["model.layers.0.self_attn.q_proj.weight"], causal_lm().model.layers[0].self_attn.q_proj.weight
+    )
 
 
 def with_a_penalty(mesh_text: str, shard: bool) -> Any:
