@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lora_parallel.upstream import all_gather_stacked, all_reduce_sum, reduce_scatter_sum
@@ -66,6 +67,7 @@ class _CopyToTP(torch.autograd.Function):
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if len(grads) == 1:
             return None, None, all_reduce(grads[0], ctx.group, "input gradient", ctx.where)
@@ -82,6 +84,7 @@ class _SumOverTP(torch.autograd.Function):
         return all_reduce(x, group, "output", where)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0], None, None
 
@@ -106,6 +109,7 @@ class _GatherLastDim(torch.autograd.Function):
         return _gather(x, size, group, "output slices", where)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         start, end = ctx.bounds
         return grads[0][..., start:end], None, None, None
@@ -121,6 +125,7 @@ class _SplitLastDim(torch.autograd.Function):
         return x[..., start:end].contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _gather(grads[0], ctx.size, ctx.group, "input gradient slices", ctx.where), None, None
 
@@ -168,6 +173,7 @@ class _GatherTokens(torch.autograd.Function):
         return _all_tokens(x, size, group, "tokens", where)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _sum_of_mine(grads[0], ctx.group, "input gradient", ctx.where), None, None, None
 
@@ -181,6 +187,7 @@ class _SumOfTokens(torch.autograd.Function):
         return _sum_of_mine(x, group, "output", where)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _all_tokens(grads[0], ctx.size, ctx.group, "output gradient", ctx.where), None, None
 
@@ -194,6 +201,7 @@ class _SplitTokens(torch.autograd.Function):
         return _my_tokens(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _all_tokens(grads[0], ctx.size, ctx.group, "input gradient", ctx.where), None, None
 
@@ -207,6 +215,7 @@ class _WholeTokens(torch.autograd.Function):
         return _all_tokens(x, size, group, "tokens", where)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _my_tokens(grads[0], ctx.group), None, None, None
 

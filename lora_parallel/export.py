@@ -24,7 +24,7 @@ from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import Scratch, check_free, local_path
 from lora_parallel.gather import class_of, reshard
 from lora_parallel.merged_model import MergedModel
-from lora_parallel.merged_weights import MergedWeight, merged_weights
+from lora_parallel.merged_weights import MergedWeight, check_one_active, merged_weights
 from lora_parallel.nodes import Leaf
 from lora_parallel.quantised import Quantised
 from lora_parallel.safetensors_writer import write_safetensors
@@ -59,7 +59,8 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
     Raises:
         FileExistsError: `directory` exists and is not empty.
         ValueError: The model was not parallelized, or has adapter layers that cannot be merged part by part or are
-            merged already; `max_shard_size` is no positive size; or ranks call with different arguments.
+            merged already; it has tenants, and not one of them is active; `max_shard_size` is no positive size; or
+            ranks call with different arguments.
         OSError: It cannot be written. All on every rank.
     """
     with agreed():
@@ -74,6 +75,8 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
             if state is None:
                 raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
             check_unmerged(model)
+            if state.pooled:
+                check_one_active(model)
             base = model.get_base_model() if isinstance(model, PeftModel) else model
             weights = merged_weights(base)
             if writer:

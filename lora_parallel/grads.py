@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -130,6 +131,7 @@ class _PartialLocal(torch.autograd.Function):
         return plain.view_as(plain)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None]:
         ctx.gradients.begin()
         mesh, placements, shape, stride = ctx.spec

@@ -18,7 +18,7 @@ from lora_parallel.gather import class_of
 from lora_parallel.quantised import Quantised
 from lora_parallel.selection import Selection, selection_of
 
-__all__ = ["MergedWeight", "active_adapters", "merged_weights"]
+__all__ = ["MergedWeight", "active_adapters", "check_one_active", "merged_weights"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,22 @@ def active_adapters(layer: LoraLayer) -> list[str]:
     """The adapters of the layer that `merge_and_unload` would merge."""
     held = {*layer.lora_A, *layer.lora_embedding_A}
     return [name for name in layer.active_adapters if name in held]
+
+
+def check_one_active(model: nn.Module) -> None:
+    """Check that of the tenants on a base one alone is active.
+
+    Raises:
+        ValueError: None is, or several, whose sum would be merged.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    active = sorted({name for layer in layers for name in active_adapters(layer)})
+    if layers and len(active) != 1:
+        tenants = sorted({name for layer in layers for name in layer.lora_A})
+        raise ValueError(
+            f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), which "
+            "makes one of them active."
+        )
 
 
 def _check_kind(name: str, layer: LoraLayer) -> None:

@@ -21,7 +21,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ada": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
     "bea": {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", "lora_dropout": 0.3},
     "cyd": {"r": 2, "lora_alpha": 9, "target_modules": ["down_proj", "o_proj"], "use_rslora": True},
-    "dan": {"r": 5, "lora_alpha": 5, "target_modules": ["gate_up_proj", "up_proj", "lm_head"], "lora_dropout": 0.1},
+    "dan": {"r": 5, "lora_alpha": 5, "target_modules": ["up_proj", "lm_head"], "lora_dropout": 0.1},
 }
 RATES = {"ada": 1e-2, "bea": 3e-3, "cyd": 2e-2, "dan": 5e-3}
 SEEDS = {name: 10 + number for number, name in enumerate(CONFIGS)}

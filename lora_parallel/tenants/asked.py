@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -13,15 +13,18 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lora_parallel.names import clean_names
 from lora_parallel.peft_hooks import DRAWN
 
 __all__ = [
+    "batch_norms",
     "check_dtype",
     "check_layers",
     "check_name",
     "check_plain",
+    "check_rows_apart",
     "described",
     "lengths_of",
     "seed_of",
@@ -115,9 +118,11 @@ def seed_of(init_seed: Any) -> int:
     try:
         if isinstance(init_seed, (bool, torch.Tensor)):
             raise TypeError
-        return index(init_seed)
+        if not -(2**63) <= (seed := index(init_seed)) < 2**64:  # what torch.manual_seed takes
+            raise TypeError
+        return seed
     except TypeError:
-        raise ValueError(f"init_seed={init_seed!r}: give a whole number.") from None
+        raise ValueError(f"init_seed={init_seed!r}: give a whole number of 64 bits.") from None
 
 
 def lengths_of(lengths: Sequence[Any]) -> list[int]:
@@ -135,12 +140,45 @@ def lengths_of(lengths: Sequence[Any]) -> list[int]:
     return found
 
 
-def check_layers(adapted: Any, name: str) -> None:
-    """Check that PEFT has put an adapter on linear layers alone. What a config says may come to something else.
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that mix the rows of a batch in training, by name."""
+    return {where: layer for layer, where in clean_names(model).items() if isinstance(layer, _BatchNorm)}
+
+
+def check_rows_apart(layers: Mapping[str, nn.Module]) -> None:
+    """Check that none of these layers mixes the rows of a batch, or takes its statistics from them.
+
+    Raises:
+        ValueError: One does.
+    """
+    for where, layer in layers.items():
+        if layer.training:
+            raise ValueError(
+                f"{where} is a {type(layer).__name__} in training: it mixes the rows of all tenants, and its "
+                "statistics are the base's. Put it in evaluation (model.train() undoes that)."
+            )
+
+
+def check_layers(adapted: Any, name: str, config: LoraConfig) -> None:
+    """Check that PEFT has put an adapter on linear layers alone, and on each that is asked for. What a config says may
+    come to something else.
+
+    Args:
+        adapted: What PEFT made of the base.
+        name: The adapter's.
+        config: As it was asked for.
 
     Raises:
         ValueError: It has not.
     """
+    adapts = [where for layer, where in clean_names(adapted).items() if isinstance(layer, LoraLayer)]
+    if isinstance(config.target_modules, (list, set, tuple)):
+        lacking = [t for t in config.target_modules if not any(f".{where}".endswith(f".{t}") for where in adapts)]
+        if lacking:
+            raise ValueError(
+                f"LoraConfig(target_modules=...): the base lacks {sorted(lacking)}, or the config excludes them: the "
+                f"adapter would be on {sorted({where.rpartition('.')[2] for where in adapts})} alone."
+            )
     check_plain(adapted.peft_config[name])  # PEFT fills in what it knows of the model
     places = Counter(child for parent in adapted.modules() for child in parent._modules.values() if child is not None)
     for layer, where in clean_names(adapted).items():

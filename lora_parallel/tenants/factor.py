@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class Factor:
 
     cut: Cut | None = None
     """How it is shared out over dp, if it is."""
+
+    lent: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
+    """What is alive of what was gathered of it, to compute with."""
 
     waiting: Tensor | None = None
     """The gradient of what was computed with; `parameter.grad` is of what else a loss takes of it: a penalty."""
@@ -59,6 +63,8 @@ class Factor:
     def lend(self, whole: Tensor) -> Tensor:
         """What this tp rank has of it, to compute with: the gradient, whenever it comes, waits here."""
         whole.requires_grad_().register_post_accumulate_grad_hook(self._keep)
+        if self.cut is not None:
+            self.lent.add(whole)
         return whole
 
     def _keep(self, whole: Tensor) -> None:

@@ -107,7 +107,7 @@ class TenantLayer:
         if route.names is None:
             (tenant,) = tenants
             A, B = factors[tenant]
-            fed = self._dropped(tenant, x, forward, None).to(A.dtype)
+            fed = self._dropped(tenant, x.to(A.dtype), forward, None)  # PEFT drops what it has cast
             return (y + F.linear(F.linear(fed, A), B) * self.layer.scaling[tenant]).to(y.dtype)
         tokens = forward.tokens(x.shape[:-1], x.device, self.name)
         if tokens is None:
@@ -116,7 +116,7 @@ class TenantLayer:
         flat, total = x.reshape(-1, x.shape[-1]), y
         for dtype in dict.fromkeys(factors[t][0].dtype for t in here):
             some = [t for t in here if factors[t][0].dtype == dtype]
-            theirs = [self._dropped(t, flat[tokens[t].place], forward, tokens[t]).to(dtype) for t in some]
+            theirs = [self._dropped(t, flat[tokens[t].place].to(dtype), forward, tokens[t]) for t in some]
             deltas = _grouped(theirs, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
             places = torch.cat([tokens[t].place for t in some])
             spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, places, deltas)

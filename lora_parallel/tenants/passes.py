@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,9 @@ class Passes:
         """Of the context that we are in."""
 
         self._forward: Forward | None = None
-        self._pass = -1
-        self._begun: list[Forward | None] = []
-        """The forwards whose backward has begun in that pass, which is computed now, or has died."""
-        self._dead: list[Forward | None] = []
-        """Those of earlier ones that died."""
+        self._begun: dict[int, list[Forward | None]] = {}
+        """The forwards whose backward has begun, by the pass: of those that are computed now (one inside of another, if
+        a hook calls one), and of those that died."""
 
         self.trained: set[str] = set()
         """The tenants of forwards whose backward has begun, until their gradients are summed or dropped: the same on
@@ -72,9 +71,9 @@ class Passes:
             if self._forward is not None and self._forward.trains and not torch.is_grad_enabled():
                 raise RuntimeError(f"{layer} is computed without gradients in a training forward. {_REENTRANT}")
             return self._forward
-        if self._pass != backward_pass():
+        if backward_pass() not in self._begun:
             raise RuntimeError(f"{layer} is recomputed, and it cannot be told in which forward it was. {_REENTRANT}")
-        forward = self._begun[-1]
+        forward = self._begun[backward_pass()][-1]
         gone = [] if forward is None else forward.route.gone()
         if gone:
             raise RuntimeError(
@@ -87,8 +86,8 @@ class Passes:
         """The tenants that took part in backwards that died on their way, which are forgotten with this."""
         if in_backward():
             return set()
-        names = {name for each in (*self._dead, *self._begun) if each is not None for name in each.route.tenants}
-        self._dead.clear()
+        forwards = [each for begun in self._begun.values() for each in begun if each is not None]
+        names = {name for each in forwards for name in each.route.tenants}
         self._begun.clear()
         return names
 
@@ -96,7 +95,7 @@ class Passes:
         if in_backward() or self.route is None:
             return
         rows = len(self.route.names or ())
-        fed = [x for x in tensors_in([args, kwargs]) if x.dim() > 1 and x.shape[0] == rows]
+        fed = [x for x in tensors_in([args, kwargs]) if x.dim() in (2, 3) and x.shape[0] == rows]  # no images
         counts = self._count(self.route) if model.training else {}
         widths = {x.shape[1] for x in fed}
         self._forward = Forward(self.route, counts, torch.is_grad_enabled(), widths, self.route.names is not None)
@@ -111,17 +110,21 @@ class Passes:
         this = self._forward
 
         def backward_begins(grad: Tensor) -> None:
-            if self._pass != backward_pass():
-                self._dead += self._begun
-                self._begun, self._pass = [], backward_pass()
-                queue_after_backward(self._begun.clear)
-            if not self._begun or self._begun[-1] is not this:
-                self._begun.append(this)
+            this_pass = backward_pass()
+            if this_pass not in self._begun:
+                self._begun[this_pass] = []
+                queue_after_backward(partial(self._ended, this_pass))
+            begun = self._begun[this_pass]
+            if not begun or begun[-1] is not this:
+                begun.append(this)
                 self.trained.update(() if this is None else this.route.tenants)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(backward_begins)
+
+    def _ended(self, this_pass: int) -> None:
+        self._begun.pop(this_pass, None)
 
 
 _REENTRANT = (

@@ -24,10 +24,12 @@ from lora_parallel.inject import has_adapters
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tenants.asked import (
+    batch_norms,
     check_dtype,
     check_layers,
     check_name,
     check_plain,
+    check_rows_apart,
     described,
     lengths_of,
     seed_of,
@@ -127,6 +129,7 @@ class TenantPool:
         self._state: ParallelState = state
         self._bare: nn.Module = state.bare
         self._tenants: dict[str, _Tenant] = {}
+        self._mixing = batch_norms(model)
         self._calls = Calls(state.mesh.device_type, self.names)
         self._passes = Passes(model, state.mesh.device_type, self._count)
         self._grafts = Grafts(model, state, self._shards, self._passes.current)
@@ -159,18 +162,17 @@ class TenantPool:
         return self._tenant(name).steps
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """The bytes that this rank holds: by tenant, of its adapter, what is gathered of it for a step, gradients and
-        optimizer state; under "", of the base.
+        """The bytes that this rank holds: by tenant, of its adapter, what is gathered of it for forwards whose graphs
+        are still there, gradients and optimizer state; under "", of the base.
         """
         found = {"": {"base": sum(local(p).nbytes for p in self._base_parameters())}}
-        lent = {} if self._passes.route is None else self._passes.route.lent
         for name, tenant in self._tenants.items():
             parameters = [factor.parameter for factor in tenant.factors]
             waiting = [each for factor in tenant.factors for each in (factor.parameter.grad, factor.waiting)]
             gradients = [each for each in (*tenant.finished, *waiting) if each is not None]
             found[name] = {
                 "adapter": sum(local(each).nbytes for each in parameters),
-                "gathered": sum(lent[factor].nbytes for factor in tenant.factors if factor in lent),
+                "gathered": sum(whole.nbytes for factor in tenant.factors for whole in factor.lent),
                 "gradients": sum(local(each).nbytes for each in gradients),
                 "optimizer": state_bytes(self.optimizer(name)),
             }
@@ -223,7 +225,7 @@ class TenantPool:
             check_dtype(dtype)
             init_seed = seed_of(init_seed)
             shapes = shaped(self._bare, name, config)
-            check_layers(shapes, name)
+            check_layers(shapes, name, config)
             wants = None if self._budget is None else self._wanted(name, shapes, optimizer, dtype)
         tenant = _Tenant(name, shapes.peft_config[name], init_seed, wants=wants)
         self._tenants[name] = tenant
@@ -300,6 +302,7 @@ class TenantPool:
         """
         with self._calls.together(f"train({name!r})"):
             self._check_idle("train")
+            check_rows_apart(self._mixing)
             self._tenant(name)
         weight = 1 / dp_size(self._state.mesh)
         with self._routed(Route((name,), None, None, {name: weight}, {name: 0}, self._gone((name,)))):
@@ -318,6 +321,7 @@ class TenantPool:
         """
         with self._calls.together("route(...)"):
             self._check_idle("route")
+            check_rows_apart(self._mixing)
             if isinstance(names, str) or not len(names):
                 raise ValueError(f"route({names!r}) names no samples: give a list with the tenant of each row.")
             for name in names:

@@ -12,7 +12,7 @@ from lora_parallel.collectives import chunk_bounds, copy_to_tp, gather_last_dim,
 from lora_parallel.upstream import set_timeout
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import SIZES, causal_lm, fill_adapters, lora_config, mesh_of, on_mesh, ranks_of
-from tests.workers import Failure
+from tests.workers import Failure, attempt
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 5, 7, 8, 131])
@@ -65,6 +65,23 @@ def test_forward_and_backward_of_each(pool):
         for name, (y, grad) in want.items():
             assert torch.equal(found[name][0], y), name
             assert torch.equal(found[name][1], grad), name
+
+
+def twice():
+    group = mesh_of("1x2").get_group("tp")
+    found = {}
+    for function, args in ((copy_to_tp, ()), (sum_over_tp, ()), (gather_last_dim, (2 * WIDTH,)), (split_last_dim, ())):
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        (first,) = torch.autograd.grad(function(x, *args, group, "here").square().sum(), x, create_graph=True)
+        found[function.__name__] = attempt(first.sum().backward)
+    return [found]
+
+
+def test_gradients_of_gradients_are_refused(pool):
+    """They would lack what other ranks have of them."""
+    for (found,) in pool.run(2, twice):
+        for failure in found.values():
+            assert "differentiate twice" in failure.message
 
 
 def step_traffic(mesh_text, layers, lora, embedded):

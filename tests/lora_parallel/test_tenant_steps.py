@@ -240,6 +240,32 @@ def test_a_tenant_removed_between_forward_and_backward(pool, checkpointing):
         assert relative_error(found["bea"], alone("bea", 0)) == 0
 
 
+def backward_in_a_backward(mesh_text: str) -> dict[str, Tensor]:
+    """A hook asks for a gradient of another tenant's forward while that of "ada" is computed."""
+    mesh, model, pool = pool_of(mesh_text)
+    for name in MIXED:
+        add(pool, name)
+    ids = {name: batch(name, 0).chunk(dp_size(mesh))[dp_rank(mesh)] for name in MIXED}
+    with pool.train("bea"):
+        logits = model(input_ids=ids["bea"]).logits
+        other = loss_of(logits, ids["bea"])
+    with pool.train("ada"):
+        loss = loss_of(model(input_ids=ids["ada"]).logits, ids["ada"])
+    loss.register_hook(lambda _: torch.autograd.grad(other, logits, retain_graph=True) and None)
+    loss.backward()
+    other.backward()
+    for name in MIXED:
+        pool.step(name)
+    return {name: values(model, name) for name in MIXED}
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+def test_a_backward_inside_of_another_is_not_one_that_died(pool, mesh):
+    for found in pool.run(ranks_of(mesh), backward_in_a_backward, mesh):
+        for name in MIXED:
+            assert relative_error(found[name], alone(name, 1)) <= 1e-10
+
+
 def partly_in_evaluation(checkpointing: bool) -> dict[str, Tensor]:
     """A part of a block in training is in evaluation; the model is when its backward comes."""
     mesh, model, pool = pool_of("2x1", {"activation_checkpointing": checkpointing})
@@ -398,6 +424,44 @@ def test_rows_that_a_model_flattens_are_dropped_and_weighted_as_alone(pool, mesh
         assert relative_error(found, want) <= 1e-10
 
 
+class Patches(nn.Module):
+    """Flattens the patches of its images, and is normalised over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.norm = nn.Linear(12, 5).double(), nn.BatchNorm1d(5).double()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = pixels.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
+        return self.norm(self.patch(patches)).view(len(pixels), -1)
+
+
+def of_images() -> dict[str, Any]:
+    mesh, config = on_mesh("1x1", require_adapters=False)
+    model = parallelize(Patches(), mesh, config).train()
+    pool = TenantPool(model)
+    pool.add("ada", LoraConfig(target_modules=["patch"], init_lora_weights=False), sgd, 0)
+    pool.add("bea", LoraConfig(target_modules=["patch"]), sgd, 0)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+
+    def routed() -> Tensor:
+        with pool.route(["bea", "ada"]):
+            return model(x)
+
+    found = {"mixed": [attempt(routed)], "mixed alone": [attempt(lambda: pool.train("ada").__enter__())]}
+    model.eval()
+    found["changed"] = (routed() - model(x)).abs().amax(1).bool().tolist()
+    return found
+
+
+def test_images_whose_patches_are_flattened_and_normalised(pool):
+    (found,) = pool.run(1, of_images)
+    for key in ("mixed", "mixed alone"):
+        assert "norm is a BatchNorm1d in training: it mixes the rows of all tenants" in found[key][0].message
+    assert found["changed"] == [False, True]
+
+
 class Odd(nn.Module):
     """A layer that is fed positions, one that has two names, and one with a forward of its own."""
 
@@ -484,6 +548,32 @@ def test_tenants_in_sixteen_bits(pool, mesh, dtype, settings):
     for tenant, engine, exact in pool.run(ranks_of(mesh), in_sixteen_bits, mesh, dtype, settings):
         assert {p.dtype for p in tenant.values()} == {p.dtype for p in engine.values()} == {torch.float32}
         assert relative_error(tenant, exact) <= 2 * relative_error(engine, exact)
+
+
+def dropped_in_sixteen_bits(route: bool) -> dict[str, Tensor]:
+    mesh, config = on_mesh("1x1", require_adapters=False)
+    model = parallelize(causal_lm(dtype=torch.bfloat16), mesh, config).train()
+    pool, ids = TenantPool(model), batch("bea", 0)
+    pool.add("bea", config_of("bea"), sgd, SEEDS["bea"])
+    with pool.route(["bea"] * len(ids)) if route else pool.train("bea"):
+        loss_of(model(input_ids=ids).logits, ids).backward()
+    pool.step("bea")
+    return values(model, "bea")
+
+
+@pytest.mark.parametrize("route", [True, False])
+def test_dropout_is_of_what_was_cast(pool, route):
+    """PEFT casts to the adapter's float32 first: its mask and its scale are not rounded to the base's bfloat16."""
+    base = causal_lm(dtype=torch.bfloat16)
+    torch.manual_seed(SEEDS["bea"])
+    model, count, ids = get_peft_model(base, config_of("bea")).train(), ForwardCount(running=True), batch("bea", 0)
+    adapt_dropout(model, SEEDS["bea"], count, 0)
+    count.advance(True)
+    optimizer = sgd(list(trained(model).values()))
+    loss_of(model(input_ids=ids).logits, ids).backward()
+    optimizer.step()
+    (found,) = pool.run(1, dropped_in_sixteen_bits, route)
+    assert relative_error(found, plain(trained(model))) <= 1e-6
 
 
 def of_two_dtypes(mesh_text: str, folder: str) -> dict[str, dict[str, Tensor]]:

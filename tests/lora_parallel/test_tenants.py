@@ -380,6 +380,10 @@ def refused(folder: str) -> dict[str, Any]:
         "unknown": attempt(lambda: pool.remove("zoe")),
         "unknown to train": attempt(lambda: pool.train("zoe").__enter__()),
         "duplicate": attempt(add, pool, "ada"),
+        "one module too many": attempt(
+            pool.add, "cyd", LoraConfig(target_modules=["q_proj", "v_porj"]), optimizer_of("cyd"), 0
+        ),
+        "a seed of more than 64 bits": attempt(pool.add, "cyd", config_of("cyd"), optimizer_of("cyd"), 2**70),
         "no such modules": attempt(pool.add, "cyd", LoraConfig(target_modules=["qkv"]), optimizer_of("cyd"), 0),
         "dora": attempt(pool.add, "cyd", LoraConfig(target_modules=["q_proj"], use_dora=True), optimizer_of("cyd"), 0),
         "a head": attempt(pool.add, "cyd", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), None, 0),
@@ -441,6 +445,9 @@ def refused(folder: str) -> dict[str, Any]:
     )
     found["another adapter inside"] = attempt(lambda: switched_inside(pool, model, ids))
     found["no whole lengths"] = attempt(lambda: routed(pool, model, ["ada", "dan"], ids, [24.0, 24.0]))
+    found["merged"] = attempt(export_merged, model, f"{folder}-merged")
+    with pool.route(["ada", "dan"]):
+        found["merged of two"] = attempt(export_merged, model, f"{folder}-merged")
     found["a text"] = attempt(lambda: routed(pool, model, "ada", ids))  # type: ignore[arg-type]
     found["a norm"] = attempt(pool.step, "ada", float("nan"))
     found["a step inside"] = attempt(lambda: stepped_inside(pool))
@@ -501,6 +508,10 @@ REFUSED = {
     "unknown to train": "there is no tenant 'zoe'",
     "duplicate": "there is a tenant 'ada' already",
     "no such modules": "qkv",
+    "one module too many": "the base lacks ['v_porj'], or the config excludes them: the adapter would be on ['q_proj']",
+    "a seed of more than 64 bits": "init_seed=1180591620717411303424: give a whole number of 64 bits",
+    "merged": "export_merged: the tenants [] are active, of ['ada', 'dan']: call it inside of pool.train(name)",
+    "merged of two": "export_merged: the tenants ['ada', 'dan'] are active, of ['ada', 'dan']",
     "dora": "LoraConfig(use_dora=True)",
     "a head": "LoraConfig(modules_to_save=['lm_head'])",
     "an embedding": "would be on model.embed_tokens, which is a Embedding",
@@ -513,7 +524,7 @@ REFUSED = {
     "an optimizer that fails on one rank": "division by zero",
     "no optimizer": "optimizer(...) gave a list",
     "another rate on one rank": "\"SGD([{'params': 8, 'lr': 0.1, ",
-    "a seed": "init_seed=1.5: give a whole number",
+    "a seed": "init_seed=1.5: give a whole number of 64 bits",
     "an optimizer of others": "gave a AdamW of other parameters than it was given",
     "a closure": "gave a LBFGS, whose step computes the loss anew",
     "alora": "LoraConfig(alora_invocation_tokens=[5])",
@@ -763,6 +774,29 @@ def test_adapters_that_are_shared_out_train_alike(pool, tmp_path, mesh):
         assert all(memory[name]["optimizer"] >= 2 * memory[name]["adapter"] for name in CONFIGS)
         for name, got in found.items():
             assert relative_error(got, alone(name)) <= 1e-10, name
+
+
+def gathered() -> list[int]:
+    """What is gathered of a tenant that is shared out: in its context, with a loss that is kept after it, without."""
+    mesh, model, pool = pool_of("2x1", shard=True)
+    add(pool, "ada")
+    ids, sizes = batch("ada", 0).chunk(2)[dp_rank(mesh)], []
+    with pool.train("ada"):
+        loss = loss_of(model(input_ids=ids).logits, ids)
+        sizes.append(pool.memory()["ada"]["gathered"])
+    sizes.append(pool.memory()["ada"]["gathered"])
+    with pool.train("ada"):
+        other = loss_of(model(input_ids=ids).logits, ids)
+    sizes.append(pool.memory()["ada"]["gathered"])
+    (loss + other).backward()
+    del loss, other
+    sizes.append(pool.memory()["ada"]["gathered"])
+    return [*sizes, sum(whole.nbytes for whole in values(model, "ada").values())]
+
+
+def test_what_is_gathered_is_told_as_long_as_it_is_there(pool):
+    for inside, kept, two, gone, whole in pool.run(2, gathered):
+        assert (inside, kept, two, gone) == (whole, whole, 2 * whole, 0)
 
 
 def most_held(mesh_text: str, shard: bool) -> int:
