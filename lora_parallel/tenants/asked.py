@@ -1,4 +1,4 @@
-"""What a tenant may be: its name, its config, and the layers that this comes to."""
+"""What may be asked of a pool: names, seeds, configs and the layers that these come to; rows and their lengths."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lora_parallel.names import clean_names
 from lora_parallel.peft_hooks import DRAWN
+from lora_parallel.tenants.drawing import adapted_layers
 
 __all__ = [
     "batch_norms",
@@ -113,16 +113,12 @@ def seed_of(init_seed: Any) -> int:
     """A seed as a plain number.
 
     Raises:
-        ValueError: It is no whole number.
+        ValueError: It is no whole number, or one that torch cannot be seeded with.
     """
-    try:
-        if isinstance(init_seed, (bool, torch.Tensor)):
-            raise TypeError
-        if not -(2**63) <= (seed := index(init_seed)) < 2**64:  # what torch.manual_seed takes
-            raise TypeError
-        return seed
-    except TypeError:
-        raise ValueError(f"init_seed={init_seed!r}: give a whole number of 64 bits.") from None
+    whole = hasattr(init_seed, "__index__") and not isinstance(init_seed, (bool, torch.Tensor))
+    if not whole or not -(2**63) <= index(init_seed) < 2**64:  # what torch.manual_seed takes
+        raise ValueError(f"init_seed={init_seed!r}: give a whole number of 64 bits.")
+    return index(init_seed)
 
 
 def lengths_of(lengths: Sequence[Any]) -> list[int]:
@@ -171,24 +167,24 @@ def check_layers(adapted: Any, name: str, config: LoraConfig) -> None:
     Raises:
         ValueError: It has not.
     """
-    adapts = [where for layer, where in clean_names(adapted).items() if isinstance(layer, LoraLayer)]
+    layers = adapted_layers(adapted)
     if isinstance(config.target_modules, (list, set, tuple)):
-        lacking = [t for t in config.target_modules if not any(f".{where}".endswith(f".{t}") for where in adapts)]
+        lacking = [t for t in config.target_modules if not any(f".{where}".endswith(f".{t}") for where in layers)]
         if lacking:
             raise ValueError(
                 f"LoraConfig(target_modules=...): the base lacks {sorted(lacking)}, or the config excludes them: the "
-                f"adapter would be on {sorted({where.rpartition('.')[2] for where in adapts})} alone."
+                f"adapter would be on {sorted({where.rpartition('.')[2] for where in layers})} alone. Correct them, or "
+                "leave them out."
             )
     check_plain(adapted.peft_config[name])  # PEFT fills in what it knows of the model
     places = Counter(child for parent in adapted.modules() for child in parent._modules.values() if child is not None)
-    for layer, where in clean_names(adapted).items():
-        if isinstance(layer, LoraLayer):
-            plain = name in layer.lora_A and isinstance(layer.lora_A[name], nn.Linear)
-            if isinstance(layer, ParamWrapper) or not plain:
-                kind = type(layer.get_base_layer()).__name__
-                raise ValueError(f"the adapter {name!r} would be on {where}, which is a {kind}: {_LINEAR}")
-            if places[layer.get_base_layer()] > 1:  # PEFT adapts one of them
-                raise ValueError(
-                    f"the adapter {name!r} would be on {where}, which the model has under another name too: leave it "
-                    "out of target_modules."
-                )
+    for where, layer in layers.items():
+        plain = name in layer.lora_A and isinstance(layer.lora_A[name], nn.Linear)
+        if isinstance(layer, ParamWrapper) or not plain:
+            kind = type(layer.get_base_layer()).__name__
+            raise ValueError(f"the adapter {name!r} would be on {where}, which is a {kind}: {_LINEAR}")
+        if places[layer.get_base_layer()] > 1:  # PEFT adapts one of them
+            raise ValueError(
+                f"the adapter {name!r} would be on {where}, which the model has under another name too: leave it out "
+                "of target_modules."
+            )

@@ -458,6 +458,7 @@ class TenantPool:
 
         Raises:
             ValueError: There is no such tenant, or its step is not over.
+            RuntimeError: Its optimizer does not take parameters that are on a mesh.
         """
         self._drop_failed()
         waiting = self._unsummed()

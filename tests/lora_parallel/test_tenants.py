@@ -1039,6 +1039,9 @@ def unlike() -> dict[str, Any]:
             model(-x.abs())
 
     found["switched"] = [attempt(switched)]
+    with pool.route(["ada", "ada"]):  # what is called when the model's forward is over has no end to wait for
+        model(-x.abs())
+        found["after the forward"] = [attempt(model.first, x[:1])]
     with pool.route(["ada"] * 2, torch.tensor([4, 4])):
         found["lengths"] = model(-x.abs()).shape
     return found
@@ -1055,6 +1058,7 @@ def test_ranks_go_their_ways_through_adapted_layers(pool):
         assert (
             "first: PEFT's active adapters are ['bea'], and the samples are of ['ada']" in found["switched"][0].message
         )
+        assert "route names 2 samples, and first is fed 1 rows" in found["after the forward"][0].message
         assert found["lengths"] == (2, 4, 12)
 
 
