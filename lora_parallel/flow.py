@@ -40,6 +40,3 @@ class Flow:
 def pattern_of(name: str) -> str:
     """A layer's name without the numbers of its blocks."""
     return re.sub(r"\d+", "*", name)
-
-
-# ---------------------------------------------------------------------- what depends on what
