@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import time
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -797,6 +798,25 @@ def gathered() -> list[int]:
 def test_what_is_gathered_is_told_as_long_as_it_is_there(pool):
     for inside, kept, two, gone, whole in pool.run(2, gathered):
         assert (inside, kept, two, gone) == (whole, whole, 2 * whole, 0)
+
+
+def let_go() -> int:
+    """How much of a tenant is there when it has been removed, before Python looks for cycles."""
+    _, model, pool = pool_of("1x1")
+    add(pool, "ada")
+    stepped(pool, model, batch("ada", 0), "ada")
+    held = [weakref.ref(each) for each in (pool.optimizer("ada"), *pool.parameters("ada"))]
+    gc.collect()
+    gc.disable()
+    try:
+        pool.remove("ada")
+        return sum(each() is not None for each in held)
+    finally:
+        gc.enable()
+
+
+def test_what_is_removed_is_gone_at_once(pool):
+    assert pool.run(1, let_go) == [0]
 
 
 def most_held(mesh_text: str, shard: bool) -> int:
