@@ -28,7 +28,7 @@ from lora_parallel.gather import local
 from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.plan import resolve_plan
 from lora_parallel.quantised import Quantised, check_quantised, hold_as_bytes
-from tests.oracle import SEVEN, full, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import SEVEN, differing, full, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -199,7 +199,7 @@ def test_torchao_keeps_no_dense_weight_for_backward(checkpoint):
     assert kept[1] == 0
 
 
-def saved(mesh_text: str, path: str, folder: str, other: bool) -> float:
+def saved(mesh_text: str, path: str, folder: str, other: bool) -> list[str]:
     mesh, config = on_mesh(mesh_text)
     model = parallelize(adapted(path, "nf4"), mesh, config)
     optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
@@ -216,19 +216,19 @@ def saved(mesh_text: str, path: str, folder: str, other: bool) -> float:
     first = {name: full(p) for name, p in trained(model).items()}
     load_checkpoint(model, optimizer, Path(folder) / "checkpoint")
     second = {name: full(p) for name, p in trained(model).items()}
-    return relative_error(second, first if other else want)
+    return differing(second, first if other else want)
 
 
 def test_adapters_and_checkpoints_go_to_any_mesh(pool, checkpoint, tmp_path):
     for mesh, other in (("2x2", False), ("1x2", True), ("2x1", True)):
-        assert set(pool.run(ranks_of(mesh), saved, mesh, checkpoint, str(tmp_path), other)) == {0.0}
+        assert not any(pool.run(ranks_of(mesh), saved, mesh, checkpoint, str(tmp_path), other))
     one = adapted(checkpoint, "nf4")
     one.load_adapter(tmp_path / "adapter", "default", is_trainable=True)
     got = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert got.keys() == {name.replace(".default", "") for name in trained(one)}
 
 
-def bf16(mesh_text: str, path: str) -> float:
+def bf16(mesh_text: str, path: str) -> list[str]:
     mesh, config = on_mesh(mesh_text, param_dtype=torch.bfloat16)
     ids = batch().chunk(dp_size(mesh))[dp_rank(mesh)]
     found = []
@@ -236,11 +236,11 @@ def bf16(mesh_text: str, path: str) -> float:
         model = parallelize(adapted(path, "nf4", prepare=True), mesh, config)
         model(input_ids=ids, labels=ids).loss.backward()
         found.append({name: full(p.grad) for name, p in trained(model).items()})
-    return relative_error(found[1], found[0])
+    return differing(found[1], found[0])
 
 
 def test_low_precision_compute_leaves_the_bytes_alone(pool, checkpoint):
-    assert pool.run(2, bf16, "2x1", checkpoint) == [0.0, 0.0]
+    assert not any(pool.run(2, bf16, "2x1", checkpoint))
 
 
 # ---------------------------------------------------------------------- refusals
