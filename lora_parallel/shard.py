@@ -36,6 +36,7 @@ from lora_parallel.saving import allow_save_pretrained
 from lora_parallel.sequence import run_on_chunks
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tp_context import TPContext
+from lora_parallel.unit_order import compare_order
 from lora_parallel.units import apply_style
 from lora_parallel.verify import ties_of, verify
 from lora_parallel.watch import StepWatch
@@ -122,8 +123,10 @@ def parallelize(
     context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
+    order = None
     if _wants_fsdp(mesh, config):
         _shard_for_dp(model, blocks, mesh, config)
+        order = compare_order(model)
     with agreed():
         if late is not None:
             late.draw(config.seed, mesh.device_type)
@@ -139,7 +142,7 @@ def parallelize(
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
-    StepWatch(model, mesh, count, gradients, context, plan.trials, state.recoveries)
+    StepWatch(model, mesh, count, gradients, context, order, plan.trials, state.recoveries)
     verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:

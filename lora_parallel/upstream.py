@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_stacked",
     "all_reduce_sum",
     "backward_pass",
+    "default_store",
     "in_backward",
     "is_rectangle",
     "local_region",
@@ -118,6 +119,15 @@ def reduce_scatter_sum(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Give `group` a timeout after it was made: `init_device_mesh` makes its groups with torch's default one."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with, over which its ranks found each other.
+
+    torch makes one from the environment as a rule, and has no public way to get at it. Its `timeout`, which is public,
+    is the one that the process group was made with.
+    """
+    return dist.distributed_c10d._get_default_store()
 
 
 def storageless(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:

@@ -21,6 +21,7 @@ from lora_parallel.names import innermost
 from lora_parallel.nests import tensors_in
 from lora_parallel.tp_context import TPContext
 from lora_parallel.trial import Trial
+from lora_parallel.unit_order import UnitOrder, refuse_layer_drop
 from lora_parallel.upstream import in_backward, queue_after_backward
 from lora_parallel.verify import check_values, verify_same_batch
 
@@ -49,6 +50,7 @@ class StepWatch:
         count: Advanced by each training forward.
         gradients: Emptied after a failed step.
         context: Of its tensor parallel units; None where tp is 1.
+        order: Of its FSDP2 units; None where it has none.
         trials: Of its plan, on the first batch.
         recoveries: What others have to do after a failed step.
     """
@@ -60,6 +62,7 @@ class StepWatch:
         count: ForwardCount,
         gradients: PartialGradients,
         context: TPContext | None,
+        order: UnitOrder | None,
         trials: Sequence[Trial] = (),
         recoveries: Sequence[Callable[[], None]] = (),
     ) -> None:
@@ -69,12 +72,13 @@ class StepWatch:
         self._count = count
         self._gradients = gradients
         self._context = context
+        self._order = order
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._known = {(module, key) for module in model.modules() for key in module._parameters}
         # The first batch for training and the first for evaluation are compared between tp peers.
         self._unchecked = {True, False} if context is not None else set()
-        self._has_values = False
+        self._has_values = self._trained_once = False
         self._in_forward = False
         self._in_backward = False
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
@@ -95,6 +99,13 @@ class StepWatch:
         with agreed() if self._trials else nullcontext():
             while self._trials:
                 self._trials.pop().check(args, kwargs)
+        if self._order is not None:
+            if model.training and not self._trained_once:
+                refuse_layer_drop(model)
+                self._trained_once = True
+            accumulates = model.training and torch.is_grad_enabled() and not self._gradients.synchronise
+            kind = "training" if model.training else "evaluation"
+            self._order.begin(f"forward for {kind}{' in no_sync' if accumulates else ''}", accumulates)
         self._count.advance(model.training)
         if model.training in self._unchecked:
             self._unchecked.discard(model.training)
@@ -139,6 +150,8 @@ class StepWatch:
             parameter.grad = None
         for recovery in self._recoveries:
             recovery()
+        if self._order is not None:
+            self._order.forget_place()
         if isinstance(model, FSDPModule):
             if not hasattr(model, "reset_iter_state"):
                 raise RuntimeError(

@@ -1,0 +1,202 @@
+"""The order in which FSDP2's units communicate, which has to be the same on every rank.
+
+FSDP2 pairs the collectives of two ranks by their order alone. A rank that runs another block than its peers (LayerDrop,
+a branch that the data decides) gets the rows of theirs, of the same shape, and computes with them in silence.
+
+So every gather and every reduction of a unit is a step, and so is the beginning of a forward. In the first pass the
+ranks compare each step before they take it. Later a rank compares with the pass before, by itself: the usual step, which
+all took then, is taken without a word, so that a training step costs nothing. A rank that is about to take another one
+asks all others first, and goes on if they are about to take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lora_parallel.rendezvous import meet, others_wait
+
+__all__ = ["UnitOrder", "compare_order", "refuse_layer_drop"]
+
+# torch 2.13 renames both.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+PATIENCE = timedelta(seconds=5)
+"""After how long in a collective a rank looks whether another one asks."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where in a pass a rank is: the step that was taken from here last, and others that have been taken before."""
+
+    usual: str | None = None
+    following: _Place | None = None
+    others: dict[str, _Place] | None = None
+
+    def take(self, step: str) -> _Place:
+        """Make `step` the usual one, and return the place it leads to."""
+        if self.usual != step:
+            others = self.others or {}
+            if self.usual is not None and self.following is not None:
+                others[self.usual] = self.following
+            self.usual, self.following = step, others.pop(step, None) or _Place()
+            self.others = others or None
+        assert self.following is not None
+        return self.following
+
+
+class UnitOrder:
+    """The steps of one model's passes, and where this rank is in them. Equal on all ranks, as each step was."""
+
+    def __init__(self) -> None:
+        self._starts: dict[str, _Place] = {}
+        self._place: _Place | None = None
+        self._accumulates = False
+
+    def begin(self, kind: str, accumulates: bool) -> None:
+        """Begin a forward.
+
+        Args:
+            kind: What tells forwards apart whose steps differ.
+            accumulates: Whether the next forward adds to the same gradients. Its steps are those of its place among
+                these forwards, so that a fixed number of them has usual steps throughout.
+        """
+        self.take(kind)
+        if not self._accumulates:
+            self._place = self._starts.setdefault(kind, _Place())
+        self._accumulates = accumulates
+
+    def take(self, step: str) -> None:
+        """Take a step, once it is sure that every rank takes it. Collective, unless it is the usual one.
+
+        Raises:
+            RuntimeError: Other ranks take another one, on every rank.
+        """
+        place = self._place or _Place()
+        if place.usual != step:
+            meet(step, remedy=_REMEDY)
+        self._place = place.take(step)
+
+    def wait(self, work: dist.Work, step: str) -> None:
+        """Wait for the collective of a step that was taken, unless another rank asks meanwhile.
+
+        Raises:
+            RuntimeError: Another rank takes another step, on every rank.
+        """
+        while True:
+            try:
+                work.wait(PATIENCE)
+                return
+            except RuntimeError:
+                if others_wait():
+                    meet(step, remedy=_REMEDY)
+                if work.is_completed() and work.exception() is not None:
+                    raise
+
+    def forget_place(self) -> None:
+        """Be nowhere, after a pass that was left on its way: the next step is compared."""
+        self._place, self._accumulates = None, False
+
+
+_REMEDY = (
+    "Ranks with different batches must run the same blocks in the same order: turn LayerDrop off, and let no data decide "
+    "which blocks run; or leave data parallelism off."
+)
+
+
+class _Allocates:
+    """The half of FSDP2's interface for communication that stays as it is."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Allocates):
+    """The gather of a unit's parameters."""
+
+    def __init__(self, order: UnitOrder, unit: str) -> None:
+        self._order = order
+        self._step = f"gather of {unit}"
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._order.take(self._step)
+        blocks = not async_op and output_tensor.device.type == "cpu"
+        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or blocks)
+        if not blocks:
+            return work
+        self._order.wait(work, self._step)
+        return None
+
+
+class _Reduction(_Allocates):
+    """The reduction of a unit's gradients, over replicas alone where no axis shards it."""
+
+    def __init__(self, order: UnitOrder, unit: str) -> None:
+        self._order = order
+        self._step = f"reduction of {unit}"
+        self._allocated = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Twice a reduction, for its input and its output, and the one thing that is always called ahead of it.
+        if not self._allocated:
+            self._order.take(self._step)
+        self._allocated = not self._allocated
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def compare_order(model: nn.Module) -> UnitOrder:
+    """Have the units of a model that FSDP2 shards compare their order between ranks, and return what knows it."""
+    order = UnitOrder()
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            unit = name or type(model).__name__
+            module.set_custom_all_gather(_Gather(order, unit))
+            module.set_custom_reduce_scatter(_Reduction(order, unit))
+    return order
+
+
+def refuse_layer_drop(model: nn.Module) -> None:
+    """Check that no layers of a transformers model are dropped at random in training.
+
+    Raises:
+        ValueError: Some are; each data-parallel rank would drop others.
+    """
+    held = {
+        f"{name}.layerdrop" if name else "layerdrop": module.layerdrop
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "layerdrop", None), float | int)
+    }
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
+    for config in configs.values():
+        for key, value in getattr(config, "__dict__", {}).items():
+            # Modules that have the attribute took it from these keys, and may have been given another value since.
+            copied = bool(held) and key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+            if key.endswith("layerdrop") and isinstance(value, float | int) and not copied:
+                held[f"config.{key}"] = value
+    for name, value in held.items():
+        if value > 0:
+            raise ValueError(
+                f"{name} is {value}: LayerDrop skips layers at random in training, others on every data-parallel rank, "
+                f"and FSDP2 would give each rank the rows of the layers of others. Set {name} to 0.0, or leave data "
+                "parallelism off (dp_shard=1, dp_replicate=1)."
+            )
