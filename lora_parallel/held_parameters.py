@@ -3,12 +3,59 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from typing import Any
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["HeldByName", "described", "refuse_stale"]
+from lora_parallel.rendezvous import place_of_call
+
+__all__ = ["HeldByName", "described", "refuse_stale", "refuse_steps_of"]
+
+_REPLACED = "_lora_parallel_replaced"
+
+
+def refuse_steps_of(before: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
+    """Have every optimizer that holds a parameter which sharding has replaced raise an error when it steps.
+
+    Nothing else tells such an optimizer from one that works: the old parameters get no gradients, and optimizers skip
+    what has none. A model may well be sharded before there is an optimizer, so that it is no error before that step.
+
+    Args:
+        before: The parameters of the model before it was sharded, by name; those that something still holds count.
+        model: The model after that.
+    """
+    held = set(model.parameters())
+    replaced = {name: p for name, each in before.items() if (p := each()) is not None and p not in held}
+    if replaced:
+        _watch_steps()
+    where = place_of_call()
+    for name, parameter in replaced.items():
+        setattr(parameter, _REPLACED, (name, where))
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    held = [
+        p.__dict__[_REPLACED] for group in optimizer.param_groups for p in group["params"] if _REPLACED in p.__dict__
+    ]
+    if held:
+        (name, where), *others = held
+        more = f" and {len(others)} more" if others else ""
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} optimizer holds {name}{more} as before the model was sharded (at {where}), "
+            "which put sharded parameters in their place: it would train nothing. Make the optimizer afterwards, from "
+            "the sharded model's parameters; or prepare both at once, accelerator.prepare(model, optimizer); or return "
+            "it from configure_optimizers."
+        )
 
 
 def refuse_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parameter], remedy: str) -> None:

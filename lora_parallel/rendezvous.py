@@ -106,9 +106,7 @@ def _current() -> _Meetings | None:
         return None
     if _meetings is None or _meetings.group is not dist.group.WORLD:
         store = default_store()
-        _meetings = _Meetings(
-            dist.group.WORLD, dist.PrefixStore("lora_parallel", store), store.timeout.total_seconds()
-        )
+        _meetings = _Meetings(dist.group.WORLD, dist.PrefixStore("lora_parallel", store), store.timeout.total_seconds())
     return _meetings
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -23,6 +24,7 @@ from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred,
 from lora_parallel.dropout import ForwardCount
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
+from lora_parallel.held_parameters import refuse_steps_of
 from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import LateAdapter, adapt_dropout, check_adapters, has_adapters, inject_adapter
 from lora_parallel.layers import shared_parameters
@@ -91,6 +93,7 @@ def parallelize(
         check_checkpoints(model, materialize)
         check_quantised(model)
     check_alike(config=replace(config, seed=0))
+    before = {name: ref(parameter) for name, parameter in model.named_parameters()}  # weak: the full copies are to go
     late: LateAdapter | None = None
     tp = mesh["tp"].size()
     with agreed():
@@ -147,6 +150,7 @@ def parallelize(
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:
         state.fingerprints = base_fingerprints(model, mesh)
+    refuse_steps_of(before, model)
     state.attach(model)
     return model
 

@@ -4,9 +4,9 @@ FSDP2 pairs the collectives of two ranks by their order alone. A rank that runs 
 a branch that the data decides) gets the rows of theirs, of the same shape, and computes with them in silence.
 
 So every gather and every reduction of a unit is a step, and so is the beginning of a forward. In the first pass the
-ranks compare each step before they take it. Later a rank compares with the pass before, by itself: the usual step, which
-all took then, is taken without a word, so that a training step costs nothing. A rank that is about to take another one
-asks all others first, and goes on if they are about to take the same.
+ranks compare each step before they take it. Later a rank compares with the pass before, by itself: the usual step,
+which all took then, is taken without a word, so that training costs nothing more. A rank that is about to take another
+one asks all others first, and goes on if they are about to take the same.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class UnitOrder:
 
 
 _REMEDY = (
-    "Ranks with different batches must run the same blocks in the same order: turn LayerDrop off, and let no data decide "
-    "which blocks run; or leave data parallelism off."
+    "Ranks with different batches must run the same blocks in the same order: turn LayerDrop off, and let no data "
+    "decide which blocks run; or leave data parallelism off."
 )
 
 

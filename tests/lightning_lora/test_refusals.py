@@ -272,6 +272,32 @@ def test_a_second_trainer_with_another_mesh(pool):
         assert "was parallelized over a mesh of (1, 2, 2) before; this one has (1, 1, 4)" in failure.message
 
 
+class MadeInInit(m.Manual):
+    """Manual optimization, with an optimizer that is made before the strategy has seen the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def configure_optimizers(self) -> None:
+        return None
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return self.early
+
+
+def stepped_by_hand() -> list[Any]:
+    with tidy():
+        return [attempt(trainer("2x2", max_epochs=1).fit, MadeInInit(), loader(Tokens(ROWS), "2x2"))]
+
+
+def test_an_optimizer_made_before_the_model_is_sharded(pool):
+    for (failure,) in pool.run(4, stepped_by_hand):
+        assert isinstance(failure, Failure)
+        assert "this AdamW optimizer holds base_model.model." in failure.message, failure.message
+        assert "return it from configure_optimizers" in failure.message
+
+
 def compiled() -> list[Any]:
     with tidy():
         module = torch.compile(Tuner(m.adapted), backend="eager")
