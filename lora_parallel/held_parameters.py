@@ -44,17 +44,15 @@ def _watch_steps() -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    held = [
-        p.__dict__[_REPLACED] for group in optimizer.param_groups for p in group["params"] if _REPLACED in p.__dict__
-    ]
+    held = [p for group in optimizer.param_groups for p in group["params"] if _REPLACED in p.__dict__]
     if held:
-        (name, where), *others = held
-        more = f" and {len(others)} more" if others else ""
+        name, where = getattr(max(held, key=lambda parameter: parameter.requires_grad), _REPLACED)
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
         raise RuntimeError(
-            f"this {type(optimizer).__name__} optimizer holds {name}{more} as before the model was sharded (at {where}), "
-            "which put sharded parameters in their place: it would train nothing. Make the optimizer afterwards, from "
-            "the sharded model's parameters; or prepare both at once, accelerator.prepare(model, optimizer); or return "
-            "it from configure_optimizers."
+            f"this {type(optimizer).__name__} optimizer holds {name}{more} as before the model was sharded (at "
+            f"{where}), which put sharded parameters in their place: it would train nothing. Make the optimizer "
+            "afterwards, from the sharded model's parameters; or prepare both at once, accelerator.prepare(model, "
+            "optimizer); or return it from configure_optimizers."
         )
 
 

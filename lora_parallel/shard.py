@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
 from lora_parallel.agreement import agreed, check_alike, gather_numbers
+from lora_parallel.at_rest import gather_for_calls
 from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred, settle, without_values
 from lora_parallel.dropout import ForwardCount
@@ -130,6 +131,7 @@ def parallelize(
     if _wants_fsdp(mesh, config):
         _shard_for_dp(model, blocks, mesh, config)
         order = compare_order(model)
+        gather_for_calls(model)
     with agreed():
         if late is not None:
             late.draw(config.seed, mesh.device_type)
@@ -137,7 +139,7 @@ def parallelize(
             read_weights(model, mesh.device_type)
     if materialize:
         model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
-    allow_generate(model, dp_size(mesh))
+    allow_generate(model, _bare(model), dp_size(mesh))
     allow_save_pretrained(model)
     # As sharded by now; those of adapters that are not active too.
     gradients.manage(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))

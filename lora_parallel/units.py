@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
+from lora_parallel.at_rest import is_at_rest
 from lora_parallel.collectives import (
     all_reduce,
     chunk_bounds,
@@ -194,6 +195,11 @@ class Unit:
         parameter = tensor.parameter
         if not isinstance(parameter, DTensor):
             return parameter
+        if is_at_rest(parameter):
+            raise RuntimeError(
+                f"{self.name} was called by itself, while FSDP2 holds its weights in shards: call the model that was "
+                "parallelized, or a whole block of it."
+            )
         if not parameter.requires_grad:
             with torch.no_grad():
                 return parameter.to_local()

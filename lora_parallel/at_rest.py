@@ -1,0 +1,114 @@
+"""Modules of a model that are called by themselves, while FSDP2 holds their weights in shards.
+
+FSDP2 gathers a unit's weights when the unit itself is called. The root unit holds what is in no block: embeddings, the
+last norm, the head. Code for soft prompts or images calls the embedding before the model; `model.forward(...)`, the
+base inside of a `PeftModel` or the trunk alone go around the root altogether. A layer that tensor parallelism cuts would
+then compute with a shard of its shard, in silence. Here it gets its weights for the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.nests import tensors_in
+
+__all__ = ["gather_for_calls", "is_at_rest"]
+
+
+def is_at_rest(tensor: Tensor) -> bool:
+    """Return True if `tensor` is a parameter that FSDP2 holds as shards over dp, which nothing can compute with."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names != ("tp",)
+
+
+def gather_for_calls(model: nn.Module) -> None:
+    """Gather the root unit's weights for a module in it that is called by itself, and let go of them afterwards.
+
+    Args:
+        model: The root unit of FSDP2.
+    """
+    root = _Root(model)
+    for name, module in _below(model, ""):
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(root.begin, prepend=True)
+        elif (first := _first_parameter(module)) is not None:
+            call = _Call(root, name, *first)
+            module.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True)
+            module.register_forward_hook(call.after, always_call=True)
+
+
+def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The units below the root, and the modules of the root unit that hold no other unit, with their names."""
+    for key, child in module.named_children():
+        name = f"{prefix}{key}"
+        if isinstance(child, FSDPModule):
+            yield name, child
+            continue
+        if not any(isinstance(each, FSDPModule) for each in child.modules()):
+            yield name, child
+        yield from _below(child, f"{name}.")
+
+
+def _first_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
+    """A parameter's holder and its name there: the parameter itself is another one when it is gathered."""
+    return next(((m, key) for m in module.modules() for key, p in m._parameters.items() if p is not None), None)
+
+
+class _Root:
+    """The root unit, which has to be told first that it is one: FSDP2 takes the unit that is called first for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._begun = False
+        model.register_forward_pre_hook(self._begins, prepend=True)
+
+    def _begins(self, *_: Any) -> None:
+        self._begun = True
+
+    def begin(self, *_: Any) -> None:
+        """Be the root, if the model has not been called yet. Collective."""
+        if not self._begun:
+            self._begun = True
+            self._model.__dict__["_nothing"] = lambda: None
+            register_fsdp_forward_method(self._model, "_nothing")
+            self._model._nothing()
+            del self._model.__dict__["_nothing"]
+            self._model.reshard()
+
+    def unshard(self) -> None:
+        self.begin()
+        self._model.unshard()
+
+    def reshard(self) -> None:
+        self._model.reshard()
+
+
+class _Call:
+    """The calls of one module of the root unit."""
+
+    def __init__(self, root: _Root, name: str, holder: nn.Module, key: str) -> None:
+        self._root, self._name, self._holder, self._key = root, name, holder, key
+        self._gathered = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_at_rest(self._holder._parameters[self._key]):  # type: ignore[arg-type]
+            return
+        needed = [*module.parameters(), *tensors_in([args, kwargs])]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in needed):
+            raise RuntimeError(
+                f"{self._name} was called by itself in training, while FSDP2 holds its weights in shards, and its "
+                "backward would want them: call the model that was parallelized, not model.forward, the model inside "
+                "of it (get_base_model()) or a part of that; outside of training call it under torch.no_grad()."
+            )
+        self._root.unshard()
+        self._gathered = True
+
+    def after(self, *_: Any) -> None:
+        if self._gathered:
+            self._gathered = False
+            self._root.reshard()

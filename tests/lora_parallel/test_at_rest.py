@@ -1,0 +1,118 @@
+"""Modules called by themselves, while FSDP2 holds their weights in shards, compute as in one process, or refuse."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_parallel import parallelize
+from lora_parallel.mesh import dp_rank, dp_size
+from tests.oracle import SEVEN, Case, full, on_mesh, ranks_of, relative_error, trained
+from tests.workers import Failure, attempt
+
+CASES = {
+    "plain": Case(steps=1),
+    "tied": Case(steps=1, sizes={"tie_word_embeddings": True}),
+    "adapted ends": Case(steps=1, lora={"target_modules": [*SEVEN, "embed_tokens", "lm_head"]}),
+}
+MESHES = ["2x1", "1x2", "2x2", "2x2x1"]
+
+
+def parts(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+    """What can be called beside the model itself; run without gradients."""
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    hidden = torch.linspace(-1, 1, ids.numel() * 40, dtype=torch.float64).view(*ids.shape, 40)
+    rotary = base.model.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
+    return {
+        "embedding": lambda: model.get_input_embeddings()(ids),  # type: ignore[operator]
+        "a block": lambda: base.model.layers[1](hidden, position_embeddings=rotary),
+        "norm": lambda: base.model.norm(hidden),
+        "head": lambda: base.lm_head(hidden),
+        "model.forward": lambda: model.forward(input_ids=ids).logits,
+        "base": lambda: base(input_ids=ids).logits,
+        "trunk": lambda: base.model(input_ids=ids).last_hidden_state,
+        "generate": lambda: base.generate(input_ids=ids[:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0),
+    }
+
+
+def soft_prompt_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """As of code that embeds by itself."""
+    embedded = model.get_input_embeddings()(ids)  # type: ignore[operator]
+    prompt = torch.linspace(-1, 1, 2 * 40, dtype=torch.float64).view(1, 2, 40).expand(len(ids), 2, 40)
+    labels = torch.cat([torch.full((len(ids), 2), -100), ids], dim=1)
+    return model(inputs_embeds=torch.cat([prompt, embedded], dim=1), labels=labels).loss
+
+
+def called(mesh_text: str, name: str) -> dict[str, Any]:
+    mesh, config = on_mesh(mesh_text)
+    (batch,) = CASES[name].batches()
+    ids = batch.chunk(dp_size(mesh))[dp_rank(mesh)]
+    found: dict[str, Any] = {"rank": dp_rank(mesh)}
+    model = parallelize(CASES[name].model(), mesh, config)
+    if name != "adapted ends":
+        loss = attempt(soft_prompt_loss, model, ids)
+        found["soft prompt"] = loss if isinstance(loss, Failure) else attempt(loss.backward)
+        found["gradients"] = {n: full(p.grad) for n, p in trained(model).items()}
+        model.zero_grad()
+    for part, call in parts(model, ids).items():
+        with torch.no_grad():
+            found[part] = attempt(call)
+        if part != "generate":
+            raised = attempt(lambda call=call: call().sum().backward())
+            found[f"{part} in training"] = raised.message if isinstance(raised, Failure) else raised
+            model.zero_grad()
+    if mesh_text != "2x1":
+        found["q_proj"] = attempt(
+            model.get_base_model().model.layers[0].self_attn.q_proj, torch.ones(1, 2, 40).double()
+        )
+    model(input_ids=ids, labels=ids).loss.backward()
+    found["afterwards"] = {n: full(p.grad) for n, p in trained(model).items()}
+    return found
+
+
+@cache
+def one_process(name: str) -> dict[str, Any]:
+    (batch,) = CASES[name].batches()
+    found: dict[str, Any] = {}
+    for key, loss_of in (
+        ("gradients", soft_prompt_loss),
+        ("afterwards", lambda model, ids: model(input_ids=ids, labels=ids).loss),
+    ):
+        model = CASES[name].model()
+        loss_of(model, batch).backward()
+        found[key] = {n: p.grad for n, p in trained(model).items()}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_what_is_called_by_itself_computes_as_in_one_process(pool, mesh, name):
+    (batch,) = CASES[name].batches()
+    want = one_process(name)
+    for found in pool.run(ranks_of(mesh), called, mesh, name):
+        size = 1 if mesh == "1x2" else 2 if mesh in ("2x1", "2x2") else 4
+        ids = batch.chunk(size)[found["rank"]]
+        with torch.no_grad():
+            for part, call in parts(CASES[name].model(), ids).items():
+                got = found[part]
+                assert isinstance(got, Tensor), (part, got)
+                wanted = call()
+                if part == "generate":
+                    assert torch.equal(got[:, : wanted.shape[1]], wanted)
+                else:
+                    assert relative_error({part: got}, {part: wanted}) <= 1e-12, part
+        if name != "adapted ends":
+            assert found["soft prompt"] is None, found["soft prompt"]
+            assert relative_error(found["gradients"], want["gradients"]) <= 1e-12
+        for part in ("model.forward", "base", "trunk"):
+            raised = found[f"{part} in training"]
+            assert raised is None if mesh == "1x2" else "call the model that was parallelized" in raised, (part, raised)
+        if mesh != "1x2" and name == "adapted ends":
+            assert "embed_tokens was called by itself in training" in found["embedding in training"]
+        if "q_proj" in found and mesh == "2x2":
+            assert "q_proj was called by itself, while FSDP2 holds" in found["q_proj"].message
+        assert relative_error(found["afterwards"], want["afterwards"]) <= 1e-12
