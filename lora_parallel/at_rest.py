@@ -2,8 +2,8 @@
 
 FSDP2 gathers a unit's weights when the unit itself is called. The root unit holds what is in no block: embeddings, the
 last norm, the head. Code for soft prompts or images calls the embedding before the model; `model.forward(...)`, the
-base inside of a `PeftModel` or the trunk alone go around the root altogether. A layer that tensor parallelism cuts would
-then compute with a shard of its shard, in silence. Here it gets its weights for the call.
+base inside of a `PeftModel` or the trunk alone go around the root altogether. A layer that tensor parallelism cuts
+would then compute with a shard of its shard, in silence. Here it gets its weights for the call.
 """
 
 from __future__ import annotations

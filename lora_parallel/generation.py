@@ -32,7 +32,7 @@ def allow_generate(model: nn.Module, base: nn.Module, dp_size: int) -> None:
         _complete(base, model, dp_size)
 
 
-def _complete(holder: Any, root: FSDPModule, dp_size: int) -> None:
+def _complete(holder: Any, root: nn.Module, dp_size: int) -> None:
     own: Any = holder.generate
 
     def generate(*args: Any, **kwargs: Any) -> Any:

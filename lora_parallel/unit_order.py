@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lora_parallel.gather import class_of
 from lora_parallel.rendezvous import meet, others_wait
 
 __all__ = ["UnitOrder", "compare_order", "refuse_layer_drop"]
@@ -169,9 +170,9 @@ def compare_order(model: nn.Module) -> UnitOrder:
     order = UnitOrder()
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            unit = name or type(model).__name__
-            module.set_custom_all_gather(_Gather(order, unit))
-            module.set_custom_reduce_scatter(_Reduction(order, unit))
+            unit, comm = name or class_of(model).__name__, cast(Any, module)  # the classes of `comm` are not exported
+            comm.set_custom_all_gather(_Gather(order, unit))
+            comm.set_custom_reduce_scatter(_Reduction(order, unit))
     return order
 
 
