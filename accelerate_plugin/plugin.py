@@ -11,10 +11,12 @@ from peft import LoraConfig, PeftConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lora_parallel import ParallelConfig
+from lora_parallel.arguments import suggest_arguments
 
 __all__ = ["LoRAParallelPlugin", "check_version"]
 
 
+@suggest_arguments
 class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
     """LoRA under FSDP2 and tensor parallelism, as one device would train it.
 

@@ -31,7 +31,9 @@ from lora_parallel.checkpoint_reader import (
     resume_counting,
 )
 from lora_parallel.checkpoint_writer import write_checkpoint
+from lora_parallel.checkpoint_writers import of_another
 from lora_parallel.random_state import restore_random_state
+from lora_parallel.retention import read_meta
 from lora_parallel.saving import write_pretrained
 from lora_parallel.state import state_of
 from lora_parallel.train_state import TrainState
@@ -66,9 +68,17 @@ def arguments_post_init(own: Own, self: TrainingArguments) -> None:
 
 
 def train(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """TRL's trainers keep what get_tp_size answers as an attribute, and divide counts of tokens by it."""
-    if parallelism_of(self.accelerator) is not None and hasattr(self, "_tp_size"):
-        self._tp_size = 1
+    """TRL's trainers keep what get_tp_size answers as an attribute, and divide counts of tokens by it.
+
+    What Trainer resumes from is looked at here, before it misses a file of its own there.
+    """
+    if parallelism_of(self.accelerator) is not None:
+        if hasattr(self, "_tp_size"):
+            self._tp_size = 1
+        resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+        if isinstance(resume, str):
+            with agreed():
+                _check_readable(local_path(resume))
     return own(self, *args, **kwargs)
 
 
@@ -226,9 +236,16 @@ def load_best_model(own: Own, self: Any) -> None:
 def _read(checkpoint: str) -> Contents:
     with agreed():
         path = local_path(checkpoint)
-        if path.is_dir() and not is_checkpoint(path / TRAIN_STATE):
-            raise ValueError(
-                f"{path} has no {TRAIN_STATE}/: it is no checkpoint that a run of this library can go on from (another "
-                "library's, or one of save_only_model). Load its adapter into the model before training."
-            )
+        _check_readable(path)
     return read_checkpoint(path / TRAIN_STATE, _WRITER)
+
+
+def _check_readable(path: Path) -> None:
+    if not path.is_dir() or is_checkpoint(path / TRAIN_STATE):
+        return
+    if is_checkpoint(path):
+        raise ValueError(of_another(path, read_meta(path)["writer"], _WRITER))
+    raise ValueError(
+        f"{path} has no {TRAIN_STATE}/: it is no checkpoint that a run of this library can go on from (another "
+        "library's, or one of save_only_model). Load its adapter into the model before training."
+    )

@@ -19,6 +19,7 @@ from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
 from lora_parallel.agreement import agreed
+from lora_parallel.arguments import suggest_arguments
 from lora_parallel.deferred import check_checkpoints, has_deferred
 from lora_parallel.mesh import dp_rank, dp_size, mesh_sizes
 from lora_parallel.meta import defer_from_pretrained
@@ -29,6 +30,7 @@ from lora_parallel.weights import read_weights
 __all__ = ["BaseLogic"]
 
 
+@suggest_arguments
 class BaseLogic(Communication):
     """The part of a strategy that does not depend on who calls it."""
 

@@ -31,6 +31,7 @@ from lora_parallel.gather import local
 from lora_parallel.held_parameters import refuse_stale
 from lora_parallel.plain import plain
 from lora_parallel.random_state import restore_random_state
+from lora_parallel.sealing import explained
 from lora_parallel.state import state_of
 from lora_parallel.train_state import TrainState
 
@@ -178,6 +179,15 @@ class StrategyLogic(BaseLogic, Base):
             for model in self._roots.values():
                 stack.enter_context(no_sync(model))
             yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with explained():
+            return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning runs `on_before_optimizer_step` inside, where gradients are looked at."""
+        with explained():
+            return super().optimizer_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._prediction is not None

@@ -24,6 +24,7 @@ from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import restore_replaced
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.checkpoint_writer import wait_for_save
+from lora_parallel.checkpoint_writers import of_another, written_here
 from lora_parallel.gather import local, region_of
 from lora_parallel.identity import check_base, fingerprints_of
 from lora_parallel.nodes import Region, whole
@@ -114,7 +115,8 @@ def _complete(path: Path, writer: str) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no checkpoint at {path}.")
     if not is_checkpoint(path):
         raise ValueError(
-            f"{path} is not a checkpoint that this library wrote (a folder with {META}). Load what another one "
+            written_here(path, writer)
+            or f"{path} is not a checkpoint that this library wrote (a folder with {META}). Load what another one "
             "wrote into the model before training."
         )
     try:
@@ -131,10 +133,7 @@ def _complete(path: Path, writer: str) -> dict[str, Any]:
     if fault is not None:
         raise ValueError(f"the checkpoint {path} is incomplete: {fault}. Resume from another one.")
     if meta["writer"] != writer:
-        raise ValueError(
-            f"{path} was written by {meta['writer']}, whose loops and schedulers {writer} does not know. Load its "
-            "adapter alone: lora_parallel.load_adapter(model, path / 'adapter')."
-        )
+        raise ValueError(of_another(path, meta["writer"], writer))
     return meta
 
 

@@ -8,9 +8,12 @@ from typing import Literal
 
 import torch
 
+from lora_parallel.arguments import suggest_arguments
+
 __all__ = ["ParallelConfig"]
 
 
+@suggest_arguments
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the mesh axes and what is done along them.

@@ -482,8 +482,10 @@ class Draft:
         log.info("tp_plan of %s for tp=%d:\n%s", model, self.tp, lines)
         if problem:
             log.warning(
-                "tp_plan: %s could not be run without its weights (%s): its plan will be tried on the first batch.",
+                "tp_plan: %s could not be run without its weights (%s%s): its plan will be tried on the first batch, "
+                "and refused there if it is not what the model computes. There is nothing to do.",
                 model,
+                "its forward was replaced, as TRL's trainers do; " if "forward" in vars(innermost(self.model)) else "",
                 problem,
             )
         reasons = {_glob(name): reason for name, reason in sorted(self._gathered.items(), key=_vague_first)}

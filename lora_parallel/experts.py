@@ -22,6 +22,7 @@ from lora_parallel.collectives import chunk_bounds
 from lora_parallel.factored import FactoredWeight, Factors
 from lora_parallel.nests import tensors_in
 from lora_parallel.selection import Selection
+from lora_parallel.wording import brief
 
 __all__ = ["Sharing", "adapter_cuts", "holds_experts", "share_experts"]
 
@@ -111,7 +112,7 @@ def share_experts(module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]]
         try:
             whole = _run(module, values, {}, fed)
         except Exception as error:
-            return f"its forward cannot be tried ({type(error).__name__}: {str(error)[:160]})"
+            return f"its forward cannot be tried ({brief(error)})"
         for sharing in islice(candidates, _TRIALS):
             found = _problem(module, sharing, values, fed, whole, tp)
             if found is None:
@@ -239,7 +240,7 @@ def _problem(
         try:
             part = _run(module, mine, sharing.attributes, sharing.routed(fed, rank))
         except Exception as error:  # whatever a forward raises on sizes that do not fit
-            return f"its forward fails on a rank's share ({type(error).__name__}: {str(error)[:160]})"
+            return f"its forward fails on a rank's share ({brief(error)})"
         if part.shape != whole.shape:
             return "its forward, on a rank's share, gives another shape"
         total += part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ from lora_parallel.dropout import ForwardCount, TopologyInvariantDropout
 from lora_parallel.gather import local
 from lora_parallel.names import clean_names
 from lora_parallel.peft_hooks import check_needs_no_base, observe_layers
+from lora_parallel.subclasses import is_linear
 from lora_parallel.upstream import local_region
 from lora_parallel.weights import allocate_adapters
 
@@ -67,6 +69,8 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
         _check_initialisation(lora_config)
     _check_attention(model)
     present = has_adapters(model)
+    if lora_config is not None and not present:
+        _check_targets(model, lora_config)
     for name, peft_config in peft_configs(model).items():
         if peft_config.peft_type != PeftType.LORA:
             kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
@@ -106,6 +110,25 @@ def _check_initialisation(config: LoraConfig) -> None:
         raise ValueError(
             f"lora_config has init_lora_weights={kind!r}, which takes more than the base weights: make and initialise "
             f"the PeftModel first ({remedy}), and give that to parallelize."
+        )
+
+
+def _check_targets(model: nn.Module, config: LoraConfig) -> None:
+    """Raise a ValueError for targets that are not in the model: PEFT says nothing of one in a list of several."""
+    names = [name for name, _ in model.named_modules()]
+    targets = config.target_modules
+    lacking: list[str] = []
+    if isinstance(targets, str):
+        if targets != "all-linear" and not any(re.fullmatch(targets, name) for name in names):
+            lacking = [targets]
+    elif targets is not None:
+        lacking = sorted(each for each in targets if not any(f".{name}".endswith(f".{each}") for name in names))
+    if lacking:
+        last = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_linear(module)})
+        raise ValueError(
+            f"lora_config targets {', '.join(map(repr, lacking))}, which no module of {type(model).__name__} is called"
+            f"{'' if isinstance(targets, str) else ' or ends with'}: correct target_modules, or leave that out. The "
+            f"linear layers of the model are {', '.join(last) or 'none'}."
         )
 
 

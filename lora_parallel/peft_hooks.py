@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
@@ -34,6 +35,7 @@ __all__ = [
     "check_needs_no_base",
     "keep_factored",
     "observe_layers",
+    "refuse_adapters",
     "refuse_merge",
     "refuse_unload",
     "sum_weight_norm",
@@ -42,6 +44,7 @@ __all__ = [
 
 _observers: list[Callable[[nn.Module], None]] = []
 _suspensions: list[Callable[[], AbstractContextManager[Any]]] = []
+_sharded: WeakSet[nn.Module] = WeakSet()
 _installed = False
 
 
@@ -59,6 +62,7 @@ def adapters_off_meta() -> None:
     own_inject = BaseTuner.inject_adapter
     own_cast = BaseTuner._cast_adapter_dtype
     own_load = PeftAdapterMixin.load_adapter
+    own_add = PeftAdapterMixin.add_adapter
 
     @wraps(own_move)
     def move(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
@@ -89,6 +93,7 @@ def adapters_off_meta() -> None:
 
     @wraps(own_load)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_whole(self)
         if not _waits(self):
             return own_load(self, *args, **kwargs)
         self.hf_device_map = {"": "cpu"}  # where it puts what it reads; without one, where the base is
@@ -100,8 +105,19 @@ def adapters_off_meta() -> None:
         finally:
             del self.hf_device_map
 
+    @wraps(own_add)
+    def add(self: Any, *args: Any, **kwargs: Any) -> None:
+        _check_whole(self)
+        own_add(self, *args, **kwargs)
+
     @wraps(own_inject)
     def inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            _check_whole(model)
+        except ValueError:
+            if not any(isinstance(each, LoraLayer) and adapter_name in each.r for each in model.modules()):
+                self.peft_config.pop(adapter_name, None)  # add_weighted_adapter has put it there
+            raise
         if _waits(model) and isinstance(self.peft_config[adapter_name], LoraConfig):
             check_needs_no_base(self.peft_config[adapter_name])
         with _all(_suspensions):
@@ -118,6 +134,7 @@ def adapters_off_meta() -> None:
     BaseTuner.inject_adapter = inject  # type: ignore[method-assign]
     BaseTuner._cast_adapter_dtype = cast  # type: ignore[method-assign]
     PeftAdapterMixin.load_adapter = load  # type: ignore[method-assign]
+    PeftAdapterMixin.add_adapter = add  # type: ignore[method-assign]
 
 
 # Initialisations that draw from the random state alone; PiSSA, OLoRA, LoftQ and others decompose the base weight.
@@ -245,6 +262,23 @@ def activate(layer: Any, adapters: list[str]) -> None:
     and freeze the others: a tenth of a second where 560 layers have eight each.
     """
     layer._active_adapter = adapters
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Let PEFT and transformers refuse adapters for a sharded model, by whichever of their ways they come: PEFT would
+    make them of the sizes of a whole layer, or of this rank's part of one, and no gradient of theirs would be reduced.
+    """
+    adapters_off_meta()
+    _sharded.update(model.modules())
+
+
+def _check_whole(model: nn.Module) -> None:
+    if any(module in _sharded for module in model.modules()):
+        raise ValueError(
+            f"adapters cannot be added to a {type(model).__name__} that is sharded (add_adapter, add_weighted_adapter, "
+            "load_adapter under a new name, get_peft_model): add them before parallelize; a weighted one in one "
+            "process, from saved adapters. Adapters that come and go are tenants: TenantPool(model).add(...)."
+        )
 
 
 def refuse_unload(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from lora_parallel.experts import holds_experts
 from lora_parallel.layers import base_of, features_dim, is_linear
 from lora_parallel.nests import tensors_in
+from lora_parallel.wording import brief
 
 __all__ = ["Call", "FailedError", "Probe", "ProbeError", "probed_models", "stand_in_for"]
 
@@ -136,7 +137,7 @@ class Probe:
             try:
                 self.twin = stand_in_for(self.model)
             except Exception as error:
-                raise ProbeError(f"it cannot be copied ({_brief(error)})") from error
+                raise ProbeError(f"it cannot be copied ({brief(error)})") from error
             twins = dict(zip(self.model.modules(), self.twin.modules(), strict=True))
             self.twin_of = twins
             self.paths = {module: name for name, module in self.twin.named_modules()}
@@ -197,7 +198,7 @@ class Probe:
                 self._kind = index
                 return inputs
             except Exception as error:  # whatever the model's own code may raise
-                problems.append(_brief(error))
+                problems.append(brief(error))
         raise ProbeError(problems[0] if problems else "there are no inputs that it is known to take")
 
     def _attempts(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -235,7 +236,7 @@ class Probe:
             except Exception as error:  # positions that are no more, say
                 problem = error
         assert problem is not None
-        raise ProbeError(_brief(problem)) from problem
+        raise ProbeError(brief(problem)) from problem
 
     def _note(self, unit: str, features: int, fed: Tensor) -> Tensor:
         gave = self._tape.read(torch.Size([*_positions(fed), features])).requires_grad_()
@@ -268,7 +269,7 @@ class Probe:
             except ProbeError:
                 raise
             except Exception as error:
-                raise FailedError(_brief(error)) from error
+                raise FailedError(brief(error)) from error
 
     def _run(self, inputs: dict[str, Any], stand_in: Callable[[str, int, Tensor], Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -435,7 +436,3 @@ def _sound(config: Any, rows: int) -> dict[str, Tensor]:
         "input_features": torch.randn(rows, getattr(config, "num_mel_bins", 80), frames),
         "input_values": torch.randn(rows, 4000),
     }
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"

@@ -36,6 +36,7 @@ from lora_parallel.plan import Plan, check_globs, resolve_plan
 from lora_parallel.quantised import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.saving import allow_save_pretrained
+from lora_parallel.sealing import seal
 from lora_parallel.sequence import run_on_chunks
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tp_context import TPContext
@@ -154,6 +155,7 @@ def parallelize(
         state.fingerprints = base_fingerprints(model, mesh)
     refuse_steps_of(before, model)
     state.attach(model)
+    seal(model, mesh.size())
     return model
 
 

@@ -42,6 +42,13 @@ def stepped() -> Any:
     return accelerator.prepare(model, optimizer)
 
 
+def wrapped() -> Any:
+    """As for stock data parallelism."""
+    accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
+    model = torch.nn.parallel.DistributedDataParallel(Case().model())
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
 def optimizer_alone() -> Any:
     accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
     return accelerator.prepare(torch.optim.AdamW(trained(Case().model()).values()))
@@ -173,6 +180,15 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "one rank only": (one_rank, ["no PEFT layers"]),
     "another plugin": (twice, ["made before with other settings"]),
     "an Accelerator before": (made_before, ["made before"]),
+    "the strategy's name": (
+        lambda: LoRAParallelPlugin(tensor_parallel_size=2),
+        ["LoRAParallelPlugin has no argument tensor_parallel_size=2: did you mean tp_size?"],
+    ),
+    "wrapped": (wrapped, ["wrapped in DistributedDataParallel", "pass the bare model", "model.module"]),
+    "targets": (
+        lambda: bare(lora_config=lora_config(target_modules=["q_proj", "query"])),
+        ["'query', which no module", "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"],
+    ),
     "a size of no number": (lambda: LoRAParallelPlugin(tp_size="2"), ["tp_size='2'"]),
 }
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from lora_parallel import load_checkpoint, save_checkpoint
 from tests.accelerate_plugin.harness import Rows, environment, launched
 from tests.oracle import causal_lm, full, lora_config, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
@@ -252,6 +253,42 @@ def test_a_checkpoint_of_stock_trainer_is_refused_by_name(pool, base, tmp_path):
     for [failure] in pool.run(4, foreign, base, tmp_path / "ours", tmp_path / "stock"):
         assert failure.kind == "ValueError", failure.trace
         assert "checkpoint-2 has no train_state" in failure.message
+
+
+def exchanged(base: Path, output: Path) -> dict[str, Any]:
+    """What each of three readers makes of what another has written."""
+    answers = {}
+    with launched(**environment("2x1")):
+        trainer = make(base, output, 2, max_steps=1, save_steps=1, eval_strategy="no")
+        trainer.train()
+        trainers, model, optimizer = output / "checkpoint-1", trainer.model, trainer.optimizer.optimizer
+        save_checkpoint(model, optimizer, output / "engine")
+        answers["engine of trainer"] = attempt(load_checkpoint, model, optimizer, trainers)
+        answers["engine of all"] = attempt(load_checkpoint, model, optimizer, output)
+        for name in ("trainer of engine", "trainer of accelerator"):
+            if name == "trainer of accelerator":
+                trainer.accelerator.save_state(output / "state")
+                answers["engine of accelerator"] = attempt(load_checkpoint, model, optimizer, output / "state")
+            place = output / ("engine" if name == "trainer of engine" else "state")
+            answers[name] = attempt(trainer.train, resume_from_checkpoint=str(place))
+        answers["accelerator of trainer"] = attempt(trainer.accelerator.load_state, trainers)
+        answers["accelerator of engine"] = attempt(trainer.accelerator.load_state, output / "engine")
+    return answers
+
+
+def test_each_checkpoint_says_who_wrote_it_and_who_reads_it(pool, base, tmp_path):
+    reads = {
+        "trainer": f"trainer.train(resume_from_checkpoint={str(tmp_path / 'checkpoint-1')!r}) reads it",
+        "engine": f"lora_parallel.load_checkpoint(model, optimizer, {str(tmp_path / 'engine')!r}) reads it",
+        "accelerator": f"accelerator.load_state({str(tmp_path / 'state')!r}) reads it",
+    }
+    for answers in pool.run(2, exchanged, base, tmp_path):
+        for name, answer in answers.items():
+            assert isinstance(answer, Failure), name
+            assert answer.kind == "ValueError", f"{name}: {answer.trace}"
+            wrote = name.split()[-1]
+            want = reads.get(wrote, f"give the path of one. lora_parallel.latest_checkpoint({str(tmp_path)!r})")
+            assert want in answer.message, f"{name}: {answer.message}"
 
 
 def test_the_adapter_matters(base, one_process):

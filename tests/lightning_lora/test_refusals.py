@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,13 +16,15 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities import grad_norm
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_lora import LoRAParallelStrategy
+from lora_parallel import clip_grad_norm_
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Points, Tokens, loader, tidy, trainer, tuner
-from tests.oracle import causal_lm, lora_config
+from tests.oracle import causal_lm, lora_config, ranks_of
 from tests.workers import Failure, attempt
 
 Tuner = tuner()
@@ -46,6 +49,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "plan": ({"tp_plan": "manual"}, ValueError, "tp_plan='manual'"),
     "blocks": ({"block_classes": "Block"}, ValueError, "block_classes='Block'"),
     "timeout": ({"timeout_seconds": 0}, ValueError, "timeout_seconds=0"),
+    "the plugin's name": ({"tp_size": 2}, TypeError, "LoRAParallelStrategy has no .* tp_size=2: did you mean tensor_p"),
+    "the engine's name": ({"dp_shard": 2}, TypeError, "no argument dp_shard=2: did you mean data_parallel_size"),
+    "a slip": (
+        {"sequence_paralel": True},
+        TypeError,
+        "did you mean sequence_parallel.* It has save_dist",
+    ),
 }
 
 
@@ -296,6 +306,42 @@ def test_an_optimizer_made_before_the_model_is_sharded(pool):
         assert isinstance(failure, Failure)
         assert "this AdamW optimizer holds base_model.model." in failure.message, failure.message
         assert "return it from configure_optimizers" in failure.message
+
+
+class Looks(Tuner):
+    """Looks at gradients before the optimizer steps, as Lightning's documentation has it or as ours has."""
+
+    def __init__(self, look: Callable[[Any], Any]) -> None:
+        super().__init__(m.adapted)
+        self.look, self.seen = look, []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(self.look(self))
+
+
+def norm(module: Any) -> float:
+    return clip_grad_norm_(module.parameters(), float("inf")).item()
+
+
+def looking(mesh: str) -> list[Any]:
+    with tidy():
+        data, steps = loader(Tokens(ROWS), mesh), {"max_epochs": 1, "limit_train_batches": 1}
+        refused = attempt(trainer(mesh, **steps).fit, Looks(lambda module: grad_norm(module, 2)), data)
+        module = Looks(norm)
+        trainer(mesh, **steps).fit(module, data)
+        return [refused, *module.seen]
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
+def test_norms_of_gradients(pool, mesh):
+    """Lightning's utility says what to take instead, and that is what the utility gives in one process."""
+    module = Looks(lambda module: grad_norm(module, 2)["grad_2.0_norm_total"].item())
+    with tidy():
+        trainer(None, max_epochs=1, limit_train_batches=1).fit(module, loader(Tokens(ROWS), None))
+    for refused, seen in pool.run(ranks_of(mesh), looking, mesh):
+        assert isinstance(refused, Failure)
+        assert "clip_grad_norm_(parameters, float('inf'))" in refused.message, refused.trace
+        assert seen == pytest.approx(module.seen[0], rel=1e-5)
 
 
 def compiled() -> list[Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
@@ -50,3 +54,25 @@ def test_fields_are_keywords_and_fixed():
         ParallelConfig(2)
     with pytest.raises(AttributeError):
         ParallelConfig().tp = 2
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: did you mean tp?"),
+        ({"tp_size": 2}, "tp_size=2: did you mean tp?"),
+        ({"dp_shard_size": 2, "dp_shard": 2}, "dp_shard_size=2: It has"),
+        ({"replicate_size": 2}, "did you mean dp_replicate?"),
+        ({"sequence_paralel": True}, "did you mean sequence_parallel?"),
+        ({"anything": 1}, r"anything=1: It has tp, dp_shard, dp_replicate, .*compile\.$"),
+    ],
+)
+def test_an_argument_that_is_not_there_names_the_one_that_is_meant(given, meant):
+    with pytest.raises(TypeError, match=f"ParallelConfig has no argument .*{meant.replace('?', '[?]')}"):
+        ParallelConfig(**given)
+
+
+def test_the_signature_is_that_of_the_dataclass():
+    assert list(inspect.signature(ParallelConfig).parameters) == [field.name for field in fields(ParallelConfig)]
+    config = ParallelConfig(tp=2)
+    assert replace(pickle.loads(pickle.dumps(config)), seed=1) == ParallelConfig(tp=2, seed=1)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from lora_parallel import ParallelConfig, parallelize
-from lora_parallel.inject import check_adapters
+from lora_parallel import ParallelConfig, meta_init, parallelize
+from lora_parallel.inject import check_adapters, has_adapters
 from tests.oracle import SIZES, causal_lm, full, lora_config, on_mesh, ranks_of, trained
+from tests.workers import attempt
 
 MESHES = ["1x1", "2x1", "1x2", "2x2", "1x4", "4x1", "2x2x2"]
 SEED = 11
@@ -87,6 +89,44 @@ def test_no_adapters_and_no_lora_config_is_refused_with_the_remedies():
         assert remedy in str(caught.value)
     check_adapters(model, ParallelConfig(require_adapters=False), None)
     check_adapters(model, ParallelConfig(), lora_config())
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [(["q_proj", "query"], "'query'"), (["key", "query"], "'key', 'query'"), (r".*\.dense", r"'.*\\.dense'")],
+)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_targets_that_the_model_does_not_have_are_refused(tmp_path, targets, named, deferred):
+    """PEFT has nothing to say about one of several. Nothing is touched."""
+    model = causal_lm()
+    if deferred:
+        model.save_pretrained(tmp_path)
+        with meta_init():
+            model = LlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="lora_config targets") as caught:
+        check_adapters(model, ParallelConfig(), lora_config(target_modules=targets))
+    assert f"targets {named}, which no module of LlamaForCausalLM" in str(caught.value)
+    assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in str(caught.value)
+    assert not has_adapters(model)
+
+
+def test_targets_that_the_model_has_are_not():
+    for targets in ("all-linear", r".*\.(q|k)_proj", ["model.layers.0.self_attn.q_proj"], ["mlp.up_proj", "lm_head"]):
+        check_adapters(causal_lm(), ParallelConfig(), lora_config(target_modules=targets))
+
+
+def refused_targets(mesh: str) -> list[Any]:
+    model = causal_lm()
+    answer = attempt(parallelize, model, *on_mesh(mesh), lora_config=lora_config(target_modules=["q_proj", "query"]))
+    return [answer, has_adapters(model)]
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x2"])
+def test_targets_are_refused_on_every_rank(pool, mesh):
+    for answer, touched in pool.run(ranks_of(mesh), refused_targets, mesh):
+        assert answer.kind == "ValueError"
+        assert "lora_config targets 'query'" in answer.message
+        assert not touched
 
 
 def test_adapters_and_a_lora_config_are_refused():

@@ -201,6 +201,16 @@ def test_a_plan_of_such_a_model_holds_until_the_first_batch_and_a_line_says_so(c
     assert styles_of(Unknown().requires_grad_(False), PAIR) == PAIR
     assert "Unknown could not be run without its weights" in caplog.text
     assert "tried on the first batch" in caplog.text
+    assert "forward was replaced" not in caplog.text
+
+
+def test_a_forward_that_was_replaced_is_named(caplog):
+    """As TRL does; it may go on with the model itself, not with the copy that is tried."""
+    model = Unknown().requires_grad_(False)
+    model.forward = model.forward
+    styles_of(model, PAIR)
+    assert "(its forward was replaced, as TRL's trainers do; " in caplog.text
+    assert "There is nothing to do." in caplog.text
 
 
 def test_adapter_layers_without_a_style_are_refused():

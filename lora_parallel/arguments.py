@@ -1,0 +1,63 @@
+"""Arguments that a call does not know, and which was meant: the front ends name the same things differently."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+__all__ = ["suggest_arguments"]
+
+T = TypeVar("T")
+
+_SAME = (
+    ("tp", "tensor_parallel_size", "tp_size", "tensor_parallel", "tensor_model_parallel_size", "tp_degree"),
+    ("dp_shard", "data_parallel_size", "dp_shard_size", "dp_size", "dp", "data_parallel", "fsdp", "fsdp_size"),
+    ("dp_replicate", "replicate_size", "dp_replicate_size", "replicate", "replicas", "hsdp_size"),
+    ("lora_config", "peft_config", "lora", "adapter_config"),
+    ("activation_checkpointing", "gradient_checkpointing", "use_activation_checkpointing"),
+    ("block_classes", "transformer_cls_names_to_wrap", "auto_wrap_policy", "wrap_policy"),
+    ("timeout_seconds", "timeout"),
+)
+"""Names of one thing: of the engine's config, the strategies, the plugin, and other libraries."""
+
+
+def suggest_arguments(kind: type[T]) -> type[T]:
+    """Let a class that is made with an argument that it does not have say which one was meant.
+
+    Its signature stays as it is. Arguments of subclasses that pass the others on count too.
+    """
+    own: Callable[..., None] = kind.__dict__["__init__"]
+    known = inspect.signature(own).parameters
+
+    @wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            if name not in known:
+                taken = [each for each in _arguments(type(self), kind) if each not in kwargs]
+                raise TypeError(
+                    f"{type(self).__name__} has no argument {name}={value!r}: {_meant(name, taken)}It has "
+                    f"{', '.join(_arguments(type(self), kind))}."
+                )
+        own(self, *args, **kwargs)
+
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+def _arguments(kind: type, last: type) -> list[str]:
+    """What may be given by name, with what subclasses add to it."""
+    found: dict[str, None] = {}
+    for each in kind.__mro__[: kind.__mro__.index(last) + 1]:
+        if "__init__" in each.__dict__:
+            parameters = list(inspect.signature(each.__dict__["__init__"]).parameters.values())[1:]
+            found |= {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return list(found)
+
+
+def _meant(name: str, taken: Iterable[str]) -> str:
+    same = [each for names in _SAME if name in names for each in names if each in taken]
+    near = same or get_close_matches(name, list(taken), 1)
+    return f"did you mean {near[0]}? " if near else ""
