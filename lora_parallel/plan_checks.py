@@ -113,5 +113,5 @@ def check_ties(model: nn.Module, styles: Mapping[nn.Module, tuple[str, Style]]) 
             raise ValueError(
                 f"tp_plan: the weight of shape {tuple(parameter.shape)} is tied, and its layers place it differently: "
                 f"{', '.join(f'{name}: {placement}' for name, placement in placements.items())}. Give them styles that "
-                "split it alike (colwise_gather_output and embedding_rowwise do)."
+                "split it alike (colwise_gather_output and embedding_rowwise do), or leave it whole (replicate)."
             )
