@@ -227,6 +227,9 @@ class Draft:
         Raises:
             ValueError: One is not, and the user says that it computes slices.
         """
+        flows = [flow for structure in structures for flow in structure.flows]
+        # One that was found can be cut, whatever keeps it whole: the widths of its layers are no matter then.
+        fitting = self.proven | {module for flow in flows for name in flow.units for module in self._modules[name]}
         for structure in structures:
             for name in sorted(structure.called):
                 for module in self._modules[name]:
@@ -236,14 +239,14 @@ class Draft:
                     kind = entry[1].name
                     reason = structure.rejected.get(name, _NO_SINK)
                     if name in self._by_user:
-                        check_widths(self.names, self.styles, self.proven, self.tp)
+                        check_widths(self.names, self.styles, fitting, self.tp)
                         raise ValueError(
                             f"tp_plan: {self._by_user[name]} makes {name!r} {kind}, which is not what "
                             f"{type(innermost(self.model)).__name__} computes: {reason}. A rowwise layer takes slices "
                             "that colwise layers before it compute, all of them and nothing else. "
                             '"colwise_gather_output" and "rowwise_split_input" are right for any linear layer.'
                         )
-                    check_widths(self.names, self.styles, self.proven, self.tp)
+                    check_widths(self.names, self.styles, fitting, self.tp)
                     del self.styles[module]  # `complete` gives it a style that is right for any
                     if not is_linear(base_of(module)):
                         continue

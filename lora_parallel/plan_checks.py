@@ -92,6 +92,8 @@ def check_widths(
     bad = [(name, what) for (name, what), size in sizes.items() if size % tp and name in checked]
     if bad:
         # What sums up decides: of the layers before it, those with fewer heads than tp may be shared by ranks.
+        if common % tp == 0:  # they are not shared here
+            common = gcd(*sizes.values())
         common = gcd(*(sums or sizes.values()))
         possible = [str(n) for n in range(1, common + 1) if common % n == 0]
         name, what = bad[0]
