@@ -20,7 +20,7 @@ from lora_parallel.experts import Sharing, holds_experts, share_experts
 from lora_parallel.flow import Flow
 from lora_parallel.layers import base_of, features_dim, is_linear, shared_parameters
 from lora_parallel.names import embeddings_of, innermost
-from lora_parallel.plan_checks import check_widths, cut_as
+from lora_parallel.plan_checks import check_widths, cut_as, leaves_a_rank_empty
 from lora_parallel.probe import probed_models
 from lora_parallel.selection import Selection
 from lora_parallel.sequence import Sequence, find_sequence
@@ -380,6 +380,15 @@ class Draft:
             for module, name in self.names.items():
                 if isinstance(module, BaseTunerLayer):
                     self.styles.setdefault(module, (name, STYLES["replicate"]))
+
+    def keep_small_whole(self) -> None:
+        """Leave layers whole that have too few features for each tp rank to get some: they give the same, and FSDP2
+        reduces no gradient without elements.
+        """
+        for module, (name, style) in self.styles.items():
+            if not style.even and leaves_a_rank_empty(module, style, self.tp):
+                self.styles[module] = name, STYLES["replicate"]
+                self._gathered.pop(name, None)
 
     def _untie(self) -> None:
         """Leave layers whole that share a weight with something that is."""
