@@ -20,7 +20,7 @@ from lora_parallel.experts import Sharing, holds_experts, share_experts
 from lora_parallel.flow import Flow
 from lora_parallel.layers import base_of, features_dim, is_linear, shared_parameters
 from lora_parallel.names import embeddings_of, innermost
-from lora_parallel.plan_checks import check_widths, cut_as
+from lora_parallel.plan_checks import check_widths, cut_as, leaves_a_rank_empty
 from lora_parallel.probe import probed_models
 from lora_parallel.selection import Selection
 from lora_parallel.sequence import Sequence, find_sequence
@@ -227,6 +227,9 @@ class Draft:
         Raises:
             ValueError: One is not, and the user says that it computes slices.
         """
+        flows = [flow for structure in structures for flow in structure.flows]
+        # One that was found can be cut, whatever keeps it whole: the widths of its layers are no matter then.
+        fitting = self.proven | {module for flow in flows for name in flow.units for module in self._modules[name]}
         for structure in structures:
             for name in sorted(structure.called):
                 for module in self._modules[name]:
@@ -236,14 +239,14 @@ class Draft:
                     kind = entry[1].name
                     reason = structure.rejected.get(name, _NO_SINK)
                     if name in self._by_user:
-                        check_widths(self.names, self.styles, self.proven, self.tp)
+                        check_widths(self.names, self.styles, fitting, self.tp)
                         raise ValueError(
                             f"tp_plan: {self._by_user[name]} makes {name!r} {kind}, which is not what "
                             f"{type(innermost(self.model)).__name__} computes: {reason}. A rowwise layer takes slices "
                             "that colwise layers before it compute, all of them and nothing else. "
                             '"colwise_gather_output" and "rowwise_split_input" are right for any linear layer.'
                         )
-                    check_widths(self.names, self.styles, self.proven, self.tp)
+                    check_widths(self.names, self.styles, fitting, self.tp)
                     del self.styles[module]  # `complete` gives it a style that is right for any
                     if not is_linear(base_of(module)):
                         continue
@@ -377,6 +380,15 @@ class Draft:
             for module, name in self.names.items():
                 if isinstance(module, BaseTunerLayer):
                     self.styles.setdefault(module, (name, STYLES["replicate"]))
+
+    def keep_small_whole(self) -> None:
+        """Leave layers whole that have too few features for each tp rank to get some: they give the same, and FSDP2
+        reduces no gradient without elements.
+        """
+        for module, (name, style) in self.styles.items():
+            if not style.even and leaves_a_rank_empty(module, style, self.tp):
+                self.styles[module] = name, STYLES["replicate"]
+                self._gathered.pop(name, None)
 
     def _untie(self) -> None:
         """Leave layers whole that share a weight with something that is."""

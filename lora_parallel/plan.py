@@ -147,6 +147,7 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     if structures and not of_layers:
         draft.complete(structures)
     draft.keep_whole(structures)
+    draft.keep_small_whole()
     draft.pack()
     if own and not globs and not draft.styles:
         raise ValueError(

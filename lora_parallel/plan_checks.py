@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from lora_parallel.adapter_forms import WORKS, cut_problem, problem_anywhere
+from lora_parallel.collectives import chunk_bounds
 from lora_parallel.layers import base_of, features_dim, is_linear, shared_parameters, unit_tensors
 from lora_parallel.quantised.layer import Quantised
 from lora_parallel.styles import Style
 
-__all__ = ["check_kinds", "check_ties", "check_widths", "cut_as"]
+__all__ = ["check_kinds", "check_ties", "check_widths", "cut_as", "leaves_a_rank_empty"]
 
 
 def cut_as(entry: tuple[str, Style] | None) -> str:
@@ -75,10 +76,8 @@ def check_widths(
         base: Any = base_of(module)
         if not style.even or not is_linear(base):
             continue
-        split_out = isinstance(style.weight, Shard) and style.weight.dim == 0
-        width = base.weight.shape[features_dim(base) if split_out else 1 - features_dim(base)]
-        if isinstance(base, Quantised):
-            width = base.out_features if split_out else base.in_features
+        split_out = style.weight == Shard(0)
+        width = _cut_width(base, style)
         head_dim = getattr(parents.get(module), "head_dim", None)
         if isinstance(head_dim, int) and head_dim > 0 and width % head_dim == 0:
             size, what = width // head_dim, f"{width // head_dim} heads (of width {head_dim})"
@@ -93,12 +92,34 @@ def check_widths(
     if bad:
         # What sums up decides: of the layers before it, those with fewer heads than tp may be shared by ranks.
         common = gcd(*(sums or sizes.values()))
+        if common % tp == 0:  # they are not shared here
+            common = gcd(*sizes.values())
         possible = [str(n) for n in range(1, common + 1) if common % n == 0]
         name, what = bad[0]
         more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
         raise ValueError(
             f"tp={tp} does not divide {name!r}: {what}{more}. For this model tp can be {', '.join(possible)}."
         )
+
+
+def _cut_width(base: Any, style: Style) -> int:
+    """Return how many features of a linear layer, or rows or columns of an embedding, tp ranks share out."""
+    if isinstance(base, nn.Embedding):
+        return base.num_embeddings if style.weight == Shard(0) else base.embedding_dim
+    if isinstance(base, Quantised):
+        return base.out_features if style.weight == Shard(0) else base.in_features
+    return base.weight.shape[features_dim(base) if style.weight == Shard(0) else 1 - features_dim(base)]
+
+
+def leaves_a_rank_empty(module: nn.Module, style: Style, tp: int) -> bool:
+    """Return True if a tp rank has nothing of a layer that is cut as `style` says: one of fewer features than ranks, or
+    of few more (5 features on 4 ranks are 2, 2, 1 and none).
+    """
+    base = base_of(module)
+    if not isinstance(style.weight, Shard) or not (is_linear(base) or isinstance(base, nn.Embedding)):
+        return False
+    width = _cut_width(base, style)
+    return chunk_bounds(width, tp, tp - 1)[0] >= width
 
 
 def check_ties(model: nn.Module, styles: Mapping[nn.Module, tuple[str, Style]]) -> None:
@@ -113,5 +134,5 @@ def check_ties(model: nn.Module, styles: Mapping[nn.Module, tuple[str, Style]]) 
             raise ValueError(
                 f"tp_plan: the weight of shape {tuple(parameter.shape)} is tied, and its layers place it differently: "
                 f"{', '.join(f'{name}: {placement}' for name, placement in placements.items())}. Give them styles that "
-                "split it alike (colwise_gather_output and embedding_rowwise do)."
+                "split it alike (colwise_gather_output and embedding_rowwise do), or leave it whole (replicate)."
             )

@@ -117,6 +117,8 @@ def parallelize(
     settle(model)
     ties = ties_of(model)
     for parameter in model.parameters():
+        if not parameter.numel():  # nothing of it trains, and FSDP2 reduces no gradient without elements
+            parameter.requires_grad_(False)
         if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
             parameter.data = parameter.data.contiguous()
     if tp > 1:
@@ -355,9 +357,9 @@ def _even_dim(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
         if any(parameter.shape[dim] % parameter.device_mesh.size() for dim in taken):
             return None  # tp ranks hold slices of different sizes, and must all choose the same dim
         local = parameter.to_local()
-    if local.dim() == 0 or local.shape[0] % dp_shard == 0:
+    if local.numel() == 0 or local.dim() == 0 or local.shape[0] % dp_shard == 0:
         return None
     for dim in range(1, local.dim()):
-        if dim not in taken and local.shape[dim] % dp_shard == 0 and local.shape[dim] > 0:
+        if dim not in taken and local.shape[dim] % dp_shard == 0:
             return Shard(dim)
     return None

@@ -92,6 +92,10 @@ class TPContext:
             self._shared[parameter] = placed
         return placed
 
+    def is_placed(self, parameter: nn.Parameter) -> bool:
+        """Return True if another layer shares `parameter` and was placed already: the tie must not be cut."""
+        return self._shared.get(parameter) is not None
+
     def slice_of(self, size: int) -> int:
         """How many of `size` elements this rank has."""
         start, end = chunk_bounds(size, self.mesh.size(), self.rank)

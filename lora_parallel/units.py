@@ -294,7 +294,7 @@ def apply_style(
             else:
                 placement = Replicate()
                 rows[tensor] = dim, chosen.rows(context.rank)
-        if isinstance(placement, Shard) or parameter in context.stored_whole:
+        if isinstance(placement, Shard) or parameter in context.stored_whole or context.is_placed(parameter):
             tensor.put(context.place(parameter, placement, arranged))
             context.stored_whole.discard(parameter)  # or it would hold the full copy
         if tensor.role in style.partial or tensor in rows:

@@ -90,7 +90,7 @@ def _check_trainables(model: nn.Module) -> None:
             )
     active = _active_adapters(model)
     for name, parameter in adapters.items():
-        if not parameter.requires_grad and active & set(name.split(".")):
+        if not parameter.requires_grad and parameter.numel() and active & set(name.split(".")):
             raise RuntimeError(
                 f"the adapter parameter {name} would not train: set requires_grad_(True) (a PeftModel loaded without "
                 "is_trainable=True is frozen), deactivate its adapter, or set require_adapters=False."

@@ -355,6 +355,45 @@ def test_sizes_that_divide_are_accepted_and_kv_heads_count():
         resolve_plan(adapted(sizes={"intermediate_size": 42}), None, 4)
 
 
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(("layer", "style"), [("q_proj", "colwise"), ("k_proj", "colwise"), ("o_proj", "rowwise")])
+def test_an_entry_that_says_what_is_derived_anyway_changes_nothing(layer, style):
+    derived, told = (
+        resolve_plan(adapted(sizes=ONE_KV_HEAD), globs, 2)
+        for globs in (None, {f"model.layers.0.self_attn.{layer}": style})
+    )
+    assert [*told.styles.values()] == [*derived.styles.values()]
+    assert [*told.selections.values()] == [*derived.selections.values()]
+
+
+@pytest.mark.parametrize(("layer", "style"), [("k_proj", "replicate"), ("o_proj", "rowwise_split_input")])
+def test_an_entry_for_one_layer_leaves_the_others_of_its_flow_a_style_that_is_right_for_any(layer, style):
+    """One head is no width that tp divides, which is no matter where it is not cut."""
+    styles = styles_of(adapted(sizes=ONE_KV_HEAD), {f"model.layers.0.self_attn.{layer}": style})
+    first, second = (
+        {styles[f"model.layers.{block}.self_attn.{each}"] for each in SEVEN[:4] if each != layer} for block in (0, 1)
+    )
+    assert styles[f"model.layers.0.self_attn.{layer}"] == style
+    assert first == {"colwise_gather_output"}
+    assert "colwise" in second
+
+
+def test_half_of_a_flow_with_one_kv_head_is_refused_for_what_it_is():
+    globs = {"*.0.self_attn.k_proj": "replicate", "*.0.self_attn.v_proj": "colwise"}
+    with pytest.raises(ValueError, match=r"v_proj' colwise, which is not what .*k_proj' asks for another style"):
+        resolve_plan(adapted(sizes=ONE_KV_HEAD), globs, 2)
+
+
+def test_no_tp_is_named_that_was_just_refused():
+    """Where a model cannot be run nothing shows that ranks can share a head."""
+    block = Block(4, 8)
+    block.attention.k = nn.Linear(8, 4)
+    with pytest.raises(ValueError, match=r"'attention.k': 1 heads \(of width 4\). For this model tp can be 1\."):
+        resolve_plan(block, {**BLOCK, "attention.k": "colwise"}, 2)
+
+
 def test_widths_between_whole_tensors_may_be_uneven():
     globs = {"up": "colwise_gather_output", "down": "rowwise_split_input"}
     assert styles_of(Mlp(7), globs, tp=4) == globs

@@ -48,6 +48,10 @@ KINDS = {
         Case(adapters=False, family="qwen3", sizes={"tie_word_embeddings": True}),
         {"require_adapters": False},
     ),
+    "one kv head, one layer whole": (
+        Case(steps=2, sizes={"num_key_value_heads": 1}),
+        {"tp_plan": {"model.layers.0.self_attn.k_proj": "replicate"}},
+    ),
     "biases": (Case(steps=2, lora={"bias": "all"}, sizes={"attention_bias": True, "mlp_bias": True}), {}),
 }
 oracle = cache(lambda kind: reference(KINDS[kind][0]))
