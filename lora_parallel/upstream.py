@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -24,6 +25,8 @@ __all__ = [
     "all_gather_stacked",
     "all_reduce_sum",
     "backward_pass",
+    "default_store",
+    "file_of",
     "in_backward",
     "is_rectangle",
     "local_region",
@@ -118,6 +121,24 @@ def reduce_scatter_sum(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Give `group` a timeout after it was made: `init_device_mesh` makes its groups with torch's default one."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with, over which its ranks found each other.
+
+    torch makes one from the environment as a rule, and has no public way to get at it. Its `timeout`, which is public,
+    is the one that the process group was made with.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def file_of(result: WriteResult) -> str:
+    """The file, in the folder of a torch checkpoint, that a piece of a tensor was written to.
+
+    What a writer knows of a piece is its own business by torch's interface; the writer of files has no public name for
+    it.
+    """
+    return result.storage_data.relative_path
 
 
 def storageless(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:

@@ -1,0 +1,311 @@
+"""Calls that every rank must make: a rank that comes alone says whom it waits for, long before a collective times out.
+
+Each rank announces its call in the store that the process group was made with, under the number of the call, and waits
+there until every rank has announced the same number. A store, unlike a collective, can be asked who has come. Calls
+that are too many for that wait in a collective as ever, and ask the store once they have waited for long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from lora_parallel.upstream import default_store
+
+__all__ = ["collective_call", "limit_waiting", "meet", "wait_for"]
+
+_log = logging.getLogger(__name__)
+
+TELL_SECONDS = (10.0, 30.0, 60.0, 300.0)
+"""After how long a rank says whom it waits for; from then on whenever it has waited twice as long."""
+
+_LIBRARIES = frozenset(
+    {
+        *("lora_parallel", "lightning_lora", "accelerate_plugin", "torch", "transformers", "peft", "accelerate", "trl"),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "contextlib", "functools"),
+    }
+)
+"""Packages whose frames are no place in the user's program; contextlib and functools call for them."""
+
+_NAMED = 16
+"""The most ranks that a message lists."""
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """What a rank writes into the store."""
+
+    what: str
+    place: str
+    detail: str
+    given_up_after: float | None = None
+    """The seconds after which the rank stopped waiting for the others; None: it waits, or went on."""
+
+    def __str__(self) -> str:
+        return f"{self.what} (called at {self.place})"
+
+
+@dataclass
+class _Meetings:
+    """The meetings of one process group."""
+
+    group: Any
+    store: Any
+    timeout: float
+    number: int = 0
+    """How many there have been."""
+
+    past: list[str] = field(default_factory=list)
+    """The keys of earlier meetings that this rank removes once every rank has left those."""
+
+    def read(self, number: int) -> dict[int, _Announcement]:
+        """Return the announcements so far, by rank."""
+        keys = {rank: f"{number}/{rank}" for rank in range(self.group.size())}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get(list(keys.values())) if keys else []
+        return {rank: _Announcement(**json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+
+    def write(self, number: int, announcement: _Announcement) -> None:
+        """Announce a call to the other ranks."""
+        self.store.set(f"{number}/{self.group.rank()}", json.dumps(vars(announcement)))
+
+    def leave(self, number: int, complete: bool) -> None:
+        """Keep in mind what is to be removed, and remove what was, if every rank has come to this meeting."""
+        if complete:
+            for key in self.past:
+                self.store.delete_key(key)
+            self.past.clear()
+        names = ["call", "arrived", "open"] if self.group.rank() == 0 else []
+        self.past += [f"{number}/{name}" for name in (self.group.rank(), *names)]
+
+
+_meetings: _Meetings | None = None
+_inside: ContextVar[bool] = ContextVar("inside a collective call", default=False)
+
+
+def _current() -> _Meetings | None:
+    """The meetings of the default process group; None where there is nobody to meet."""
+    global _meetings
+    # A fake group has one process, whatever its size.
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    if _meetings is None or _meetings.group is not dist.group.WORLD:
+        store = default_store()
+        _meetings = _Meetings(dist.group.WORLD, dist.PrefixStore("lora_parallel", store), store.timeout.total_seconds())
+    return _meetings
+
+
+def limit_waiting(seconds: float) -> None:
+    """Let ranks wait for each other no longer than `seconds` from now on, and no longer than the process group does."""
+    meetings = _current()
+    if meetings is not None:
+        meetings.timeout = min(seconds, meetings.store.timeout.total_seconds())
+
+
+@contextmanager
+def collective_call(what: str) -> Iterator[None]:
+    """Run a call that every rank must make, once they have all come; around a block, or as a decorator.
+
+    Calls within are not announced: every rank makes them if it makes this one. So a call counts once on every rank,
+    also if it fails.
+
+    Args:
+        what: The name of the call, as the user knows it.
+
+    Raises:
+        RuntimeError: Other ranks make another call, or have stopped waiting, on every rank.
+        TimeoutError: Some ranks have not come in time.
+    """
+    if _inside.get():
+        yield
+        return
+    meet(what)
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def meet(what: str, detail: str = "", timeout: float | None = None) -> list[str]:
+    """Wait until every rank has come to the same call. Collective.
+
+    Args:
+        what: The name of the call, which must be the same on every rank.
+        detail: What to tell the other ranks.
+        timeout: The most seconds to wait; None: those of `limit_waiting`, or the process group's.
+
+    Returns:
+        Every rank's `detail`, by rank.
+
+    Raises:
+        RuntimeError: Other ranks make another call, or have stopped waiting, on every rank.
+        TimeoutError: Some ranks have not come in time.
+    """
+    meetings = _current()
+    if meetings is None:
+        return [detail]
+    number = meetings.number
+    meetings.number += 1
+    mine = _Announcement(what, _place_of_call(), detail)
+    complete = False
+    try:
+        everyone = _wait(meetings, number, mine, meetings.timeout if timeout is None else timeout)
+        _check_same(everyone, meetings.group.rank())
+        complete = True
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{mine} waits for the other ranks, and the store of the process group is gone, as when rank 0 has ended: "
+            f"every rank must call {what}. Cause: {error}"
+        ) from error
+    finally:
+        meetings.leave(number, complete)
+    return [everyone[rank].detail for rank in sorted(everyone)]
+
+
+def _wait(meetings: _Meetings, number: int, mine: _Announcement, timeout: float) -> dict[int, _Announcement]:
+    """Announce a call, and wait until every rank has, or one has announced another call or has stopped waiting."""
+    store, size, rank = meetings.store, meetings.group.size(), meetings.group.rank()
+    meetings.write(number, mine)
+    # The rank that comes last lets all of them on, and so does one that comes with another call.
+    first = store.compare_set(f"{number}/call", "", mine.what).decode()
+    if store.add(f"{number}/arrived", 1) == size or first != mine.what:
+        store.set(f"{number}/open", "")
+    start, reminders = time.monotonic(), _reminders()
+    reminder = next(reminders)
+    try:
+        while not store.check([f"{number}/open"]):
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                raise TimeoutError(
+                    f"rank {rank} waited {waited:.0f} s for {_missing(meetings, number)} in {mine}: every rank must "
+                    "call it."
+                )
+            if waited >= reminder:
+                _log.warning(_WAITING, _missing(meetings, number), mine)
+                reminder = next(reminders)
+            time.sleep(min(max(waited / 20, 0.0005), 0.5))
+    except BaseException:
+        # A rank that comes later would take the announcement for a rank that waits.
+        meetings.write(number, replace(mine, given_up_after=time.monotonic() - start))
+        store.set(f"{number}/open", "")
+        raise
+    return meetings.read(number)
+
+
+def wait_for(work: dist.Work, what: str, device: str) -> None:
+    """Wait for a collective of the default group, as `work.wait()` does, and say from time to time who is missing.
+
+    Args:
+        work: What the collective returned with `async_op=True`.
+        what: The name of the call that it is part of, as the user knows it.
+        device: The type of device that its tensors are on.
+    """
+    start, reminders, meetings = time.monotonic(), _reminders(), _current()
+    told = False
+    while not _is_done(work, device, start + next(reminders)):
+        if meetings is not None:
+            _tell_of_collective(meetings, _Announcement(what, _place_of_call(), ""))
+            told = True
+    if meetings is not None and told:
+        meetings.store.delete_key(f"waits/{meetings.group.rank()}")
+
+
+def _is_done(work: dist.Work, device: str, until: float) -> bool:
+    """Wait for a collective until a time by the monotonic clock; return whether it is over."""
+    start = time.monotonic()
+    left = max(until - start, 0.001)
+    if device == "cpu":
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False  # gloo's can be waited for again
+        return True
+    while not work.is_completed():  # NCCL's would be aborted
+        waited = time.monotonic() - start
+        if waited >= left:
+            return False
+        time.sleep(0 if waited < 0.001 else min(waited / 20, 0.5))
+    work.wait()
+    return True
+
+
+def _tell_of_collective(meetings: _Meetings, mine: _Announcement) -> None:
+    """Name the ranks that do not wait in a collective, and what they wait in instead if that is known."""
+    meetings.store.set(f"waits/{meetings.group.rank()}", "")
+    time.sleep(0.5)  # the others that wait began about when this rank did
+    ranks = range(meetings.group.size())
+    missing = [rank for rank in ranks if not meetings.store.check([f"waits/{rank}"])]
+    elsewhere = {rank: call for rank, call in meetings.read(meetings.number).items() if rank in missing}
+    if missing:
+        told = "".join(f"; rank {rank} waits in {call}" for rank, call in elsewhere.items())
+        _log.warning(_WAITING + told.replace("%", "%%"), _named(missing), mine)
+
+
+_WAITING = "waiting for %s in %s: every rank must call it"
+
+
+def _reminders() -> Iterator[float]:
+    """After how many seconds to remind."""
+    yield from TELL_SECONDS
+    yield from (TELL_SECONDS[-1] * 2**times for times in itertools.count(1))
+
+
+def _missing(meetings: _Meetings, number: int) -> str:
+    """Name the ranks that have not come to a meeting."""
+    there = meetings.read(number)
+    missing = [rank for rank in range(meetings.group.size()) if rank not in there]
+    return _named(missing)
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) <= _NAMED:
+        return f"ranks {ranks}"
+    return f"{len(ranks)} ranks, of which the first are {ranks[:_NAMED]}"
+
+
+def _check_same(everyone: dict[int, _Announcement], rank: int) -> None:
+    """Check that all ranks are in the same call, and none has stopped waiting."""
+    first = min(everyone)
+    for other, theirs in everyone.items():
+        if theirs.given_up_after is not None:
+            raise RuntimeError(
+                f"rank {other} waited {theirs.given_up_after:.0f} s in {theirs} and stopped; rank {rank} came later, "
+                f"with {everyone[rank]}: every rank must call it."
+            )
+        if theirs.what != everyone[first].what:
+            raise RuntimeError(
+                f"ranks make different calls: rank {first} {everyone[first]}, rank {other} {theirs}. Make the same "
+                "calls in the same order on every rank."
+            )
+
+
+def _place_of_call() -> str:
+    """Return the file and line of the innermost frame that is the user's: of no package that our calls go through."""
+    frame: FrameType | None = sys._getframe(1)
+    ours = frame
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _LIBRARIES and not frame.f_code.co_filename.startswith("<frozen"):
+            break
+        frame = frame.f_back
+    found = frame or ours
+    assert found is not None
+    file, here = found.f_code.co_filename, os.path.join(os.getcwd(), "")
+    return f"{file.removeprefix(here)}:{found.f_lineno}"
