@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate_plugin import flag
-from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of, world_size
+from accelerate_plugin.parallelism import LoRAParallelism, collective_method, parallelism_of, world_size
 from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import clip_grad_norm_ as clip_norm
 from lora_parallel import no_sync as engine_no_sync
@@ -125,6 +125,7 @@ def prepare_device_mesh(own: Own, self: Accelerator) -> Any:
 # ---------------------------------------------------------------------- preparation
 
 
+@collective_method("accelerator.prepare")
 def prepare(own: Own, self: Accelerator, *args: Any, device_placement: Any = None) -> Any:
     """Shard models, give optimizers their sharded parameters, and let Accelerate prepare the rest. Collective."""
     if parallelism_of(self) is None:
@@ -149,6 +150,7 @@ def prepare(own: Own, self: Accelerator, *args: Any, device_placement: Any = Non
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
+@collective_method("accelerator.prepare_model")
 def prepare_model(
     own: Own, self: Accelerator, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> nn.Module:
@@ -323,6 +325,7 @@ def check_trigger(own: Own, self: Accelerator) -> bool:
 # ---------------------------------------------------------------------- the adapter, on its own
 
 
+@collective_method("accelerator.get_state_dict")
 def get_state_dict(own: Own, self: Accelerator, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
     """What trains, in full, on the CPU of the main process; elsewhere the same on meta. Collective."""
     if parallelism_of(self) is None:
@@ -336,6 +339,7 @@ def get_state_dict(own: Own, self: Accelerator, model: nn.Module, unwrap: bool =
     return {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()}
 
 
+@collective_method("accelerator.save_model")
 def save_model(
     own: Own,
     self: Accelerator,

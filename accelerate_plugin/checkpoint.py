@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate_plugin.accelerator import Own, innermost
 from accelerate_plugin.data import batch_size, check_sampler, restore_sampler, sampler_state
-from accelerate_plugin.parallelism import parallelism_of
+from accelerate_plugin.parallelism import collective_method, parallelism_of
 from accelerate_plugin.schedule import check_schedule, resume_schedule
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import local_path, remove_folder
@@ -39,6 +39,7 @@ def _train_state(accelerator: Accelerator) -> TrainState:
     return TrainState(module, {str(index): innermost(each) for index, each in enumerate(accelerator._optimizers)})
 
 
+@collective_method("accelerator.save_state")
 def save_state(
     own: Own, self: Accelerator, output_dir: Any = None, safe_serialization: bool = True, **others: Any
 ) -> str:
@@ -93,6 +94,7 @@ def save_state(
     return str(path)
 
 
+@collective_method("accelerator.load_state")
 def load_state(
     own: Own, self: Accelerator, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **others: Any
 ) -> None:

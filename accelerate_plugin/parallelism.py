@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.mesh import dp_rank, dp_size, mesh_sizes
+from lora_parallel.rendezvous import collective_call
 
-__all__ = ["LoRAParallelism", "parallelism_of"]
+__all__ = ["LoRAParallelism", "collective_method", "parallelism_of", "world_size"]
 
 
 class LoRAParallelism(ParallelismConfig):
@@ -112,6 +115,26 @@ def parallelism_of(accelerator: Accelerator) -> LoRAParallelism | None:
     """Ours, if the Accelerator trains by us."""
     config = accelerator.state.parallelism_config
     return config if isinstance(config, LoRAParallelism) else None
+
+
+def collective_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Announce a method of an Accelerator or a Trainer of ours as `collective_call` does; of others, nothing.
+
+    Args:
+        name: The method, as the user knows it.
+    """
+
+    def decorate(instead: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(instead)
+        def method(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+            if parallelism_of(getattr(self, "accelerator", self)) is None:
+                return instead(own, self, *args, **kwargs)
+            with collective_call(name):
+                return instead(own, self, *args, **kwargs)
+
+        return method
+
+    return decorate
 
 
 def world_size() -> int:

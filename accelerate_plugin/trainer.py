@@ -6,9 +6,14 @@ the state-dict type, gathers the base, or writes nothing at all.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers.trainer
 from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -17,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from accelerate_plugin import flag
 from accelerate_plugin.accelerator import Own, innermost
-from accelerate_plugin.parallelism import parallelism_of
+from accelerate_plugin.parallelism import collective_method, parallelism_of
 from lora_parallel.adapter_folder import load_adapter
 from lora_parallel.adapters import peft_configs
 from lora_parallel.agreement import agreed
@@ -87,9 +92,57 @@ def has_mixed_mesh_grads(own: Own, self: Any, model: nn.Module) -> bool:
     return parallelism_of(self.accelerator) is None and own(self, model)
 
 
+def store_flos(own: Own, self: Any) -> None:
+    """Add up what data-parallel processes have counted, each of its share; tensor-parallel peers count the same."""
+    if parallelism_of(self.accelerator) is None:
+        own(self)
+        return
+    counted = torch.tensor(float(self.current_flos), dtype=torch.float64, device=self.args.device)
+    self.state.total_flos += self.accelerator.reduce(counted, "sum").item()
+    self.current_flos = 0
+
+
+def evaluate(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Evaluate, and count steps of data-parallel processes."""
+    with _steps_counted(self):
+        return own(self, *args, **kwargs)
+
+
+def predict(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Predict, and count steps of data-parallel processes."""
+    with _steps_counted(self):
+        return own(self, *args, **kwargs)
+
+
+@contextmanager
+def _steps_counted(self: Any) -> Iterator[None]:
+    """Let Trainer divide samples by data-parallel processes where it reports the speed of steps.
+
+    It divides by all processes, in the midst of methods that log the result.
+    """
+    if parallelism_of(self.accelerator) is None:
+        yield
+        return
+    batch = self.args.eval_batch_size * self.accelerator.num_processes
+
+    def speed_metrics(
+        split: str, start_time: float, num_samples: Any = None, num_steps: Any = None, num_tokens: Any = None
+    ) -> Any:
+        if num_samples is not None and num_steps is not None:
+            num_steps = math.ceil(num_samples / batch)
+        return own(split, start_time, num_samples, num_steps, num_tokens)
+
+    own, transformers.trainer.speed_metrics = transformers.trainer.speed_metrics, speed_metrics
+    try:
+        yield
+    finally:
+        transformers.trainer.speed_metrics = own
+
+
 # ---------------------------------------------------------------------- saving
 
 
+@collective_method("trainer.save_model")
 def save_model(own: Own, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """Write the adapters, whatever the state-dict type; then what Trainer writes beside a model. Collective."""
     if parallelism_of(self.accelerator) is None:
@@ -117,6 +170,7 @@ def save_model(own: Own, self: Any, output_dir: str | None = None, _internal_cal
 def _saved_already(*args: Any, **kwargs: Any) -> None: ...
 
 
+@collective_method("Trainer's saving of a checkpoint")
 def save_checkpoint(own: Own, self: Any, model: nn.Module, trial: Any) -> None:
     """Trainer's own steps, written beside the checkpoint's place and renamed. Collective.
 
@@ -172,6 +226,7 @@ def _note_callbacks(self: Any) -> None:
                 kept[name] = each.state()
 
 
+@collective_method("Trainer's saving of the optimizer")
 def save_optimizer_and_scheduler(own: Own, self: Any, output_dir: str) -> None:
     """Everything a run goes on with, on any mesh, in the engine's format. Collective."""
     if parallelism_of(self.accelerator) is None:
@@ -189,6 +244,7 @@ def _train_state(self: Any) -> TrainState:
 # ---------------------------------------------------------------------- loading
 
 
+@collective_method("Trainer's loading of a checkpoint")
 def load_from_checkpoint(own: Own, self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
     """Fill the adapters, each process with its own slices. Collective."""
     if parallelism_of(self.accelerator) is None:
@@ -201,6 +257,7 @@ def load_from_checkpoint(own: Own, self: Any, resume_from_checkpoint: str, model
     resume_counting(found, state)
 
 
+@collective_method("Trainer's loading of the optimizer")
 def load_optimizer_and_scheduler(own: Own, self: Any, checkpoint: str | None) -> None:
     """Go on where the optimizer and the scheduler stood. Collective."""
     if parallelism_of(self.accelerator) is None or checkpoint is None:
@@ -214,6 +271,7 @@ def load_optimizer_and_scheduler(own: Own, self: Any, checkpoint: str | None) ->
         self.lr_scheduler.load_state_dict(saved)
 
 
+@collective_method("Trainer's loading of random states")
 def load_rng_state(own: Own, self: Any, checkpoint: str | None) -> None:
     """Go on drawing where the checkpoint was written. Collective."""
     parallelism = parallelism_of(self.accelerator)
@@ -223,6 +281,7 @@ def load_rng_state(own: Own, self: Any, checkpoint: str | None) -> None:
     restore_random_state(_read(checkpoint).record["random"], parallelism.mesh)
 
 
+@collective_method("Trainer's loading of the best model")
 def load_best_model(own: Own, self: Any) -> None:
     """Fill the adapters from the best checkpoint. Collective."""
     if parallelism_of(self.accelerator) is None:

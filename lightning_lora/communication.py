@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lora_parallel.mesh import dp_size
+from lora_parallel.rendezvous import collective_call
 
 __all__ = ["Communication"]
 
@@ -48,10 +49,11 @@ class Communication:
     def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        with collective_call("barrier"):
+            if dist.get_backend() == "nccl":
+                dist.barrier(device_ids=[self.root_device.index])
+            else:
+                dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():

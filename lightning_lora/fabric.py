@@ -31,6 +31,7 @@ from lora_parallel.grads import clip_grad_value_
 from lora_parallel.held_parameters import HeldByName, refuse_stale
 from lora_parallel.inject import has_adapters
 from lora_parallel.random_state import restore_random_state
+from lora_parallel.rendezvous import collective_call
 from lora_parallel.state import parallelized
 from lora_parallel.train_state import TrainState
 
@@ -132,6 +133,7 @@ class FabricLogic(BaseLogic, Base):
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: Fabric calls it before `setup_module`, and a whole model may not fit on a device."""
 
+    @collective_call("fabric.setup_module")
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Parallelize a model in place. Collective."""
         with agreed():
@@ -146,6 +148,7 @@ class FabricLogic(BaseLogic, Base):
             return find_roots(module, self._lora_config is not None, self._options["require_adapters"])
         return {"model": module}
 
+    @collective_call("fabric.setup_optimizers")
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refuse an optimizer that was made before its model was set up. Collective."""
         with agreed():
@@ -157,6 +160,7 @@ class FabricLogic(BaseLogic, Base):
             )
         return optimizer
 
+    @collective_call("fabric.setup")
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any | None]:
@@ -212,6 +216,7 @@ class FabricLogic(BaseLogic, Base):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @collective_call("fabric.save")
     def save_checkpoint(
         self,
         path: Any,
@@ -247,6 +252,7 @@ class FabricLogic(BaseLogic, Base):
             replace=True,
         )
 
+    @collective_call("fabric.load")
     @torch.inference_mode(False)  # what is made inside of it could not be trained with
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None

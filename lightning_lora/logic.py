@@ -31,6 +31,7 @@ from lora_parallel.gather import local
 from lora_parallel.held_parameters import refuse_stale
 from lora_parallel.plain import plain
 from lora_parallel.random_state import restore_random_state
+from lora_parallel.rendezvous import collective_call
 from lora_parallel.sealing import explained
 from lora_parallel.state import state_of
 from lora_parallel.train_state import TrainState
@@ -109,6 +110,7 @@ class StrategyLogic(BaseLogic, Base):
         with agreed(), self._construction(empty_init):  # every rank comes here: an error on one is one on every rank
             yield
 
+    @collective_call("Trainer's setup")
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -228,6 +230,7 @@ class StrategyLogic(BaseLogic, Base):
         """Empty: `save_checkpoint` writes optimizer states by parameter name."""
         return {}
 
+    @collective_call("trainer.save_checkpoint")
     def save_checkpoint(self, checkpoint_state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError(
@@ -272,6 +275,7 @@ class StrategyLogic(BaseLogic, Base):
     def _optimizers_by_name(self) -> dict[str, Optimizer]:
         return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
 
+    @collective_call("Trainer's loading of a checkpoint")
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         name = self.broadcast(str(checkpoint_path))
         with agreed():
@@ -298,6 +302,7 @@ class StrategyLogic(BaseLogic, Base):
             for commit in load_models(found, self._train_state()):
                 commit()
 
+    @collective_call("Trainer's loading of optimizers")
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
         found = self._optimizers_from
         assert found is not None

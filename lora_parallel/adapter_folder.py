@@ -31,6 +31,7 @@ from lora_parallel.atomic import Scratch, local_path
 from lora_parallel.gather import class_of, gather_on_rank_zero, local, region_of, reshard
 from lora_parallel.identity import renew_fingerprints
 from lora_parallel.names import embeddings_of
+from lora_parallel.rendezvous import collective_call
 
 __all__ = [
     "CARD",
@@ -51,6 +52,7 @@ _BLOCKS, _BLOCK_BYTES = 16, 4096
 WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
 
 
+@collective_call("save_adapter")
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> Path:
     """Write the adapter as PEFT would in one process. Collective: call it on every rank with the same arguments.
 
@@ -278,6 +280,7 @@ def _compare(file: Path, state: dict[str, Tensor]) -> None:
         )
 
 
+@collective_call("load_adapter")
 @torch.inference_mode(False)  # inside of which a DTensor cannot be detached
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> None:
     """Fill the model's adapter from a PEFT folder, each rank with its own slices. Collective.

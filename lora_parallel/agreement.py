@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lora_parallel.rendezvous import wait_for
+
 __all__ = ["agreed", "check_alike", "fingerprint", "gather_numbers"]
 
 _COLUMNS = 4096
@@ -95,11 +97,19 @@ def fingerprint(tensor: Tensor) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def gather_numbers(numbers: list[int], device: str) -> Tensor:
-    """Every rank's `numbers`, as int64 of shape [world size, len(numbers)] on the CPU. Collective."""
+def gather_numbers(numbers: list[int], device: str, what: str | None = None) -> Tensor:
+    """Every rank's `numbers`, as int64 of shape [world size, len(numbers)] on the CPU. Collective.
+
+    Args:
+        numbers: This rank's.
+        device: The type of device that the message goes by.
+        what: The call that every rank must make, for a rank that waits for others to say so.
+    """
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine.unsqueeze(0).cpu()
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    work = dist.all_gather(everyone, mine, async_op=what is not None)
+    if what is not None:
+        wait_for(work, what, device)
     return torch.stack(everyone).cpu()

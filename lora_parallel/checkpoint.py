@@ -20,6 +20,7 @@ from lora_parallel.checkpoint_reader import load_models, load_optimizers, read_c
 from lora_parallel.checkpoint_writer import write_checkpoint
 from lora_parallel.plain import check_plain, plain
 from lora_parallel.random_state import restore_random_state
+from lora_parallel.rendezvous import collective_call
 from lora_parallel.train_state import TrainState
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -27,6 +28,7 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 _WRITER = "lora_parallel"
 
 
+@collective_call("save_checkpoint")
 def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | list[Optimizer] | None,
@@ -78,6 +80,7 @@ def save_checkpoint(
     return write_checkpoint(path, state, {"extra": values}, _WRITER, keep_last=keep_last, async_save=async_save)
 
 
+@collective_call("load_checkpoint")
 @torch.inference_mode(False)  # what is made inside of it could not be trained with
 def load_checkpoint(
     model: nn.Module, optimizer: Optimizer | list[Optimizer] | None, directory: str | os.PathLike[str]

@@ -3,8 +3,8 @@
 adapter/     PEFT's folders; other adapters in subfolders of their names, several models in one of their own
 state/       torch DCP: optimizer states and trained parameters that no adapter holds, by parameter name
 extra.pt     what is no shard of a tensor: settings of optimizers, random states, whatever the caller adds
-meta.json    format version, mesh, fingerprints of the base, versions, the size of each file, checksums of rank 0's;
-             written last
+meta.json    format version, mesh, fingerprints of the base, versions, the size and checksum of each file, and a digest
+             of itself; written last
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["EXTRA", "FORMAT", "LAYOUT", "META", "SHARDS", "STATE", "adapter_folder", "loose_key", "optimizer_key"]
+__all__ = [
+    "DIGEST_SINCE",
+    "EXTRA",
+    "FORMAT",
+    "LAYOUT",
+    "META",
+    "STATE",
+    "adapter_folder",
+    "loose_key",
+    "optimizer_key",
+]
 
-FORMAT = 1
+FORMAT, DIGEST_SINCE = 2, 2
+"""What is written; from which on meta.json has a digest of itself, and files in state/ have checksums. All are read."""
+
 ADAPTER, EXTRA, STATE, META = "adapter", "extra.pt", "state", "meta.json"
 LAYOUT = frozenset({ADAPTER, EXTRA, STATE, META})
 """What is ours in a checkpoint's folder."""
-SHARDS = ".distcp"
-"""How the files in state/ end that each rank writes its shards into."""
 
 
 def adapter_folder(path: Path, model: str, models: Iterable[str]) -> Path:

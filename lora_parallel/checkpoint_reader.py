@@ -27,6 +27,7 @@ from lora_parallel.checkpoint_writer import wait_for_save
 from lora_parallel.checkpoint_writers import of_another, written_here
 from lora_parallel.gather import local, region_of
 from lora_parallel.identity import check_base, fingerprints_of
+from lora_parallel.integrity import check_bytes
 from lora_parallel.nodes import Region, whole
 from lora_parallel.optimizer_state import check_optimizer, restored
 from lora_parallel.retention import alteration, damage, read_meta
@@ -81,9 +82,7 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
             restore_replaced(path)
     with agreed():
         meta = _complete(path, writer)
-    with agreed():
-        if dist.get_rank() == 0:
-            _check_contents(path, meta)
+    check_bytes(path, meta)
     with agreed():
         found = Contents(path, meta, _record(path, weights_only))
     # Ranks may have found another one the newest; the folder may be mounted elsewhere.
@@ -105,7 +104,9 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
         ValueError: What stands there is no complete checkpoint of this format, or not of this writer; or is damaged.
     """
     meta = _complete(path, writer)
-    _check_contents(path, meta)
+    fault = alteration(path, meta)
+    if fault is not None:
+        raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
     return Contents(path, meta, _record(path, weights_only))
 
 
@@ -123,9 +124,9 @@ def _complete(path: Path, writer: str) -> dict[str, Any]:
         stated = json.loads((path / META).read_text()).get("format")
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path / META} is damaged ({error}).") from error
-    if stated != FORMAT:
+    if stated not in range(1, FORMAT + 1):
         raise ValueError(
-            f"{path} has checkpoint format {stated!r}; this version reads format {FORMAT}. Use the version that "
+            f"{path} has checkpoint format {stated!r}; this version reads formats 1 to {FORMAT}. Use the version that "
             "wrote it, or a later one."
         )
     meta = read_meta(path)
@@ -135,12 +136,6 @@ def _complete(path: Path, writer: str) -> dict[str, Any]:
     if meta["writer"] != writer:
         raise ValueError(of_another(path, meta["writer"], writer))
     return meta
-
-
-def _check_contents(path: Path, meta: dict[str, Any]) -> None:
-    fault = alteration(path, meta)
-    if fault is not None:
-        raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
 
 
 def _record(path: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import shutil
 import sys
@@ -30,8 +29,6 @@ from lora_parallel.checkpoint_layout import (
     EXTRA,
     FORMAT,
     LAYOUT,
-    META,
-    SHARDS,
     STATE,
     adapter_folder,
     loose_key,
@@ -39,10 +36,12 @@ from lora_parallel.checkpoint_layout import (
 )
 from lora_parallel.gather import reshard
 from lora_parallel.identity import fingerprints_of
+from lora_parallel.integrity import ChecksummedWriter
 from lora_parallel.optimizer_state import OptimizerState, optimizer_state
 from lora_parallel.plain import check_plain, plain
 from lora_parallel.random_state import gather_random_states
-from lora_parallel.retention import checksum, complete_checkpoints, prune, read_meta
+from lora_parallel.rendezvous import collective_call
+from lora_parallel.retention import checksum, complete_checkpoints, prune, read_meta, write_meta
 from lora_parallel.train_state import TrainState
 from lora_parallel.upstream import is_rectangle
 
@@ -88,7 +87,7 @@ def write_checkpoint(
             _start(save, tensors)
             return path
         if tensors:
-            _write_state(tensors, save.folder)
+            _write_state(tensors, save)
         with agreed():
             save.finish()
     except BaseException:
@@ -109,6 +108,8 @@ class _Save:
         self._other_state: dict[str, Any] = {}
         self._record = b""
         self._meta: dict[str, Any] = {}
+        self.state_writer = ChecksummedWriter(self.folder / STATE)
+        """What writes the shards of all ranks."""
 
     @property
     def folder(self) -> Path:
@@ -208,11 +209,12 @@ class _Save:
             if each.is_file() and each != self._scratch.lock and each.name != CARD
         ]
         self._meta["files"] = {str(file.relative_to(self.folder)): file.stat().st_size for file in files}
-        own = [file for file in files if file.suffix != SHARDS]  # others' shards would be read over the network
-        self._meta["checksums"] = {str(file.relative_to(self.folder)): checksum(file) for file in own}
+        shards = {f"{STATE}/{name}": written for name, written in self.state_writer.checksums.items()}
+        own = [name for name in self._meta["files"] if name not in shards]
+        self._meta["checksums"] = {**{name: checksum(self.folder / name) for name in own}, **shards}
         before = complete_checkpoints(self._scratch.target.parent)
         self._meta["number"] = max((read_meta(each)["number"] for each in before), default=0) + 1
-        (self.folder / META).write_text(json.dumps(self._meta, indent=2) + "\n")
+        write_meta(self.folder, self._meta)
         self._keep_others()
         self._scratch.place(self._replace)
         if self._keep_last is not None:
@@ -279,11 +281,11 @@ _swept: set[Path] = set()
 """Folders cleared of what killed processes left there, once a process."""
 
 
-def _write_state(tensors: dict[str, Tensor], folder: Path) -> None:
+def _write_state(tensors: dict[str, Tensor], save: _Save) -> None:
     try:
-        dcp.save(tensors, checkpoint_id=folder / STATE)
+        dcp.save(tensors, storage_writer=save.state_writer)
     except dcp.CheckpointException as error:  # raised on every rank
-        raise OSError(f"the train state cannot be written to {folder}: {error}") from error
+        raise OSError(f"the train state cannot be written to {save.folder}: {error}") from error
 
 
 def _check_rectangles(tensors: dict[str, Tensor]) -> None:
@@ -328,7 +330,7 @@ def wait_for_save() -> None:
     pending, _pending = _pending, None
     if pending is not None:
         _replace_everywhere(_destroy_afterwards, _own_destroy)
-        with agreed():
+        with collective_call("wait_for_save"), agreed():
             pending.result()
 
 
@@ -338,7 +340,7 @@ def _start(save: _Save, tensors: dict[str, Tensor]) -> None:
     written = None
     if tensors:
         written = dcp.async_save(
-            tensors, checkpoint_id=save.folder / STATE, process_group=_background_group(save.timeout_seconds)
+            tensors, storage_writer=save.state_writer, process_group=_background_group(save.timeout_seconds)
         )
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     _pending = thread.submit(_finish, save, written)

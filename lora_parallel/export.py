@@ -27,6 +27,7 @@ from lora_parallel.merged_model import MergedModel
 from lora_parallel.merged_weights import MergedWeight, check_one_active, merged_weights
 from lora_parallel.nodes import Leaf
 from lora_parallel.quantised import Quantised
+from lora_parallel.rendezvous import collective_call
 from lora_parallel.safetensors_writer import write_safetensors
 from lora_parallel.sources import INDEX
 from lora_parallel.state import state_of
@@ -39,6 +40,7 @@ _SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 """What huggingface_hub takes, and is not zero."""
 
 
+@collective_call("export_merged")
 @torch.inference_mode(False)  # inside of which a DTensor cannot be detached
 def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
     """Write the model with its active adapters merged into the base, as `merge_and_unload` and `save_pretrained` would

@@ -5,41 +5,48 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lora_parallel.gather import reshard
+from lora_parallel.mesh import dp_size
+from lora_parallel.rendezvous import collective_call
 
 __all__ = ["allow_generate"]
 
 
-def allow_generate(model: nn.Module, base: nn.Module, dp_size: int) -> None:
+def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
     """Let transformers' and PEFT's `generate`, which goes around the model's own forward, gather the root's weights.
 
     Data-parallel ranks finish their texts at different steps, and one that stopped would leave the others waiting for
     its weights: with more than one, `synced_gpus=True` is the default, which keeps all of them going to the last step.
 
     Args:
-        model: The root unit of FSDP2, or a model that FSDP2 does not shard, which is left as it is.
-        base: The model inside of a `PeftModel`, or `model` itself.
-        dp_size: How many data-parallel ranks there are.
+        model: A sharded model.
+        base: The model inside of a `PeftModel`, whose `generate` may be called too; or `model` itself.
+        mesh: Its mesh.
     """
-    if not isinstance(model, FSDPModule) or not hasattr(model, "generate"):
+    if not isinstance(model, FSDPModule) and mesh.size() == 1:
         return
-    register_fsdp_forward_method(model, "generate")
-    _complete(model, model, dp_size)
-    if base is not model and hasattr(base, "generate"):
-        # Called by the model's own, or by the user; then nothing has begun, and a pass without it is as good.
-        _complete(base, model, dp_size)
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")  # does nothing where FSDP2 does not shard it
+    for holder in {model, base}:
+        if hasattr(holder, "generate"):
+            _complete(holder, model, mesh)
 
 
-def _complete(holder: Any, root: nn.Module, dp_size: int) -> None:
+def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:
     own: Any = holder.generate
+    replicated = mesh["dp_replicate"].size() > 1
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if dp_size > 1:
+        if dp_size(mesh) > 1:
             kwargs.setdefault("synced_gpus", True)
         try:
-            return own(*args, **kwargs)
+            if replicated and not kwargs["synced_gpus"]:  # a replica has all that it needs
+                return own(*args, **kwargs)
+            with collective_call("generate"):
+                return own(*args, **kwargs)
         finally:
             reshard(root)  # as after any forward that no backward follows
 

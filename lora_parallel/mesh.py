@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lora_parallel.config import ParallelConfig
+from lora_parallel.rendezvous import collective_call, limit_waiting
 from lora_parallel.upstream import set_timeout
 
 __all__ = ["AXES", "build_mesh", "dp_mesh", "dp_rank", "dp_size", "mesh_sizes"]
@@ -68,7 +69,9 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
         else:
             backend = dist.get_default_backend_for_device(device_type)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    limit_waiting(config.timeout_seconds)
+    with collective_call("build_mesh"):
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     for axis in AXES:
         set_timeout(mesh.get_group(axis), config.timeout_seconds)
     return mesh

@@ -1,8 +1,8 @@
 """Calls that every rank must make: a rank that comes alone says whom it waits for, long before a collective times out.
 
 Each rank announces its call in the store that the process group was made with, under the number of the call, and waits
-there until every rank has announced the same number. A store, unlike a collective, can be asked who has come. Not for
-forwards, backwards and steps, which are too many for it.
+there until every rank has announced the same number. A store, unlike a collective, can be asked who has come. Calls
+that are too many for that wait in a collective as ever, and ask the store once they have waited for long.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from lora_parallel.upstream import default_store
 
-__all__ = ["collective_call", "limit_waiting", "meet", "others_wait", "place_of_call"]
+__all__ = ["collective_call", "is_done", "limit_waiting", "meet", "others_wait", "place_of_call", "wait_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ class _Announcement:
 
     what: str
     place: str
-    detail: str
     given_up_after: float | None = None
     """The seconds after which the rank stopped waiting for the others; None: it waits, or went on."""
 
@@ -67,7 +67,7 @@ class _Meetings:
     store: Any
     timeout: float
     number: int = 0
-    """Of the next meeting."""
+    """How many there have been."""
 
     past: list[str] = field(default_factory=list)
     """The keys of earlier meetings that this rank removes once every rank has left those."""
@@ -143,22 +143,17 @@ def collective_call(what: str) -> Iterator[None]:
 
 
 def others_wait() -> bool:
-    """Return True if another rank waits for this one in a call that every rank must make."""
+    """Return True if a rank waits for this one in a call that every rank must make."""
     meetings = _current()
-    return meetings is not None and meetings.store.check([f"{meetings.number}/arrived"])
+    return meetings is not None and meetings.store.check([f"{meetings.number}/call"])
 
 
-def meet(what: str, detail: str = "", timeout: float | None = None, remedy: str = _REMEDY) -> list[str]:
+def meet(what: str, remedy: str = _REMEDY) -> None:
     """Wait until every rank has come to the same call. Collective.
 
     Args:
         what: The name of the call, which must be the same on every rank.
-        detail: What to tell the other ranks.
-        timeout: The most seconds to wait; None: those of `limit_waiting`, or the process group's.
-        remedy: What to do if other ranks make another call.
-
-    Returns:
-        Every rank's `detail`, by rank.
+        remedy: What to do if other ranks make another one.
 
     Raises:
         RuntimeError: Other ranks make another call, or have stopped waiting, on every rank.
@@ -166,14 +161,15 @@ def meet(what: str, detail: str = "", timeout: float | None = None, remedy: str 
     """
     meetings = _current()
     if meetings is None:
-        return [detail]
-    number, meetings.number = meetings.number, meetings.number + 1
-    mine = _Announcement(what, place_of_call(), detail)
+        return
+    number = meetings.number
+    meetings.number += 1
+    mine = _Announcement(what, place_of_call())
     complete = False
     try:
-        everyone = _wait(meetings, number, mine, meetings.timeout if timeout is None else timeout)
-        _check_same(everyone, meetings.group.rank(), remedy)
-        complete = True
+        complete = _wait(meetings, number, mine)
+        if not complete:
+            _raise_unlike(meetings.read(number), meetings.group.rank(), remedy)
     except dist.DistError as error:
         raise RuntimeError(
             f"{mine} waits for the other ranks, and the store of the process group is gone, as when rank 0 has ended: "
@@ -181,36 +177,107 @@ def meet(what: str, detail: str = "", timeout: float | None = None, remedy: str 
         ) from error
     finally:
         meetings.leave(number, complete)
-    return [everyone[rank].detail for rank in sorted(everyone)]
 
 
-def _wait(meetings: _Meetings, number: int, mine: _Announcement, timeout: float) -> dict[int, _Announcement]:
-    """Announce a call, and wait until every rank has, or one has announced another call or has stopped waiting."""
+def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
+    """Announce a call, and wait until every rank has, or one has announced another call or has stopped waiting.
+
+    The number of requests does not depend on that of the ranks: one that is last, or comes with another call, opens the
+    meeting to all; whoever is first to open it says how.
+
+    Returns:
+        Whether every rank has announced this call.
+    """
     store, size, rank = meetings.store, meetings.group.size(), meetings.group.rank()
+    opened = f"{number}/open"
     meetings.write(number, mine)
-    first = store.compare_set(f"{number}/call", "", mine.what).decode()
-    if store.add(f"{number}/arrived", 1) == size or first != mine.what:
-        store.set(f"{number}/open", "")
+    if store.compare_set(f"{number}/call", "", mine.what).decode() != mine.what:
+        store.compare_set(opened, "", _UNLIKE)
+    elif store.add(f"{number}/arrived", 1) == size:
+        store.compare_set(opened, "", _ALIKE)
     start, reminders = time.monotonic(), _reminders()
     reminder = next(reminders)
     try:
-        while not store.check([f"{number}/open"]):
+        while not store.check([opened]):
             waited = time.monotonic() - start
-            if waited >= timeout:
+            if waited >= meetings.timeout:
                 raise TimeoutError(
                     f"rank {rank} waited {waited:.0f} s for {_missing(meetings, number)} in {mine}: every rank must "
                     "call it."
                 )
             if waited >= reminder:
-                _log.warning("waiting for %s in %s: every rank must call it", _missing(meetings, number), mine)
+                _log.warning(_WAITING, _missing(meetings, number), mine)
                 reminder = next(reminders)
             time.sleep(min(max(waited / 20, 0.0005), 0.5))
     except BaseException:
         # A rank that comes later would take the announcement for a rank that waits.
         meetings.write(number, replace(mine, given_up_after=time.monotonic() - start))
-        store.set(f"{number}/open", "")
+        store.compare_set(opened, "", _UNLIKE)
         raise
-    return meetings.read(number)
+    return store.get(opened).decode() == _ALIKE
+
+
+_ALIKE, _UNLIKE = "alike", "unlike"
+
+
+def wait_for(work: dist.Work, what: str, device: str) -> None:
+    """Wait for a collective of the default group, as `work.wait()` does, and say from time to time who is missing.
+
+    Args:
+        work: What the collective returned with `async_op=True`.
+        what: The name of the call that it is part of, as the user knows it.
+        device: The type of device that its tensors are on.
+    """
+    start, reminders, meetings = time.monotonic(), _reminders(), _current()
+    told = False
+    while not is_done(work, device, start + next(reminders)):
+        if meetings is not None:
+            _tell_of_collective(meetings, _Announcement(what, place_of_call()))
+            told = True
+    if meetings is not None and told:
+        meetings.store.delete_key(f"waits/{meetings.group.rank()}")
+
+
+def is_done(work: dist.Work, device: str, until: float) -> bool:
+    """Wait for a collective until a time by the monotonic clock; return True if it is over.
+
+    Args:
+        work: What the collective returned with `async_op=True`.
+        device: The type of device that its tensors are on.
+        until: When to stop waiting.
+    """
+    start = time.monotonic()
+    left = max(until - start, 0.001)
+    if device == "cpu":
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False  # gloo's can be waited for again
+        return True
+    while not work.is_completed():  # NCCL's would be aborted
+        waited = time.monotonic() - start
+        if waited >= left:
+            return False
+        time.sleep(0 if waited < 0.001 else min(waited / 20, 0.5))
+    work.wait()
+    return True
+
+
+def _tell_of_collective(meetings: _Meetings, mine: _Announcement) -> None:
+    """Name the ranks that do not wait in a collective, and what they wait in instead if that is known."""
+    meetings.store.set(f"waits/{meetings.group.rank()}", "")
+    time.sleep(0.5)  # the others that wait began about when this rank did
+    ranks = range(meetings.group.size())
+    missing = [rank for rank in ranks if not meetings.store.check([f"waits/{rank}"])]
+    elsewhere = {rank: call for rank, call in meetings.read(meetings.number).items() if rank in missing}
+    if missing:
+        told = "".join(f"; rank {rank} waits in {call}" for rank, call in elsewhere.items())
+        _log.warning(_WAITING + told.replace("%", "%%"), _named(missing), mine)
+
+
+_WAITING = "waiting for %s in %s: every rank must call it"
 
 
 def _reminders() -> Iterator[float]:
@@ -223,24 +290,28 @@ def _missing(meetings: _Meetings, number: int) -> str:
     """Name the ranks that have not come to a meeting."""
     there = meetings.read(number)
     missing = [rank for rank in range(meetings.group.size()) if rank not in there]
-    if len(missing) <= _NAMED:
-        return f"ranks {missing}"
-    return f"{len(missing)} ranks, of which the first are {missing[:_NAMED]}"
+    return _named(missing)
 
 
-def _check_same(everyone: dict[int, _Announcement], rank: int, remedy: str) -> None:
-    """Check that all ranks are in the same call, and none has stopped waiting."""
-    first = min(everyone)
+def _named(ranks: list[int]) -> str:
+    if len(ranks) <= _NAMED:
+        return f"ranks {ranks}"
+    return f"{len(ranks)} ranks, of which the first are {ranks[:_NAMED]}"
+
+
+def _raise_unlike(everyone: dict[int, _Announcement], rank: int, remedy: str) -> NoReturn:
+    """Say which ranks are in different calls, or which one has stopped waiting."""
     for other, theirs in everyone.items():
         if theirs.given_up_after is not None:
             raise RuntimeError(
                 f"rank {other} waited {theirs.given_up_after:.0f} s in {theirs} and stopped; rank {rank} came later, "
                 f"with {everyone[rank]}: every rank must call it."
             )
-        if theirs.what != everyone[first].what:
-            raise RuntimeError(
-                f"ranks make different calls: rank {first} {everyone[first]}, rank {other} {theirs}. {remedy}"
-            )
+    first = min(everyone)
+    other = next(each for each in everyone if everyone[each].what != everyone[first].what)
+    raise RuntimeError(
+        f"ranks make different calls: rank {first} {everyone[first]}, rank {other} {everyone[other]}. {remedy}"
+    )
 
 
 def place_of_call() -> str:

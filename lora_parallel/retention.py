@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 from lora_parallel.atomic import remove_folder
-from lora_parallel.checkpoint_layout import META
+from lora_parallel.checkpoint_layout import DIGEST_SINCE, META
 
 __all__ = [
     "alteration",
@@ -19,6 +20,7 @@ __all__ = [
     "latest_checkpoint",
     "prune",
     "read_meta",
+    "write_meta",
 ]
 
 
@@ -63,19 +65,33 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 def read_meta(path: Path) -> dict[str, Any]:
     """What meta.json says.
 
+    From format 2 on, every byte of it must be as `write_meta` wrote it.
+
     Raises:
         ValueError: It is damaged, or not one of ours.
     """
     try:
-        meta = json.loads((path / META).read_text())
+        text = (path / META).read_text()
+        meta = json.loads(text)
         for key, kind in _ENTRIES.items():
             if not isinstance(meta[key], kind):
                 raise TypeError(f"{key} is a {type(meta[key]).__name__}")
         if not isinstance(meta.get("checksums", {}), dict):
             raise TypeError("checksums is no dict")
+        if meta["format"] >= DIGEST_SINCE and text != _text({key: meta[key] for key in meta if key != "digest"}):
+            raise ValueError("it is not what was written")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / META} is damaged ({type(error).__name__}: {error}).") from error
     return meta
+
+
+def write_meta(path: Path, meta: dict[str, Any]) -> None:
+    """Write meta.json, with a digest of itself."""
+    (path / META).write_text(_text(meta))
+
+
+def _text(meta: dict[str, Any]) -> str:
+    return json.dumps({**meta, "digest": zlib.crc32(json.dumps(meta).encode())}, indent=2) + "\n"
 
 
 def damage(path: Path, meta: dict[str, Any]) -> str | None:
@@ -101,10 +117,16 @@ def checksum(file: Path) -> int:
 _BLOCK_BYTES = 2**24
 
 
-def alteration(path: Path, meta: dict[str, Any]) -> str | None:
-    """Which file has other bytes than were written, of those that have a checksum; None if none has."""
+def alteration(path: Path, meta: Mapping[str, Any], names: Container[str] | None = None) -> str | None:
+    """Which file has other bytes than were written, of those that have a checksum; None if none has.
+
+    Args:
+        path: The checkpoint.
+        meta: What its meta.json says. Until format 2 the shards in state/ had no checksums.
+        names: Which files to look at; None: all.
+    """
     for name, written in meta.get("checksums", {}).items():
-        if checksum(path / name) != written:
+        if (names is None or name in names) and checksum(path / name) != written:
             return f"{path / name} has other bytes than were written: the disk or a copy damaged it, or it was edited"
     return None
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any, Literal
@@ -19,10 +16,9 @@ from lora_parallel.adapter_folder import save_as_peft
 from lora_parallel.adapters import adapted_model, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.export import export_merged
+from lora_parallel.rendezvous import collective_call
 
 __all__ = ["allow_save_pretrained", "write_pretrained"]
-
-_log = logging.getLogger(__name__)
 
 _SUPPORTED = frozenset(
     {"is_main_process", "selected_adapters", "save_embedding_layers", "max_shard_size", "state_dict", "save_function"}
@@ -66,37 +62,19 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
     if given.get("state_dict") is not None:
         own(*args, **kwargs)
         return
-    configs = peft_configs(model)
-    with _hint(), agreed():
-        signature(own).bind(*args, **kwargs)
-        directory = given.pop(names[0])
-        _check_supported(given)
-        arguments = {**_defaults(), **given}
-        chosen = list(configs) if arguments["selected_adapters"] is None else list(arguments["selected_adapters"])
-        unknown = [name for name in chosen if name not in configs]
-        if unknown:
-            raise ValueError(f"no adapter {unknown[0]!r} in the model; it has: {', '.join(configs) or 'none'}.")
-    check_alike(selected_adapters=chosen)
-    write_pretrained(model, directory, chosen, arguments["save_embedding_layers"], arguments["max_shard_size"])
-
-
-@contextmanager
-def _hint() -> Iterator[None]:
-    """Say what is amiss where others do not come, long before the timeout does."""
-    waited = threading.Timer(
-        _PATIENCE_SECONDS,
-        _log.warning,
-        ["save_pretrained waits for the other processes: of a sharded model every process calls it, not one alone."],
-    )
-    waited.daemon = True
-    waited.start()
-    try:
-        yield
-    finally:
-        waited.cancel()
-
-
-_PATIENCE_SECONDS = 20.0
+    with collective_call("save_pretrained"):
+        configs = peft_configs(model)
+        with agreed():
+            signature(own).bind(*args, **kwargs)
+            directory = given.pop(names[0])
+            _check_supported(given)
+            arguments = {**_defaults(), **given}
+            chosen = list(configs) if arguments["selected_adapters"] is None else list(arguments["selected_adapters"])
+            unknown = [name for name in chosen if name not in configs]
+            if unknown:
+                raise ValueError(f"no adapter {unknown[0]!r} in the model; it has: {', '.join(configs) or 'none'}.")
+        check_alike(selected_adapters=chosen)
+        write_pretrained(model, directory, chosen, arguments["save_embedding_layers"], arguments["max_shard_size"])
 
 
 def write_pretrained(

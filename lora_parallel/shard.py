@@ -34,6 +34,7 @@ from lora_parallel.overlay import laid_over
 from lora_parallel.peft_hooks import keep_factored, refuse_unload
 from lora_parallel.plan import Plan, check_globs, resolve_plan
 from lora_parallel.quantised import bare_states, check_quantised, hold_as_bytes
+from lora_parallel.rendezvous import collective_call
 from lora_parallel.replicas import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.saving import allow_save_pretrained
 from lora_parallel.sealing import seal
@@ -49,6 +50,7 @@ from lora_parallel.weights import read_weights
 __all__ = ["parallelize"]
 
 
+@collective_call("parallelize")
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -142,7 +144,7 @@ def parallelize(
             read_weights(model, mesh.device_type)
     if materialize:
         model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
-    allow_generate(model, _bare(model), dp_size(mesh))
+    allow_generate(model, _bare(model), mesh)
     allow_save_pretrained(model)
     # As sharded by now; those of adapters that are not active too.
     gradients.manage(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))

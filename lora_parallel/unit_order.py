@@ -11,9 +11,9 @@ one asks all others first, and goes on if they are about to take the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.gather import class_of
-from lora_parallel.rendezvous import meet, others_wait
+from lora_parallel.rendezvous import is_done, meet, others_wait
 
 __all__ = ["UnitOrder", "compare_order", "refuse_layer_drop"]
 
@@ -30,8 +30,8 @@ __all__ = ["UnitOrder", "compare_order", "refuse_layer_drop"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-PATIENCE = timedelta(seconds=5)
-"""After how long in a collective a rank looks whether another one asks."""
+PATIENCE = 5.0
+"""After how many seconds in a collective a rank looks whether another one asks."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class UnitOrder:
         """
         place = self._place or _Place()
         if place.usual != step:
-            meet(step, remedy=_REMEDY)
+            meet(step, _REMEDY)
         self._place = place.take(step)
 
     def wait(self, work: dist.Work, step: str) -> None:
@@ -92,15 +92,9 @@ class UnitOrder:
         Raises:
             RuntimeError: Another rank takes another step, on every rank.
         """
-        while True:
-            try:
-                work.wait(PATIENCE)
-                return
-            except RuntimeError:
-                if others_wait():
-                    meet(step, remedy=_REMEDY)
-                if work.is_completed() and work.exception() is not None:
-                    raise
+        while not is_done(work, "cpu", time.monotonic() + PATIENCE):
+            if others_wait():
+                meet(step, _REMEDY)
 
     def forget_place(self) -> None:
         """Be nowhere, after a pass that was left on its way: the next step is compared."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -25,6 +26,7 @@ __all__ = [
     "all_reduce_sum",
     "backward_pass",
     "default_store",
+    "file_of",
     "in_backward",
     "is_rectangle",
     "local_region",
@@ -128,6 +130,15 @@ def default_store() -> Any:
     is the one that the process group was made with.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+def file_of(result: WriteResult) -> str:
+    """The file, in the folder of a torch checkpoint, that a piece of a tensor was written to.
+
+    What a writer knows of a piece is its own business by torch's interface; the writer of files has no public name for
+    it.
+    """
+    return result.storage_data.relative_path
 
 
 def storageless(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:

@@ -43,7 +43,7 @@ class Calls:
         except Exception as caught:
             error = caught
         after = number_of(f"{self._before} {call}")
-        numbers = gather_numbers([after, error is not None], self._device)
+        numbers = gather_numbers([after, error is not None], self._device, f"TenantPool.{call.partition('(')[0]}")
         if len(numbers[:, 0].unique()) > 1:
             everyone = [""] * len(numbers)
             said = " and then ".join([*self._alone, call])

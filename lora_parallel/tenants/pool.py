@@ -22,6 +22,7 @@ from lora_parallel.gather import local, reshard
 from lora_parallel.identity import base_fingerprints
 from lora_parallel.inject import has_adapters
 from lora_parallel.mesh import dp_rank, dp_size
+from lora_parallel.rendezvous import collective_call
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tenants.asked import (
     batch_norms,
@@ -103,6 +104,7 @@ class TenantPool:
         ValueError: The model was not parallelized, or has adapters; or `budget` is not positive.
     """
 
+    @collective_call("TenantPool")
     def __init__(self, model: nn.Module, shard: bool = False, budget: int | None = None) -> None:
         state = state_of(model)
         if state is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,26 @@ def test_bad_checkpoints_are_one_error_on_every_rank(pool, tmp_path):
 def test_the_oracle_is_plain_peft(oracle):
     """But for the schedule."""
     assert oracle[0][0] == pytest.approx(reference(CASE).losses[0], abs=1e-9)
+
+
+def apart(folder: Path) -> Any:
+    """Rank 0 makes another call than rank 1; then both save."""
+    with launched():
+        script = Script("1x2")
+        accelerator, model = script.accelerator, script.model
+        if accelerator.is_main_process:
+            failure = attempt(lambda: accelerator.get_state_dict(model))
+        else:
+            failure = attempt(lambda: accelerator.save_state(folder / "other"))
+        accelerator.save_state(folder / "state")
+        return [failure]
+
+
+def test_processes_that_make_different_calls_are_told_of_both(pool, tmp_path):
+    place = r"\(called at tests/accelerate_plugin/test_checkpoint.py:\d+\)"
+    for (failure,) in pool.run(2, apart, tmp_path):
+        assert isinstance(failure, Failure)
+        assert re.search(
+            rf"rank 0 accelerator.get_state_dict {place}, rank 1 accelerator.save_state {place}", failure.message
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]

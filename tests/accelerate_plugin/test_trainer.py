@@ -82,6 +82,10 @@ def summary(trainer: Trainer) -> dict[str, Any]:
         "eval": [each["eval_loss"] for each in history if "eval_loss" in each],
         "rows": [each["eval_rows"] for each in history if "eval_rows" in each],
         "mean": [each["eval_mean"] for each in history if "eval_mean" in each],
+        "speed": [
+            round(each["eval_steps_per_second"] * each["eval_runtime"]) for each in history if "eval_runtime" in each
+        ],
+        "flos": trainer.state.total_flos,
         "tokens": trainer.state.num_input_tokens_seen,
         "batch": trainer.get_total_train_batch_size(trainer.args),
         "adapters": {name: full(p) for name, p in trained(trainer.model).items()},
@@ -105,6 +109,8 @@ def compare(got: dict[str, Any], want: dict[str, Any], first: int = 0) -> None:
     assert got["rate"] == want["rate"]
     assert got["eval"] == pytest.approx(want["eval"], abs=1e-5)
     assert got["rows"] == want["rows"] == [16.0] * len(want["rows"])
+    assert got["speed"] == want["speed"] == [2] * len(want["speed"])  # steps of an evaluation
+    assert got["flos"] == want["flos"] > 0
     assert got["mean"] == pytest.approx(want["mean"], abs=1e-5)
     assert (got["tokens"], got["batch"]) == (want["tokens"], want["batch"])
     assert relative_error(got["adapters"], want["adapters"]) < 1e-3

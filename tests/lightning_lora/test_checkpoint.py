@@ -568,7 +568,7 @@ def put_foreign(folder: Path, good: Path) -> dict[str, tuple[Path, str, str]]:
     meta = json.loads((other / "meta.json").read_text())
     meta["files"]["adapter/adapter_config.json"] = (other / "adapter" / "adapter_config.json").stat().st_size
     del meta["checksums"]["adapter/adapter_config.json"]
-    (other / "meta.json").write_text(json.dumps(meta))
+    (other / "meta.json").write_text(json.dumps({**meta, "format": 1}))
     bad["another r"] = (other, "ValueError", "r=8")
     return bad
 

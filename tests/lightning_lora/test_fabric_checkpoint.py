@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,23 @@ def test_refused(pool, tmp_path):
             assert isinstance(failure, Failure), f"{name} was accepted on rank {rank}"
             assert failure.kind == kind, (name, rank, failure.kind, failure.message)
             assert text in failure.message, (name, rank, failure.message)
+
+
+def apart(folder: str) -> Any:
+    """Rank 0 makes another call than rank 1; then both save."""
+    with tidy():
+        loop = Loop("1x2")
+        if loop.fabric.global_rank == 0:
+            failure = attempt(lambda: loop.fabric.save(f"{folder}/other", loop.state(0)))
+        else:
+            failure = attempt(lambda: loop.fabric.barrier())
+        loop.fabric.save(f"{folder}/state", loop.state(0))
+    return [failure]
+
+
+def test_processes_that_make_different_calls_are_told_of_both(pool, tmp_path):
+    place = r"\(called at tests/lightning_lora/test_fabric_checkpoint.py:\d+\)"
+    for (failure,) in pool.run(2, apart, str(tmp_path)):
+        assert isinstance(failure, Failure)
+        assert re.search(rf"rank 0 fabric.save {place}, rank 1 barrier {place}", failure.message)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lora_parallel import parallelize, save_adapter, saving
+from lora_parallel import parallelize, save_adapter
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh
 from tests.workers import Failure, attempt
 
@@ -70,29 +68,6 @@ def save_all(mesh_text: str, folder: Path) -> dict[str, Any]:
         "a URL": attempt(model.save_pretrained, "s3://bucket/none"),
         "to the hub": attempt(model.save_pretrained, folder / "none", push_to_hub=True),
     }
-
-
-def waits(folder: str) -> list[str]:
-    """One process saves; the other comes a while later."""
-    mesh, config = on_mesh("1x2", require_adapters=False)
-    model = parallelize(peft_model(), mesh, config)
-    said: list[str] = []
-    own_patience, own_log = saving._PATIENCE_SECONDS, saving._log.warning
-    saving._PATIENCE_SECONDS, saving._log.warning = 0.2, said.append
-    try:
-        if dist.get_rank() == 1:
-            time.sleep(1)
-        model.save_pretrained(folder)
-    finally:
-        saving._PATIENCE_SECONDS, saving._log.warning = own_patience, own_log
-    return said
-
-
-def test_a_process_that_saves_alone_says_whom_it_waits_for(pool, tmp_path):
-    first, second = pool.run(2, waits, str(tmp_path))
-    assert second == []
-    assert len(first) == 1
-    assert "every process calls it" in first[0]
 
 
 REFUSED = {

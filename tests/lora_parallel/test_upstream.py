@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_parallel import upstream
 from tests.oracle import mesh_of
-from tests.workers import Failure, attempt
+from tests.workers import COLLECTIVE_TIMEOUT, Failure, attempt
 
 
 def adapted():
@@ -168,3 +169,27 @@ def test_a_timeout_can_be_set_afterwards(pool):
     first, second = pool.try_run(2, waiting_alone)
     assert isinstance(first, Failure)
     assert second is None
+
+
+def through_the_store():
+    store = upstream.default_store()
+    if dist.get_rank() == 0:
+        store.set("written by rank 0", "text")
+    return store.get("written by rank 0"), store.timeout.total_seconds()
+
+
+def test_the_default_store_is_one_for_all_ranks_and_knows_the_timeout_of_the_group(pool):
+    assert pool.run(2, through_the_store) == [(b"text", COLLECTIVE_TIMEOUT)] * 2
+
+
+def test_a_writer_of_checkpoints_tells_the_file_of_each_tensor(tmp_path):
+    found = []
+
+    class Listening(dcp.FileSystemWriter):
+        def finish(self, metadata, results):
+            found.extend(upstream.file_of(each) for of_rank in results for each in of_rank)
+            super().finish(metadata, results)
+
+    dcp.save({"a": torch.ones(2), "b": torch.ones(3)}, storage_writer=Listening(tmp_path), no_dist=True)
+    assert len(found) == 2
+    assert {*found, ".metadata"} == {path.name for path in tmp_path.iterdir()}
