@@ -21,6 +21,7 @@ from lora_parallel.agreement import agreed, check_alike, gather_numbers
 from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred, settle, without_values
 from lora_parallel.dropout import ForwardCount
+from lora_parallel.dtensor_operators import guard_dtensor_operators
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.identity import base_fingerprints
@@ -81,6 +82,8 @@ def parallelize(
     """
     with agreed():
         _check_arrival(model, mesh, config)
+        if mesh.size() > 1 or _wants_fsdp(mesh, config):
+            guard_dtensor_operators()
         check_adapters(model, config, lora_config)
         globs = None if isinstance(config.tp_plan, str) else config.tp_plan
         if globs is not None:
