@@ -37,6 +37,7 @@ from lora_parallel.saving import allow_save_pretrained
 from lora_parallel.sequence import run_on_chunks
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tp_context import TPContext
+from lora_parallel.unfinished_gradients import refuse_early_hooks
 from lora_parallel.units import apply_style
 from lora_parallel.verify import ties_of, verify
 from lora_parallel.watch import StepWatch
@@ -83,6 +84,7 @@ def parallelize(
     with agreed():
         _check_arrival(model, mesh, config)
         if mesh.size() > 1 or _wants_fsdp(mesh, config):
+            refuse_early_hooks(model)
             guard_dtensor_operators()
         check_adapters(model, config, lora_config)
         globs = None if isinstance(config.tp_plan, str) else config.tp_plan
