@@ -19,6 +19,7 @@ from lora_parallel.gather import reshard
 from lora_parallel.grads import PartialGradients
 from lora_parallel.names import innermost
 from lora_parallel.nests import tensors_in
+from lora_parallel.substitutes import Substitutes
 from lora_parallel.tp_context import TPContext
 from lora_parallel.trial import Trial
 from lora_parallel.unfinished_gradients import UnfinishedGradients
@@ -70,6 +71,7 @@ class StepWatch:
         self._count = count
         self._gradients = gradients
         self._context = context
+        self._substitutes = Substitutes(model)
         self._unfinished = UnfinishedGradients(model, gradients.parameters)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -90,6 +92,7 @@ class StepWatch:
             self._has_values = True
         if self._in_forward or self._in_backward:
             self._recover(model)
+        self._substitutes.refuse(model)
         if isinstance(model, FSDPModule):
             self._check_fsdp()
         if self._context is not None:
