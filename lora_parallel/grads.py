@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.collectives import all_reduce
 from lora_parallel.gather import local
+from lora_parallel.unfinished_gradients import PostponedHooks
 from lora_parallel.upstream import queue_after_backward
 
 __all__ = ["PartialGradients", "clip_grad_norm_", "keep_elsewhere"]
@@ -69,9 +70,15 @@ class PartialGradients:
         self._parameters: list[nn.Parameter] = []
         self._finished: dict[int, Tensor | None] | None = None
         self._pending: dict[int, Tensor] = {}
+        self._hooks = PostponedHooks()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients these are: the sharded ones that the optimizer sees."""
+        return self._parameters
 
     def manage(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take over these parameters: the sharded ones that the optimizer sees."""
+        """Take over these parameters."""
         self._parameters = list(parameters)
 
     def local(self, parameter: nn.Parameter) -> Tensor:
@@ -82,6 +89,7 @@ class PartialGradients:
         """Forget everything, after an error ended a backward pass on its way."""
         self._finished = None
         self._pending.clear()
+        self._hooks.restore()
 
     def begin(self) -> None:
         """Called as a backward pass begins, at the latest by its first partial gradient."""
@@ -90,6 +98,7 @@ class PartialGradients:
         self._finished = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
         for parameter in self._parameters:
             parameter.grad = None
+        self._hooks.postpone(self._parameters)
         queue_after_backward(self._end)
 
     def _end(self) -> None:
@@ -100,8 +109,11 @@ class PartialGradients:
             if partial is not None:
                 known = self._pending.get(index)
                 self._pending[index] = partial if known is None else known + partial
+        self._hooks.restore()
         if self.synchronise:
+            summed = [self._parameters[index] for index in sorted(self._pending)]
             self._reduce()
+            self._hooks.call(summed)
 
     @torch.no_grad()
     def _reduce(self) -> None:

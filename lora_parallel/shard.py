@@ -23,6 +23,7 @@ from lora_parallel.at_rest import gather_for_calls
 from lora_parallel.config import ParallelConfig
 from lora_parallel.deferred import check_checkpoints, check_fresh, has_deferred, settle, without_values
 from lora_parallel.dropout import ForwardCount
+from lora_parallel.dtensor_operators import guard_dtensor_operators
 from lora_parallel.generation import allow_generate
 from lora_parallel.grads import PartialGradients
 from lora_parallel.held_parameters import refuse_steps_of
@@ -41,6 +42,7 @@ from lora_parallel.sealing import seal
 from lora_parallel.sequence import run_on_chunks
 from lora_parallel.state import ParallelState, state_of
 from lora_parallel.tp_context import TPContext
+from lora_parallel.unfinished_gradients import refuse_early_hooks
 from lora_parallel.unit_order import compare_order
 from lora_parallel.units import apply_style
 from lora_parallel.verify import ties_of, verify
@@ -88,6 +90,9 @@ def parallelize(
     """
     with agreed():
         _check_arrival(model, mesh, config)
+        if mesh.size() > 1 or _wants_fsdp(mesh, config):
+            refuse_early_hooks(model)
+            guard_dtensor_operators()
         check_adapters(model, config, lora_config)
         globs = None if isinstance(config.tp_plan, str) else config.tp_plan
         if globs is not None:

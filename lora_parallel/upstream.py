@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -25,12 +26,17 @@ __all__ = [
     "all_gather_stacked",
     "all_reduce_sum",
     "backward_pass",
+    "compute_for_dtensors",
     "default_store",
     "file_of",
+    "gathered_parameters",
+    "gradient_hooks",
     "in_backward",
     "is_rectangle",
     "local_region",
     "no_torch_function",
+    "on_gradients_of",
+    "post_accumulate_hooks",
     "queue_after_backward",
     "reduce_scatter_sum",
     "set_timeout",
@@ -58,6 +64,69 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     FSDP2's own sees reduce-scattered gradients. Callable only from inside a backward pass.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def post_accumulate_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """What is registered on `parameter` by `register_post_accumulate_grad_hook`: torch's own dict, or an empty one.
+
+    FSDP2, which calls them itself, reads the same attribute. There is no public way to list them.
+    """
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def gradient_hooks(parameter: Tensor) -> int:
+    """How many hooks are registered on `parameter` by `register_hook`. There is no public way to ask."""
+    return len(getattr(parameter, "_backward_hooks", None) or ())
+
+
+def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
+    """Call `check` before every backward pass in this process that is asked for the gradients of given tensors.
+
+    `loss.backward(inputs=...)` and `torch.autograd.grad(...)` both go through this one function, also where `grad` was
+    imported by name. autograd has no public hook that runs before a pass, and none that knows what was asked for.
+
+    Args:
+        check: Given the tensors (or `GradientEdge`s), and whether their gradients are to be accumulated in `.grad`.
+    """
+    own = getattr(torch.autograd, "_engine_run_backward", None)
+    if own is None:
+        return
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else ()
+        if inputs:
+            check(inputs, kwargs.get("accumulate_grad", False))
+        return own(outputs, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
+
+
+def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
+    """The parameters that FSDP2 puts in the place of the sharded ones of `unit` while these are gathered.
+
+    FSDP2 tells only with them in place, as `module.parameters()`. torch 2.13 allows a unit several groups.
+    """
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    held = (getattr(each, "_unsharded_param", None) for group in groups for each in group.fsdp_params)
+    return [parameter for parameter in held if parameter is not None]
+
+
+def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
+    """Have `function(operator, args, kwargs)` compute `operator` wherever it is given a DTensor, in this process.
+
+    Return False where this torch has no such table.
+
+    The table is torch's own, of operators that follow no sharding rule. `register_sharding`, which is public, only says
+    where inputs are moved to, and is not asked about an operator that has been used before.
+    """
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is None:
+        return False
+    handlers[operator] = function
+    return True
 
 
 def local_region(tensor: DTensor) -> tuple[slice, ...]:

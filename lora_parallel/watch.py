@@ -19,8 +19,10 @@ from lora_parallel.gather import reshard
 from lora_parallel.grads import PartialGradients
 from lora_parallel.names import innermost
 from lora_parallel.nests import tensors_in
+from lora_parallel.substitutes import Substitutes
 from lora_parallel.tp_context import TPContext
 from lora_parallel.trial import Trial
+from lora_parallel.unfinished_gradients import UnfinishedGradients
 from lora_parallel.unit_order import UnitOrder, refuse_layer_drop
 from lora_parallel.upstream import in_backward, queue_after_backward
 from lora_parallel.verify import check_values, verify_same_batch
@@ -73,6 +75,8 @@ class StepWatch:
         self._gradients = gradients
         self._context = context
         self._order = order
+        self._substitutes = Substitutes(model)
+        self._unfinished = UnfinishedGradients(model, gradients.parameters)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._known = {(module, key) for module in model.modules() for key in module._parameters}
@@ -92,6 +96,7 @@ class StepWatch:
             self._has_values = True
         if self._in_forward or self._in_backward:
             self._recover(model)
+        self._substitutes.refuse(model)
         if isinstance(model, FSDPModule):
             self._check_fsdp()
         if self._context is not None:
@@ -127,6 +132,7 @@ class StepWatch:
             self._count.current = this  # what is recomputed from here on belongs to this forward
             if not self._in_backward:
                 self._in_backward = True
+                self._unfinished.check_hooks()
                 # From here, not from a layer: a reentrant checkpoint runs the layers in backward passes of their own.
                 self._gradients.begin()
                 queue_after_backward(self._backward_ends)

@@ -9,7 +9,8 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -193,3 +194,66 @@ def test_a_writer_of_checkpoints_tells_the_file_of_each_tensor(tmp_path):
     dcp.save({"a": torch.ones(2), "b": torch.ones(3)}, storage_writer=Listening(tmp_path), no_dist=True)
     assert len(found) == 2
     assert {*found, ".metadata"} == {path.name for path in tmp_path.iterdir()}
+
+
+def stock_check_for_infs():
+    """What torch's own handler finds, and another put in its place and taken away again."""
+    table = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    ours = table.get(operator)
+    mesh, rank = mesh_of("1x2")["tp"], dist.get_rank()
+    grads = [
+        distribute_tensor(torch.ones(2, 2), mesh, [Replicate()], src_data_rank=None),
+        DTensor.from_local(torch.full((1, 2), [1.0, torch.inf][rank]), mesh, [Shard(0)], run_check=False),
+    ]
+    found = torch.zeros(())
+    try:
+        table[operator] = found_inf_reduce_handler
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.ones(()))
+        replaced = upstream.compute_for_dtensors(operator, lambda operator, args, kwargs: (args[1].fill_(7), None)[1])
+        seven = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, seven, torch.ones(()))
+    finally:
+        table[operator] = ours or found_inf_reduce_handler
+    return found.item(), replaced, seven.item()
+
+
+def test_torchs_own_check_for_infs_still_lets_ranks_part(pool):
+    """The day it does not, `dtensor_operators` needs none."""
+    assert pool.run(2, stock_check_for_infs) == [(0.0, True, 7.0), (1.0, True, 7.0)]
+
+
+def test_hooks_on_a_parameter_are_found():
+    parameter = nn.Parameter(torch.ones(2))
+    assert not upstream.gradient_hooks(parameter)
+    assert not upstream.post_accumulate_hooks(parameter)
+    first = parameter.register_hook(lambda grad: None)
+    parameter.register_post_accumulate_grad_hook(print)
+    assert upstream.gradient_hooks(parameter) == 1
+    assert list(upstream.post_accumulate_hooks(parameter).values()) == [print]
+    first.remove()
+    assert not upstream.gradient_hooks(parameter)
+
+
+def test_passes_for_given_tensors_are_seen(monkeypatch):
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
+    seen = []
+    upstream.on_gradients_of(lambda inputs, accumulate: seen.append((inputs[0] is x, len(inputs), accumulate)))
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    (x * y).sum().backward()
+    (x * y).sum().backward(inputs=[x])
+    torch.autograd.grad((x * y).sum(), [x, y])
+    torch.autograd.grad((x * y).sum(), x)
+    assert seen == [(True, 1, True), (True, 2, False), (True, 1, False)]
+
+
+def gathered_and_sharded():
+    layer = fully_shard(nn.Linear(3, 4), mesh=mesh_of("2x1")["dp_shard"])
+    before = upstream.gathered_parameters(layer)
+    layer.unshard()
+    found = {id(parameter) for parameter in upstream.gathered_parameters(layer)}
+    return before, found == {id(parameter) for parameter in layer.parameters()}
+
+
+def test_what_fsdp_gathers_is_known(pool):
+    assert pool.run(2, gathered_and_sharded) == [([], True)] * 2
