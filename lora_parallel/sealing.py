@@ -71,7 +71,7 @@ def _check_load(
                 f"and what shards the model would go on with the old one: leave assign out. {_LOADING}"
             )
         if isinstance(given, DTensor):
-            holder, _, key = name.rpartition(".")
+            holder, _dot, key = name.rpartition(".")
             if selection_of(module.get_submodule(holder), key) is not None and not _same(given, parameter):
                 raise ValueError(
                     f"load_state_dict: {prefix}{name} is stored with other rows on each rank than a shard has (several "
