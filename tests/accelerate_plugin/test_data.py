@@ -157,7 +157,7 @@ def clipped(mesh: str) -> list[float]:
         tokens = Case().batches()[0]
         model(input_ids=tokens, labels=tokens).loss.backward()
         accelerator.clip_grad_value_(model.parameters(), 1e-3)
-        worst = max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
+        worst = max(p.grad.abs().max().full_tensor().item() for p in model.parameters() if p.grad is not None)
         return [worst, accelerator.clip_grad_norm_(model.parameters(), 1e-9).item()]
 
 
