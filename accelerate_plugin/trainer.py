@@ -27,6 +27,7 @@ from lora_parallel.adapter_folder import load_adapter
 from lora_parallel.adapters import peft_configs
 from lora_parallel.agreement import agreed
 from lora_parallel.atomic import Scratch, local_path, sweep
+from lora_parallel.checkpoint_calls import of_another
 from lora_parallel.checkpoint_reader import (
     Contents,
     is_checkpoint,
@@ -36,7 +37,6 @@ from lora_parallel.checkpoint_reader import (
     resume_counting,
 )
 from lora_parallel.checkpoint_writer import write_checkpoint
-from lora_parallel.checkpoint_writers import of_another
 from lora_parallel.random_state import restore_random_state
 from lora_parallel.retention import read_meta
 from lora_parallel.saving import write_pretrained

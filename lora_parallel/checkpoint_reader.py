@@ -22,9 +22,9 @@ from lora_parallel.adapter_folder import find_adapter, read_adapter
 from lora_parallel.adapters import check_unmerged, peft_configs
 from lora_parallel.agreement import agreed, check_alike
 from lora_parallel.atomic import restore_replaced
+from lora_parallel.checkpoint_calls import of_another, written_here
 from lora_parallel.checkpoint_layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.checkpoint_writer import wait_for_save
-from lora_parallel.checkpoint_writers import of_another, written_here
 from lora_parallel.gather import local, region_of
 from lora_parallel.identity import check_base, fingerprints_of
 from lora_parallel.integrity import check_bytes

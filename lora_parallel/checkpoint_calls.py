@@ -1,4 +1,4 @@
-"""Who writes checkpoints of this format, and which call reads what each has written."""
+"""Which call writes a checkpoint of this format, and which one reads what that has written."""
 
 from __future__ import annotations
 
