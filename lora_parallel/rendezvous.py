@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lora_parallel.upstream import default_store
 
-__all__ = ["collective_call", "is_done", "limit_waiting", "meet", "others_wait", "place_of_call", "wait_for"]
+__all__ = ["collective_call", "is_awaited_by", "is_done", "limit_waiting", "meet", "place_of_call", "wait_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -142,10 +142,13 @@ def collective_call(what: str) -> Iterator[None]:
         _inside.reset(token)
 
 
-def others_wait() -> bool:
-    """Return True if a rank waits for this one in a call that every rank must make."""
+def is_awaited_by(ranks: Iterable[int]) -> bool:
+    """Return True if one of `ranks` waits for this rank in a call that every rank must make."""
     meetings = _current()
-    return meetings is not None and meetings.store.check([f"{meetings.number}/call"])
+    if meetings is None:
+        return False
+    mine = meetings.group.rank()
+    return any(meetings.store.check([f"{meetings.number}/{rank}"]) for rank in ranks if rank != mine)
 
 
 def meet(what: str, remedy: str = _REMEDY) -> None:

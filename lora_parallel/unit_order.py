@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.gather import class_of
-from lora_parallel.rendezvous import is_done, meet, others_wait
+from lora_parallel.rendezvous import is_awaited_by, is_done, meet
 
 __all__ = ["UnitOrder", "compare_order", "refuse_layer_drop"]
 
@@ -30,7 +30,7 @@ __all__ = ["UnitOrder", "compare_order", "refuse_layer_drop"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-PATIENCE = 5.0
+PATIENCE = 3.0
 """After how many seconds in a collective a rank looks whether another one asks."""
 
 
@@ -86,14 +86,17 @@ class UnitOrder:
             meet(step, _REMEDY)
         self._place = place.take(step)
 
-    def wait(self, work: dist.Work, step: str) -> None:
-        """Wait for the collective of a step that was taken, unless another rank asks meanwhile.
+    def wait(self, work: dist.Work, step: str, group: dist.ProcessGroup) -> None:
+        """Wait for the collective of a step that was taken, unless a rank that it is shared with asks for another one.
 
         Raises:
-            RuntimeError: Another rank takes another step, on every rank.
+            RuntimeError: A rank of `group` takes another step, on every rank.
         """
+        awaited = False
         while not is_done(work, "cpu", time.monotonic() + PATIENCE):
-            if others_wait():
+            # Seen twice: a rank that asks after it has taken this step lets the collective end meanwhile.
+            awaited, before = is_awaited_by(dist.get_process_group_ranks(group)), awaited
+            if awaited and before:
                 meet(step, _REMEDY)
 
     def forget_place(self) -> None:
@@ -129,7 +132,7 @@ class _Gather(_Allocates):
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or blocks)
         if not blocks:
             return work
-        self._order.wait(work, self._step)
+        self._order.wait(work, self._step, group)
         return None
 
 
