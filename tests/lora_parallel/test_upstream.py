@@ -168,3 +168,17 @@ def test_a_timeout_can_be_set_afterwards(pool):
     first, second = pool.try_run(2, waiting_alone)
     assert isinstance(first, Failure)
     assert second is None
+
+
+def gloo_threads():
+    cpu = torch.device("cpu")
+    with upstream.one_gloo_thread():
+        inside = dist.new_group()
+    after = dist.new_group()
+    summed = upstream.all_reduce_sum(torch.ones(1), inside).item()
+    return [group._get_backend(cpu).options._threads for group in (inside, after, dist.group.WORLD)], summed
+
+
+def test_gloo_groups_can_be_made_with_one_thread(pool):
+    """The day it gives up its second thread, or locks what the two write, `one_gloo_thread` can go."""
+    assert pool.run(2, gloo_threads) == [([1, 2, 1], 2.0)] * 2
