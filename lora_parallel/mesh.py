@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.rendezvous import collective_call, limit_waiting
-from lora_parallel.upstream import set_timeout
+from lora_parallel.upstream import one_gloo_thread, set_timeout
 
 __all__ = ["AXES", "build_mesh", "dp_mesh", "dp_rank", "dp_size", "mesh_sizes"]
 
@@ -60,18 +61,22 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
         device_type = accelerator.type if accelerator is not None else "cpu"
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     sizes = mesh_sizes(config, world_size)
-    if not dist.is_initialized():
-        timeout = timedelta(seconds=config.timeout_seconds)
-        if device_type != "cpu":
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        if "RANK" in os.environ:
-            dist.init_process_group(timeout=timeout)
-        else:
-            backend = dist.get_default_backend_for_device(device_type)
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    limit_waiting(config.timeout_seconds)
-    with collective_call("build_mesh"):
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    with one_gloo_thread():
+        if not dist.is_initialized():
+            timeout = timedelta(seconds=config.timeout_seconds)
+            if device_type != "cpu":
+                torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+            if "RANK" in os.environ:
+                dist.init_process_group(timeout=timeout)
+            else:
+                backend = dist.get_default_backend_for_device(device_type)
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        limit_waiting(config.timeout_seconds)
+        with collective_call("build_mesh"):
+            # Named, so that an axis of all ranks has a group of its own too: the default one may be made elsewhere.
+            gloo = device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
+            own: Any = dict.fromkeys(AXES, "gloo") if gloo else None
+            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=own)
     for axis in AXES:
         set_timeout(mesh.get_group(axis), config.timeout_seconds)
     return mesh

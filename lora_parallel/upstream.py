@@ -6,7 +6,8 @@ each one to its meaning, so that an upgrade that changes it fails there and not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = [
     "local_region",
     "no_torch_function",
     "on_gradients_of",
+    "one_gloo_thread",
     "post_accumulate_hooks",
     "queue_after_backward",
     "reduce_scatter_sum",
@@ -208,6 +210,34 @@ def file_of(result: WriteResult) -> str:
     it.
     """
     return result.storage_data.relative_path
+
+
+@contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Give each gloo group that is made inside one thread that works, not two.
+
+    The two write the name of the collective that is done into one string, without a lock. Where the name is longer than
+    15 characters, as that of a functional all-gather is, they can corrupt the heap (docs/upstream/gloo_threads.md).
+    torch ignores the options that it is given for gloo, so the class that it makes a group of is replaced.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    c10d: Any = dist.distributed_c10d
+    gloo: Any = c10d.ProcessGroupGloo
+
+    class OneThread(gloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            usual = gloo(dist.HashStore(), 0, 1, timeout).options  # for its devices, as the environment asks for them
+            options = gloo._Options()
+            options._threads, options._timeout, options._devices = 1, timeout, usual._devices
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OneThread
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = gloo
 
 
 def storageless(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:

@@ -13,20 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from tests.workers import WorkerPool
 
-_CRASHES = pytest.StashKey[list[str]]()
-
 
 @pytest.fixture(scope="session")
-def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+def pool() -> Iterator[WorkerPool]:
     """Processes to run ranks in."""
-    workers = WorkerPool(again=1)
-    request.config.stash[_CRASHES] = workers.crashes
+    workers = WorkerPool()
     yield workers
     workers.close()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tell what crashed and was run again."""
-    for crash in config.stash.get(_CRASHES, []):
-        terminalreporter.section("A RANK CRASHED; RUN AGAIN", red=True)
-        terminalreporter.write_line(crash)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lora_parallel import ParallelConfig, build_mesh
@@ -84,3 +85,16 @@ def timeouts(seconds):
 def test_every_axis_has_the_timeout(pool):
     for found in pool.run(2, timeouts, 77):
         assert found == [77, 77, 77]
+
+
+def own_groups():
+    group = dist.new_group()
+    mesh = build_mesh(ParallelConfig(dp_shard=2), "cpu")
+    groups = [mesh.get_group(axis) for axis in AXES]
+    threads = [each._get_backend(torch.device("cpu")).options._threads for each in groups]
+    return threads, dist.group.WORLD in groups, group._get_backend(torch.device("cpu")).options._threads
+
+
+def test_every_axis_has_a_group_of_its_own_with_one_thread(pool):
+    """Also the axis of all ranks, for which `init_device_mesh` takes the default group by itself."""
+    assert pool.run(2, own_groups) == [([1, 1, 1], False, 2)] * 2
