@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 from peft.tuners.lora import Linear as LoraLinear
@@ -155,3 +156,19 @@ def hold_as_bytes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), Quantised):
             refuse_merge(module, "an adapter of a quantised layer", "on a mesh")
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(isinstance(each, Quantised) for each in module.modules()):
+            module.__dict__["num_parameters"] = MethodType(_num_parameters, module)
+
+
+def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """As transformers' own, for which a quantised weight counts as many as it stands for; Trainer's FLOPs follow it."""
+    held = {each for each in model.modules() if isinstance(each, Quantised)}
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
+    apart = embeddings | {layer._parameters[key] for layer in held for key in ("weight", *layer.scales)}
+    counted = (
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter not in apart and (parameter.requires_grad or not only_trainable)
+    )
+    return sum(counted) + (0 if only_trainable else sum(layer.in_features * layer.out_features for layer in held))

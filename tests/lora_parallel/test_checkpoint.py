@@ -221,7 +221,7 @@ def test_the_layout(pool, tmp_path):
     assert {entry.name for entry in path.iterdir()} == {"adapter", "state", "extra.pt", "meta.json"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
     meta = json.loads((path / "meta.json").read_text())
-    assert meta["format"] == 1
+    assert meta["format"] == 2
     assert meta["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
     assert meta["versions"].keys() >= {"torch", "peft"}
     files = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
