@@ -630,13 +630,13 @@ class FullDisk:
         return self.function(*args, **kwargs)
 
 
-class FullFileSystem(FileSystemWriter):
-    """DCP's writer, on a disk that is full on the last rank."""
+_write_data = FileSystemWriter.write_data
 
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            raise OSError(28, "No space left on device")
-        return super().write_data(*args, **kwargs)
+
+def full_on_the_last_rank(writer: Any, *args: Any) -> Any:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise OSError(28, "No space left on device")
+    return _write_data(writer, *args)
 
 
 def no_space_for_extra(path: Path, data: bytes) -> int:
@@ -650,12 +650,10 @@ def failing(what: str) -> Iterator[None]:
     """Let one part of a save fail."""
     owner, name, stand_in = {
         "adapter": (adapter_folder, "save_file", FullDisk(adapter_folder.save_file, "adapter_model.safetensors")),
-        "state": (torch.distributed.checkpoint.state_dict_saver, "_storage_setup", lambda *args, **kwargs: None),
+        "state": (FileSystemWriter, "write_data", full_on_the_last_rank),
         "extra": (Path, "write_bytes", no_space_for_extra),
         "rename": (atomic, "_exchanged", FullDisk(atomic._exchanged, "kept.ckpt")),
     }[what]
-    if what == "state":
-        stand_in = lambda writer, path, reader=False: FullFileSystem(path)  # noqa: E731
     real = getattr(owner, name)
     setattr(owner, name, stand_in)
     try:

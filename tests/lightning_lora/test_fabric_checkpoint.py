@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "load into the wrong kind": ("ValueError", "holds a sharded model or an optimizer under this name"),
     "load another name": ("ValueError", "is a model that was set up"),
     "load other groups": ("ValueError", "has 1 parameter groups, the one to fill 2"),
-    "load a Trainer's": ("ValueError", "was written by Trainer"),
+    "load a Trainer's": ("ValueError", "was written by Lightning's Trainer"),
     "load objects": ("ValueError", "weights_only=False"),
     "resume Fabric's in Trainer": ("ValueError", "was written by Fabric"),
     "a model twice": ("ValueError", "state['model'] and state['ema'] are the same model"),

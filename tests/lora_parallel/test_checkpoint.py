@@ -470,7 +470,11 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
     ),
     "meta.json of another kind": (lambda path: (path / "meta.json").write_text("[]"), "ValueError", "meta.json is"),
     "a later format": (lambda path: edited(path / "meta.json", format=3), "ValueError", "format 3; this version reads"),
-    "another writer": (lambda path: edited(path / "meta.json", writer="Trainer"), "ValueError", "written by Trainer"),
+    "another writer": (
+        lambda path: edited(path / "meta.json", writer="Trainer"),
+        "ValueError",
+        "written by Lightning's Trainer",
+    ),
     "adapter is cut": (
         lambda path: cut(path / "adapter" / "adapter_model.safetensors", 99),
         "ValueError",
