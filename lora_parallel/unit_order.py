@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,12 +56,22 @@ class _Place:
 
 
 class UnitOrder:
-    """The steps of one model's passes, and where this rank is in them. Equal on all ranks, as each step was."""
+    """The steps of this process's passes, and where it is in them. Equal on all ranks, as each step was.
+
+    One for all models: two ranks that run two models in another order each would pair the units of the one with those
+    of the other.
+    """
 
     def __init__(self) -> None:
         self._starts: dict[str, _Place] = {}
         self._place: _Place | None = None
         self._accumulates = False
+        self._models = 0
+
+    def number(self) -> int:
+        """Return the number of a model that is new here."""
+        self._models += 1
+        return self._models
 
     def begin(self, kind: str, accumulates: bool) -> None:
         """Begin a forward.
@@ -162,15 +173,25 @@ class _Reduction(_Allocates):
         return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-def compare_order(model: nn.Module) -> UnitOrder:
-    """Have the units of a model that FSDP2 shards compare their order between ranks, and return what knows it."""
-    order = UnitOrder()
+_orders: WeakKeyDictionary[Any, UnitOrder] = WeakKeyDictionary()
+"""By the default process group."""
+
+
+def compare_order(model: nn.Module) -> tuple[UnitOrder, str]:
+    """Have the units of a model that FSDP2 shards compare their order between ranks.
+
+    Returns:
+        What knows the order, and what it calls the model.
+    """
+    order = _orders.setdefault(dist.group.WORLD, UnitOrder())
+    number = order.number()
+    called = class_of(model).__name__ + (f" (model {number})" if number > 1 else "")
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            unit, comm = name or class_of(model).__name__, cast(Any, module)  # the classes of `comm` are not exported
+            unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
             comm.set_custom_all_gather(_Gather(order, unit))
             comm.set_custom_reduce_scatter(_Reduction(order, unit))
-    return order
+    return order, called
 
 
 def refuse_layer_drop(model: nn.Module) -> None:

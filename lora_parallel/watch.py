@@ -52,7 +52,7 @@ class StepWatch:
         count: Advanced by each training forward.
         gradients: Emptied after a failed step.
         context: Of its tensor parallel units; None where tp is 1.
-        order: Of its FSDP2 units; None where it has none.
+        order: Of its FSDP2 units, and what that calls the model; None where it has none.
         trials: Of its plan, on the first batch.
         recoveries: What others have to do after a failed step.
     """
@@ -64,7 +64,7 @@ class StepWatch:
         count: ForwardCount,
         gradients: PartialGradients,
         context: TPContext | None,
-        order: UnitOrder | None,
+        order: tuple[UnitOrder, str] | None,
         trials: Sequence[Trial] = (),
         recoveries: Sequence[Callable[[], None]] = (),
     ) -> None:
@@ -75,6 +75,7 @@ class StepWatch:
         self._gradients = gradients
         self._context = context
         self._order = order
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._substitutes = Substitutes(model)
         self._unfinished = UnfinishedGradients(model, gradients.parameters)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
@@ -96,6 +97,8 @@ class StepWatch:
             self._has_values = True
         if self._in_forward or self._in_backward:
             self._recover(model)
+        for unit in self._units:
+            unit.reshard()  # what a forward without a backward has left gathered may be older than the last step
         self._substitutes.refuse(model)
         if isinstance(model, FSDPModule):
             self._check_fsdp()
@@ -109,8 +112,9 @@ class StepWatch:
                 refuse_layer_drop(model)
                 self._trained_once = True
             accumulates = model.training and torch.is_grad_enabled() and not self._gradients.synchronise
-            kind = "training" if model.training else "evaluation"
-            self._order.begin(f"forward for {kind}{' in no_sync' if accumulates else ''}", accumulates)
+            mode = "training" if model.training else "evaluation"
+            sequence, called = self._order
+            sequence.begin(f"forward of {called} for {mode}{' in no_sync' if accumulates else ''}", accumulates)
         self._count.advance(model.training)
         if model.training in self._unchecked:
             self._unchecked.discard(model.training)
@@ -157,7 +161,7 @@ class StepWatch:
         for recovery in self._recoveries:
             recovery()
         if self._order is not None:
-            self._order.forget_place()
+            self._order[0].forget_place()
         if isinstance(model, FSDPModule):
             if not hasattr(model, "reset_iter_state"):
                 raise RuntimeError(

@@ -19,6 +19,7 @@ CASES = {
     "tied": Case(steps=1, sizes={"tie_word_embeddings": True}),
     "adapted ends": Case(steps=1, lora={"target_modules": [*SEVEN, "embed_tokens", "lm_head"]}),
 }
+TWO_STEPS = Case(steps=2, lora=CASES["adapted ends"].lora)
 MESHES = ["2x1", "1x2", "2x2", "2x2x1"]
 
 
@@ -72,6 +73,32 @@ def called(mesh_text: str, name: str) -> dict[str, Any]:
     model(input_ids=ids, labels=ids).loss.backward()
     found["afterwards"] = {n: full(p.grad) for n, p in trained(model).items()}
     return found
+
+
+def two_steps(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients of a second step, with a forward that no backward follows ahead of the first one's end."""
+    optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
+    for ids in batches:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = {n: full(p.grad) for n, p in trained(model).items()}
+        model(input_ids=ids)
+        optimizer.step()
+    return gradients
+
+
+def looked_between(mesh_text: str, reshard_after_forward: bool) -> dict[str, Tensor]:
+    mesh, config = on_mesh(mesh_text, reshard_after_forward=reshard_after_forward)
+    model = parallelize(TWO_STEPS.model(), mesh, config)
+    return two_steps(model, [batch.chunk(dp_size(mesh))[dp_rank(mesh)] for batch in TWO_STEPS.batches()])
+
+
+@pytest.mark.parametrize(("mesh", "reshard"), [("2x1", True), ("2x1", False), ("2x2", True)])
+def test_weights_that_a_forward_left_gathered_are_not_those_of_the_next(pool, mesh, reshard):
+    """A forward for a metric, without no_grad: the head's adapter has trained when the next one comes."""
+    want = two_steps(TWO_STEPS.model(), TWO_STEPS.batches())
+    for got in pool.run(ranks_of(mesh), looked_between, mesh, reshard):
+        assert relative_error(got, want) <= 1e-12
 
 
 @cache

@@ -95,7 +95,7 @@ def check_told(raised: Failure, units: tuple[str, ...]) -> None:
     assert "ranks make different calls: rank " in raised.message
     assert "must run the same blocks in the same order: turn LayerDrop off" in raised.message
     for unit in units:
-        assert f"gather of base_model.model.model.{unit} (called at " in raised.message
+        assert f"gather of base_model.model.model.{unit} of PeftModelForCausalLM" in raised.message
 
 
 @pytest.mark.parametrize("mesh", ["2x1", "2x2", "2x2x1"])
@@ -121,6 +121,23 @@ def test_ranks_that_part_after_steps_alike_are_all_told(pool, mesh, kind, units)
     """One of them waits in a gather by then, which nobody joins; it finds out that another rank asks."""
     for raised in pool.try_run(ranks_of(mesh), part_later, mesh, kind):
         check_told(raised, units)
+
+
+def models_in_turn(usual: bool) -> None:
+    """Two models of one class, which the second dp row runs in the other order."""
+    first, second = Steps("2x1"), Steps("2x1")
+    with first:
+        for steps in (first, second, first, second) if usual else ():
+            steps.train(0, ALL)
+        for steps in (second, first) if first.row else (first, second):
+            steps.train(1, ALL)
+
+
+@pytest.mark.parametrize("usual", [False, True])
+def test_two_models_are_told_apart(pool, usual):
+    for raised in pool.try_run(2, models_in_turn, usual):
+        assert "ranks make different calls: rank 0 " in raised.message, raised
+        assert ", rank 1 forward of PeftModelForCausalLM" in raised.message
 
 
 SCHEDULE = [ALL, ALL, [0, 2, 4], ALL, [0, 2, 4], [1, 5]]
