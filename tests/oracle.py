@@ -124,8 +124,8 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """The parameters that train; one without elements does not, though PEFT may have it so (`bias="all"`)."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
 
 
 def reference(case: Case) -> Run:
