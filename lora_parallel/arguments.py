@@ -48,7 +48,7 @@ def suggest_arguments(kind: type[T]) -> type[T]:
 
 
 def _arguments(kind: type, last: type) -> list[str]:
-    """What may be given by name, with what subclasses add to it."""
+    """List the arguments that may be given by name, with those that subclasses add."""
     found: dict[str, None] = {}
     for each in kind.__mro__[: kind.__mro__.index(last) + 1]:
         if "__init__" in each.__dict__:

@@ -1,4 +1,4 @@
-"""Which call writes a checkpoint of this format, and which one reads what that has written."""
+"""Name the call that wrote a checkpoint of this format, and the one that reads it."""
 
 from __future__ import annotations
 

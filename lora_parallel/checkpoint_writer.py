@@ -109,7 +109,7 @@ class _Save:
         self._record = b""
         self._meta: dict[str, Any] = {}
         self.state_writer = ChecksummedWriter(self.folder / STATE)
-        """What writes the shards of all ranks."""
+        """Writes the shards of all ranks, and keeps the checksums of their files."""
 
     @property
     def folder(self) -> Path:

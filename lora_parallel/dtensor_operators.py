@@ -55,7 +55,7 @@ def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What `GradScaler.unscale_` and `step` do with gradients: divide by the scale, and note whether one is not finite.
+    """Divide gradients by the scale, and note whether one is not finite, for `GradScaler.unscale_` and `step`.
 
     Every rank of every mesh that a gradient is on learns of it: one all-reduce of a number for each axis, only where a
     scaler is used. All ranks then step or skip together, and change the scale alike.

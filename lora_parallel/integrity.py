@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files have the bytes that were written: each rank notes and checks the checksums of some."""
+"""Find changed bytes in a checkpoint: each rank notes checksums of what it writes, and checks those of some files."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.agreement import agreed
 from lora_parallel.dropout import ForwardCount
-from lora_parallel.gather import reshard
 from lora_parallel.grads import PartialGradients
 from lora_parallel.names import innermost
 from lora_parallel.nests import tensors_in
@@ -97,8 +96,7 @@ class StepWatch:
             self._has_values = True
         if self._in_forward or self._in_backward:
             self._recover(model)
-        for unit in self._units:
-            unit.reshard()  # what a forward without a backward has left gathered may be older than the last step
+        self._reshard()  # what a forward without a backward has left gathered may be older than the last step
         self._substitutes.refuse(model)
         if isinstance(model, FSDPModule):
             self._check_fsdp()
@@ -144,8 +142,12 @@ class StepWatch:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(backward_begins)
-        if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
-            reshard(model)  # no backward will come to do it, and parameters() must give the sharded ones
+        if not torch.is_grad_enabled():
+            self._reshard()  # no backward will come to do it, and parameters() must give the sharded ones
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
 
     def _backward_ends(self) -> None:
         self._in_backward = False
@@ -169,14 +171,13 @@ class StepWatch:
                     "from a checkpoint, or use torch 2.13, which can."
                 )
             model.reset_iter_state()
-            for unit in model.modules():  # what no_sync had accumulated is on the gathered parameters
-                if isinstance(unit, FSDPModule):
-                    unit.unshard()
-                    for module in unit.modules():
-                        for key, held in module._parameters.items():
-                            if held is not None and (module, key) in self._known:  # tenants keep theirs
-                                held.grad = None
-                    unit.reshard()
+            for unit in self._units:  # what no_sync had accumulated is on the gathered parameters
+                unit.unshard()
+                for module in unit.modules():
+                    for key, held in module._parameters.items():
+                        if held is not None and (module, key) in self._known:  # tenants keep theirs
+                            held.grad = None
+                unit.reshard()
 
     def _check_fsdp(self) -> None:
         if torch.is_inference_mode_enabled():

@@ -162,7 +162,7 @@ def hold_as_bytes(model: nn.Module) -> None:
 
 
 def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """As transformers' own, for which a quantised weight counts as many as it stands for; Trainer's FLOPs follow it."""
+    """Count parameters as transformers does: a quantised weight as the dense one. Trainer's FLOPs follow from it."""
     held = {each for each in model.modules() if isinstance(each, Quantised)}
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
     apart = embeddings | {layer._parameters[key] for layer in held for key in ("weight", *layer.scales)}
