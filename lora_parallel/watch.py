@@ -23,6 +23,7 @@ from lora_parallel.tp_context import TPContext
 from lora_parallel.trial import Trial
 from lora_parallel.unfinished_gradients import UnfinishedGradients
 from lora_parallel.unit_order import UnitOrder, refuse_layer_drop
+from lora_parallel.unused_parameters import UnusedParameters
 from lora_parallel.upstream import in_backward, queue_after_backward
 from lora_parallel.verify import check_values, verify_same_batch
 
@@ -77,6 +78,7 @@ class StepWatch:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._substitutes = Substitutes(model)
         self._unfinished = UnfinishedGradients(model, gradients.parameters)
+        self._unused = UnusedParameters(model, mesh, gradients)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._known = {(module, key) for module in model.modules() for key in module._parameters}
@@ -135,6 +137,7 @@ class StepWatch:
             if not self._in_backward:
                 self._in_backward = True
                 self._unfinished.check_hooks()
+                self._unused.begin()
                 # From here, not from a layer: a reentrant checkpoint runs the layers in backward passes of their own.
                 self._gradients.begin()
                 queue_after_backward(self._backward_ends)
@@ -158,6 +161,7 @@ class StepWatch:
             log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
         self._in_forward = self._in_backward = False
         self._gradients.drop()
+        self._unused.drop()
         for parameter in self._trained:
             parameter.grad = None
         for recovery in self._recoveries:
