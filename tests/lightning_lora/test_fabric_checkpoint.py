@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "load other groups": ("ValueError", "has 1 parameter groups, the one to fill 2"),
     "load a Trainer's": ("ValueError", "was written by Lightning's Trainer"),
     "load objects": ("ValueError", "weights_only=False"),
-    "resume Fabric's in Trainer": ("ValueError", "was written by Fabric"),
+    "resume Fabric's in Trainer": ("ValueError", "was written by fabric.save"),
     "a model twice": ("ValueError", "state['model'] and state['ema'] are the same model"),
     "a name with a dot": ("ValueError", "state['my.model'] is a model, and no model can have that name"),
     "a name with a slash": ("ValueError", "state['/model'] is a model"),
