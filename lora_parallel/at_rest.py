@@ -8,7 +8,8 @@ would then compute with a shard of its shard, in silence. Here it gets its weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.nests import tensors_in
+from lora_parallel.upstream import in_backward
 
 __all__ = ["gather_for_calls", "is_at_rest"]
 
@@ -26,37 +28,47 @@ def is_at_rest(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names != ("tp",)
 
 
-def gather_for_calls(model: nn.Module) -> None:
+def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module]) -> None:
     """Gather the root unit's weights for a module in it that is called by itself, and let go of them afterwards.
 
     Args:
         model: The root unit of FSDP2.
+        tied: Its layers that share a unit with layers elsewhere, which FSDP2 takes for one forward of all of them. One
+            that is called by itself is refused.
     """
     root = _Root(model)
+    names = {module: name for name, module in model.named_modules()}
+    for layer in tied:
+        layer.register_forward_pre_hook(partial(root.refuse, names[layer]), prepend=True)
     for name, module in _below(model, ""):
+        if module in tied:
+            continue
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(root.begin, prepend=True)
-        elif (first := _first_parameter(module)) is not None:
+        elif (first := _first_at_rest(module)) is not None:
             call = _Call(root, name, *first)
             module.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True)
             module.register_forward_hook(call.after, always_call=True)
 
 
 def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The units below the root, and the modules of the root unit that hold no other unit, with their names."""
+    """The units below the root, and the modules of the root unit, with their names."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
-        if isinstance(child, FSDPModule):
-            yield name, child
-            continue
-        if not any(isinstance(each, FSDPModule) for each in child.modules()):
-            yield name, child
-        yield from _below(child, f"{name}.")
+        yield name, child
+        if not isinstance(child, FSDPModule):
+            yield from _below(child, f"{name}.")
 
 
-def _first_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
-    """A parameter's holder and its name there: the parameter itself is another one when it is gathered."""
-    return next(((m, key) for m in module.modules() for key, p in m._parameters.items() if p is not None), None)
+def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
+    """The holder of a parameter that a call of `module` needs gathered, and its name there.
+
+    By name, as the parameter is another one when it is gathered. The parts of a module that holds units are called by
+    it in turn: here what is its own is looked at.
+    """
+    whole = not any(isinstance(each, FSDPModule) for each in module.modules())
+    held = ((m, key, p) for m in (module.modules() if whole else [module]) for key, p in m._parameters.items())
+    return next(((m, key) for m, key, p in held if p is not None and is_at_rest(p)), None)
 
 
 class _Root:
@@ -64,11 +76,23 @@ class _Root:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
-        self._begun = False
+        self._begun = self._runs = False
         model.register_forward_pre_hook(self._begins, prepend=True)
+        model.register_forward_hook(self._ends, always_call=True)
 
     def _begins(self, *_: Any) -> None:
-        self._begun = True
+        self._begun = self._runs = True
+
+    def _ends(self, *_: Any) -> None:
+        self._runs = False
+
+    def refuse(self, name: str, *_: Any) -> None:
+        """Called as the layer `name` is."""
+        if not self._runs and not in_backward():
+            raise RuntimeError(
+                f"{name} was called outside of the model's forward, and shares a weight with a layer of another block, "
+                "so that FSDP2 runs both or none: call the model that was parallelized, not a part of it."
+            )
 
     def begin(self, *_: Any) -> None:
         """Be the root, if the model has not been called yet. Collective."""

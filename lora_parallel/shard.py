@@ -139,9 +139,9 @@ def parallelize(
         _checkpoint_activations(model, blocks)
     order = None
     if _wants_fsdp(mesh, config):
-        _shard_for_dp(model, blocks, mesh, config)
+        tied = _shard_for_dp(model, blocks, mesh, config)
         order = compare_order(model)
-        gather_for_calls(model)
+        gather_for_calls(model, tied)
     with agreed():
         if late is not None:
             late.draw(config.seed, mesh.device_type)
@@ -302,8 +302,14 @@ def _check_scalars(model: nn.Module) -> None:
             )
 
 
-def _shard_for_dp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig) -> None:
-    """One FSDP2 unit a block and one for the rest; a block's base and adapters are one unit, hence one all-gather."""
+def _shard_for_dp(
+    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig
+) -> list[nn.Module]:
+    """One FSDP2 unit a block and one for the rest; a block's base and adapters are one unit, hence one all-gather.
+
+    Returns:
+        The layers that share a unit with layers of another block, as they share a weight.
+    """
     sharding: dict[str, Any] = {
         "mesh": dp_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
@@ -314,12 +320,13 @@ def _shard_for_dp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, c
     tied = _tied_across(model, blocks)
     for layers in tied:
         fully_shard(layers, reshard_after_forward=False, **sharding)  # in use from the first of them to the last
-    inside = {layer for layers in tied for layer in layers}
+    inside = [layer for layers in tied for layer in layers]
     for block in blocks:
         if block not in inside:
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
     # The root's weights (embedding, head) are needed again as backward starts: they stay gathered until its end.
     fully_shard(model, reshard_after_forward=False, **sharding)
+    return inside
 
 
 def _tied_across(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:

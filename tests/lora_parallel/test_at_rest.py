@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lora_parallel import parallelize
 from lora_parallel.mesh import dp_rank, dp_size
-from tests.oracle import SEVEN, Case, full, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import SEVEN, Case, fill_adapters, full, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
 CASES = {
@@ -143,3 +144,146 @@ def test_what_is_called_by_itself_computes_as_in_one_process(pool, mesh, name):
         if "q_proj" in found and mesh == "2x2":
             assert "q_proj was called by itself, while FSDP2 holds" in found["q_proj"].message
         assert relative_error(found["afterwards"], want["afterwards"]) <= 1e-12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.a(x))
+
+
+class Tied(nn.Module):
+    """Three blocks, of which the last has the first one's weight."""
+
+    _no_split_modules = ["Block"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+        self.layers[2].a.weight = self.layers[0].a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = get_peft_model(Tied().double(), LoraConfig(r=2, target_modules=["a"])).double()
+    fill_adapters(model)
+    return model.train()
+
+
+class Querying(nn.Module):
+    """A trunk with a parameter of its own beside its blocks, as the query tokens of BLIP-2, and a frozen scalar."""
+
+    _no_split_modules = ["Block"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Trunk()
+        self.head = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.linspace(-1, 1, 16))
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.query
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scaled(nn.Module):
+    """Its first parameter is one that FSDP2 leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) * self.scale
+
+
+def querying() -> nn.Module:
+    torch.manual_seed(0)
+    model = get_peft_model(Querying(), LoraConfig(r=2, target_modules=["a"])).double()
+    fill_adapters(model)
+    return model.train()
+
+
+def called_with_own_parameters(mesh_text: str) -> dict[str, Any]:
+    mesh, config = on_mesh(mesh_text)
+    model = parallelize(querying(), mesh, config)
+    base = model.get_base_model()
+    found: dict[str, Any] = {}
+    for part in ("trunk", "head"):
+        with torch.no_grad():
+            found[part] = attempt(getattr(base, part), TIED_DATA)
+    found["trunk in training"] = attempt(base.trunk, TIED_DATA.clone().requires_grad_())
+    found["model"] = model(TIED_DATA).detach()
+    return found
+
+
+def test_a_module_with_parameters_of_its_own_beside_blocks(pool):
+    plain = querying().get_base_model()
+    want = {"trunk": plain.trunk(TIED_DATA), "head": plain.head(TIED_DATA), "model": plain(TIED_DATA)}
+    for found in pool.run(2, called_with_own_parameters, "2x1"):
+        raised = found.pop("trunk in training")
+        assert isinstance(raised, Failure)
+        assert "trunk was called by itself in training" in raised.message
+        assert relative_error(found, {name: value.detach() for name, value in want.items()}) <= 1e-12
+
+
+TIED_DATA = torch.linspace(-1, 1, 4 * 3 * 16, dtype=torch.float64).view(4, 3, 16)
+
+
+def tied_steps(model: nn.Module, data: Tensor, parts: list[str]) -> tuple[dict[str, Tensor], list[Any]]:
+    """The gradients of the second of two steps, and what came of calling parts ahead of each."""
+    optimizer = torch.optim.SGD(trained(model).values(), lr=0.5)
+    came = []
+    for _ in range(2):
+        for part in parts:
+            with torch.no_grad():
+                came.append(attempt(model.get_submodule(part), data))
+        optimizer.zero_grad()
+        model(data).pow(2).mean().backward()
+        gradients = {n: full(p.grad) for n, p in trained(model).items()}
+        optimizer.step()
+    return gradients, came
+
+
+def tied_on_mesh(mesh_text: str) -> tuple[dict[str, Tensor], list[Any]]:
+    mesh, config = on_mesh(mesh_text)
+    model = parallelize(tied(), mesh, config)
+    data = TIED_DATA.chunk(dp_size(mesh))[dp_rank(mesh)]
+    layers = "base_model.model.layers"
+    return tied_steps(model, data, [f"{layers}.2.a", f"{layers}.0", f"{layers}.1"])
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "2x1x1"])
+def test_a_layer_that_is_tied_to_another_blocks_is_not_called_by_itself(pool, mesh):
+    """FSDP2 takes both layers for one unit, and would go on in the middle of it."""
+    want, _ = tied_steps(tied(), TIED_DATA, [])
+    for got, came in pool.run(2, tied_on_mesh, mesh):
+        for index, answer in enumerate(came):
+            if index % 3 == 2:
+                assert isinstance(answer, Tensor)
+                continue
+            refused = f"base_model.model.layers.{[2, 0][index % 3]}.a was called outside of the model's forward"
+            assert isinstance(answer, Failure), (index, answer)
+            assert refused in answer.message
+            assert "call the model that was parallelized" in answer.message
+        assert relative_error(got, want) <= 1e-12
