@@ -44,8 +44,10 @@ def _watch_steps() -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"] if _REPLACED in p.__dict__]
-    if held:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [p for p in parameters if _REPLACED in p.__dict__]
+    # Another model that shares a weight with the one that was sharded goes on with the old one, and trains.
+    if held and (any(p.requires_grad and p.grad is None for p in held) or all(p.grad is None for p in parameters)):
         name, where = getattr(max(held, key=lambda parameter: parameter.requires_grad), _REPLACED)
         more = f" and {len(held) - 1} more" if len(held) > 1 else ""
         raise RuntimeError(

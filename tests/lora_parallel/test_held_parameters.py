@@ -68,3 +68,21 @@ def step_on_one_rank() -> list[Any]:
 def test_one_rank_replaces_nothing(pool):
     ((found,),) = pool.run(1, step_on_one_rank)
     assert found is None
+
+
+def step_of_a_model_that_shares_a_weight() -> tuple[Any, dict[str, Any]]:
+    mesh, config = on_mesh("2x1")
+    other, model = CASE.model(), CASE.model()
+    model.get_input_embeddings().weight = other.get_input_embeddings().weight
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    parallelize(model, mesh, config)
+    (batch,) = CASE.batches()
+    before = {name: p.detach().clone() for name, p in trained(other).items()}
+    other(input_ids=batch, labels=batch).loss.backward()
+    return attempt(optimizer.step), {name: torch.equal(p, before[name]) for name, p in trained(other).items()}
+
+
+def test_another_model_that_shares_a_weight_trains_on(pool):
+    for raised, unchanged in pool.run(2, step_of_a_model_that_shares_a_weight):
+        assert raised is None
+        assert not any(unchanged.values())
