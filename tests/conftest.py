@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,21 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
+"""Meshes that have no mechanism which 1x1, 2x1, 1x2, 2x2, 2x1x1 and 2x2x1 lack."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make oracle-table` what a test runs on more ranks of the same kind, if it has another mesh at all."""
+    functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
+    for item in items:
+        arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)
+        functions[item.nodeid.partition("[")[0]].append((item, more))
+    for cases in functions.values():
+        if not all(more for _, more in cases) and cases[0][0].get_closest_marker("every_mesh") is None:
+            for item, more in cases:
+                if more:
+                    item.add_marker("matrix")
