@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from lora_parallel.gather import class_of
 from lora_parallel.rendezvous import is_awaited_by, is_done, meet
 
-__all__ = ["UnitOrder", "compare_order", "refuse_layer_drop"]
+__all__ = ["ModelOrder", "UnitOrder", "compare_order", "refuse_layer_drop"]
 
 # torch 2.13 renames both.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -121,6 +121,20 @@ _REMEDY = (
 )
 
 
+@dataclass(slots=True)
+class ModelOrder:
+    """One model's part in the order."""
+
+    order: UnitOrder
+    called: str
+    reductions: int = 0
+    """Of units so far. A pass in which FSDP2 was told not to synchronise has none."""
+
+    def begin(self, kind: str, accumulates: bool) -> None:
+        """Begin a forward of the model, as `UnitOrder.begin`."""
+        self.order.begin(f"forward of {self.called} {kind}", accumulates)
+
+
 class _Allocates:
     """The half of FSDP2's interface for communication that stays as it is."""
 
@@ -150,15 +164,16 @@ class _Gather(_Allocates):
 class _Reduction(_Allocates):
     """The reduction of a unit's gradients, over replicas alone where no axis shards it."""
 
-    def __init__(self, order: UnitOrder, unit: str) -> None:
-        self._order = order
+    def __init__(self, model: ModelOrder, unit: str) -> None:
+        self._model = model
         self._step = f"reduction of {unit}"
         self._allocated = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Twice a reduction, for its input and its output, and the one thing that is always called ahead of it.
         if not self._allocated:
-            self._order.take(self._step)
+            self._model.order.take(self._step)
+            self._model.reductions += 1
         self._allocated = not self._allocated
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -177,21 +192,18 @@ _orders: WeakKeyDictionary[Any, UnitOrder] = WeakKeyDictionary()
 """By the default process group."""
 
 
-def compare_order(model: nn.Module) -> tuple[UnitOrder, str]:
-    """Have the units of a model that FSDP2 shards compare their order between ranks.
-
-    Returns:
-        What knows the order, and what it calls the model.
-    """
+def compare_order(model: nn.Module) -> ModelOrder:
+    """Have the units of a model that FSDP2 shards compare their order between ranks."""
     order = _orders.setdefault(dist.group.WORLD, UnitOrder())
     number = order.number()
     called = class_of(model).__name__ + (f" (model {number})" if number > 1 else "")
+    ordered = ModelOrder(order, called)
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
             comm.set_custom_all_gather(_Gather(order, unit))
-            comm.set_custom_reduce_scatter(_Reduction(order, unit))
-    return order, called
+            comm.set_custom_reduce_scatter(_Reduction(ordered, unit))
+    return ordered
 
 
 def refuse_layer_drop(model: nn.Module) -> None:

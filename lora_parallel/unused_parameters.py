@@ -9,7 +9,7 @@ gradient at all, as in one process, so that an optimizer passes them over and de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from lora_parallel.grads import PartialGradients
 from lora_parallel.mesh import AXES
 from lora_parallel.unfinished_gradients import PostponedHooks
+from lora_parallel.unit_order import ModelOrder
 from lora_parallel.upstream import queue_after_backward
 
 __all__ = ["UnusedParameters"]
@@ -33,34 +34,33 @@ class UnusedParameters:
     Args:
         model: The sharded model.
         mesh: Its mesh.
-        partial_gradients: Of its tensor parallelism. A pass that does not synchronise them reduces nothing over dp.
+        partial_gradients: Of its tensor parallelism.
+        order: Of its FSDP2 units; None where it has none.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, partial_gradients: PartialGradients) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, partial_gradients: PartialGradients, order: ModelOrder | None
+    ) -> None:
         axes = [axis for axis in AXES if axis != "tp" and mesh[axis].size() > 1]
-        self._groups = [mesh.get_group(axis) for axis in axes] if isinstance(model, FSDPModule) else []
+        self._groups = [mesh.get_group(axis) for axis in axes] if order is not None else []
         self._trained = [p for p in model.parameters() if p.requires_grad] if self._groups else []
         self._device = mesh.device_type
         self._partial = partial_gradients
+        self._order = order
+        self._reductions = 0
         self._used: set[int] = set()
         self._had_gradient: list[bool] | None = None
         self._hooks = PostponedHooks()
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
         for module in model.modules():
             if self._trained and isinstance(module, FSDPModule):
-                held = [
-                    (owner, key, index_of[parameter])
-                    for owner in _modules_of(cast(nn.Module, module))
-                    for key, parameter in owner._parameters.items()
-                    if parameter in index_of
-                ]
-                if held:
-                    _Unit(module, held, self)
+                _Unit(module, index_of, self)
 
     def begin(self) -> None:
         """Called as a backward pass begins, before `PartialGradients.begin`."""
         if self._trained and self._had_gradient is None:
             self._had_gradient = [parameter.grad is not None for parameter in self._trained]
+            self._reductions = cast(ModelOrder, self._order).reductions
             self._hooks.postpone(self._whole())
             queue_after_backward(self._end)
 
@@ -80,7 +80,7 @@ class UnusedParameters:
         had, self._had_gradient = self._had_gradient, None
         assert had is not None
         self._hooks.restore()
-        if not self._partial.synchronise:
+        if cast(ModelOrder, self._order).reductions == self._reductions:  # all ranks accumulate
             return
         used = torch.tensor([index in self._used for index in range(len(had))], dtype=torch.uint8, device=self._device)
         for group in self._groups:
@@ -101,16 +101,22 @@ class UnusedParameters:
 class _Unit:
     """One of FSDP2's units, whose gathered parameters tell when a gradient reaches them."""
 
-    def __init__(self, module: FSDPModule, held: list[tuple[nn.Module, str, int]], parameters: UnusedParameters) -> None:
-        self._held = held
-        self._known: list[Tensor | None] = [None] * len(held)
+    def __init__(self, unit: FSDPModule, index_of: Mapping[nn.Parameter, int], parameters: UnusedParameters) -> None:
+        module = cast(nn.Module, unit)
+        self._held = [
+            (owner, key, index_of[parameter])
+            for owner in _modules_of(module)
+            for key, parameter in owner._parameters.items()
+            if parameter is not None and parameter in index_of
+        ]
+        self._known: list[Tensor | None] = [None] * len(self._held)
         self._parameters = parameters
         # torch 2.13 has it. It sends zeros of the gathered parameter's dtype, where a pass in no_sync may have left
         # others with gradients of reduce_dtype, which cannot be sent together.
-        self._sends_zeros = hasattr(module, "set_reduce_scatter_unused_params")
+        self._sends_zeros = hasattr(unit, "set_reduce_scatter_unused_params")
         if self._sends_zeros:
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-        cast(nn.Module, module).register_forward_pre_hook(self._begin)
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        module.register_forward_pre_hook(self._begin)
 
     def _begin(self, *call: Any) -> None:
         """Called as the unit's forward begins, after FSDP2 has gathered its parameters."""

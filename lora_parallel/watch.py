@@ -22,7 +22,7 @@ from lora_parallel.substitutes import Substitutes
 from lora_parallel.tp_context import TPContext
 from lora_parallel.trial import Trial
 from lora_parallel.unfinished_gradients import UnfinishedGradients
-from lora_parallel.unit_order import UnitOrder, refuse_layer_drop
+from lora_parallel.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.unused_parameters import UnusedParameters
 from lora_parallel.upstream import in_backward, queue_after_backward
 from lora_parallel.verify import check_values, verify_same_batch
@@ -52,7 +52,7 @@ class StepWatch:
         count: Advanced by each training forward.
         gradients: Emptied after a failed step.
         context: Of its tensor parallel units; None where tp is 1.
-        order: Of its FSDP2 units, and what that calls the model; None where it has none.
+        order: Of its FSDP2 units; None where it has none.
         trials: Of its plan, on the first batch.
         recoveries: What others have to do after a failed step.
     """
@@ -64,7 +64,7 @@ class StepWatch:
         count: ForwardCount,
         gradients: PartialGradients,
         context: TPContext | None,
-        order: tuple[UnitOrder, str] | None,
+        order: ModelOrder | None,
         trials: Sequence[Trial] = (),
         recoveries: Sequence[Callable[[], None]] = (),
     ) -> None:
@@ -78,7 +78,7 @@ class StepWatch:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._substitutes = Substitutes(model)
         self._unfinished = UnfinishedGradients(model, gradients.parameters)
-        self._unused = UnusedParameters(model, mesh, gradients)
+        self._unused = UnusedParameters(model, mesh, gradients, order)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._known = {(module, key) for module in model.modules() for key in module._parameters}
@@ -113,8 +113,7 @@ class StepWatch:
                 self._trained_once = True
             accumulates = model.training and torch.is_grad_enabled() and not self._gradients.synchronise
             mode = "training" if model.training else "evaluation"
-            sequence, called = self._order
-            sequence.begin(f"forward of {called} for {mode}{' in no_sync' if accumulates else ''}", accumulates)
+            self._order.begin(f"for {mode}{' in no_sync' if accumulates else ''}", accumulates)
         self._count.advance(model.training)
         if model.training in self._unchecked:
             self._unchecked.discard(model.training)
@@ -167,7 +166,7 @@ class StepWatch:
         for recovery in self._recoveries:
             recovery()
         if self._order is not None:
-            self._order[0].forget_place()
+            self._order.order.forget_place()
         if isinstance(model, FSDPModule):
             if not hasattr(model, "reset_iter_state"):
                 raise RuntimeError(

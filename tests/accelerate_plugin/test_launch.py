@@ -13,7 +13,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
-from accelerate_plugin import cli, config_file
+from accelerate_plugin import cli, config_file, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,20 +125,32 @@ def test_what_launch_refuses(tmp_path, arguments, changes, message):
         cli.launch(["--config_file", str(tmp_path / "none.yaml"), "train.py"])
 
 
-def test_the_module_says_why_it_will_not_run(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (["train.py"], {}, "distributed_type: FSDP"),
+        (["train.py"], {"ACCELERATE_USE_CPU": "True"}, "Leave --cpu out"),
+        ([], {"ACCELERATE_USE_FSDP": "true"}, "usage:"),
+        (["none.py"], {"ACCELERATE_USE_FSDP": "true"}, "no such script"),
+    ],
+)
+def test_the_module_says_why_it_will_not_run(monkeypatch, words, environment, message):
+    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
+        monkeypatch.delenv(key)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit, match=message):
+        launch.main(words)
+
+
+def test_the_module_is_a_command(tmp_path):
     (tmp_path / "train.py").write_text("print('trained')")
     launcher = ["accelerate_plugin.launch", "train.py"]
-    cases: list[tuple[list[str], dict[str, str], str]] = [
-        (launcher, {}, "distributed_type: FSDP"),
-        (launcher, {"ACCELERATE_USE_CPU": "True"}, "Leave --cpu out"),
-        ([launcher[0]], {"ACCELERATE_USE_FSDP": "true"}, "usage:"),
-        ([launcher[0], "none.py"], {"ACCELERATE_USE_FSDP": "true"}, "no such script"),
-    ]
-    for words, environment, message in cases:
-        done = command(*words, cwd=tmp_path, **environment)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+    done = command(*launcher, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "distributed_type: FSDP" in done.stderr
+    assert "Traceback" not in done.stderr
     done = command(*launcher, cwd=tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 

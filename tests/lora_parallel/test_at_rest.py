@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -158,7 +158,7 @@ class Block(nn.Module):
 class Tied(nn.Module):
     """Three blocks, of which the last has the first one's weight."""
 
-    _no_split_modules = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def tied() -> nn.Module:
 class Querying(nn.Module):
     """A trunk with a parameter of its own beside its blocks, as the query tokens of BLIP-2, and a frozen scalar."""
 
-    _no_split_modules = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
 
     def __init__(self) -> None:
         super().__init__()

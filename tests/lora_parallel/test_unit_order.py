@@ -202,10 +202,12 @@ def usual_steps(mesh: str) -> Any:
 
 
 def test_usual_steps_are_compared_with_no_one(pool):
-    """One gather a unit forward, one a block backward, and one reduction a block; nothing of the comparison."""
+    """One gather a unit forward, one a block backward, one reduction a block, and one of what was used; nothing of the
+    comparison.
+    """
     for found in pool.run(2, usual_steps, "2x1"):
-        assert found["step"] == (0, 7 + 6 + 6)
-        assert found["window"] == (0, 4 * (7 + 6) + 6)
+        assert found["step"] == (0, 7 + 6 + 6 + 1)
+        assert found["window"] == (0, 4 * (7 + 6) + 6 + 1)
         assert found["evaluation"][0] == 0
 
 

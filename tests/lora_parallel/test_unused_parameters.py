@@ -1,9 +1,10 @@
-"""Which layers a rank's data reaches inside of a block is its own affair: the step is that of one process all the same."""
+"""Ranks whose data reaches other layers inside of a block train as one process does."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Block(nn.Module):
 class Choosing(nn.Module):
     """Two blocks and a head for each of three tasks: a batch is of one task."""
 
-    _no_split_modules = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,13 +63,22 @@ def choosing(dtype: torch.dtype = torch.float64) -> nn.Module:
 TASKS = [(0, 1), (1, 2), (2, 2), (0, 0), (1, 0), (2, 1)]
 
 
-def train(model: nn.Module, row: int | None, together: int) -> dict[str, Tensor]:
+@contextmanager
+def fsdp_no_sync(model: Any) -> Iterator[None]:
+    """By FSDP2's own setting."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def train(model: nn.Module, row: int | None, together: int, accumulate: Any = no_sync) -> dict[str, Tensor]:
     """Parameters and gradients after each step of AdamW with weight decay, which no parameter without a gradient gets.
 
     Args:
         model: Plain, or sharded.
         row: Of two, which micro batches this rank has; None for both.
         together: How many steps' batches one step of the optimizer takes.
+        accumulate: What keeps the gradients of all but the last of them from being reduced.
     """
     seen: dict[str, Tensor] = {}
     parameters = trained(model)
@@ -80,7 +90,7 @@ def train(model: nn.Module, row: int | None, together: int) -> dict[str, Tensor]
     for step, tasks in enumerate(TASKS):
         ends = (step + 1) % together == 0
         calls.clear()
-        with nullcontext() if ends or row is None else no_sync(model):
+        with nullcontext() if ends or row is None else accumulate(model):
             for micro, task in enumerate(tasks) if row is None else [(row, tasks[row])]:
                 loss = model(data[step, micro].to(next(iter(parameters.values())).dtype), task)
                 (loss / 2 if row is None else loss).backward()
@@ -96,7 +106,9 @@ def train(model: nn.Module, row: int | None, together: int) -> dict[str, Tensor]
     return seen
 
 
-def choose(mesh_text: str, together: int, native: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+def choose(
+    mesh_text: str, together: int, native: bool, settings: dict[str, Any], accumulate: Any = no_sync
+) -> dict[str, Tensor]:
     plan = {"*choices.*.0": "colwise_gather_output", "*choices.*.2": "rowwise_split_input", "heads.*": "replicate"}
     mesh, config = on_mesh(mesh_text, tp_plan=plan, **settings)
     own = FSDPModule.set_reduce_scatter_unused_params
@@ -104,7 +116,7 @@ def choose(mesh_text: str, together: int, native: bool, settings: dict[str, Any]
         if not native:  # as in torch before 2.13
             del FSDPModule.set_reduce_scatter_unused_params
         dtype = torch.float32 if settings else torch.float64
-        return train(parallelize(choosing(dtype), mesh, config), dp_rank(mesh), together)
+        return train(parallelize(choosing(dtype), mesh, config), dp_rank(mesh), together, accumulate)
     finally:
         FSDPModule.set_reduce_scatter_unused_params = own
 
@@ -120,6 +132,14 @@ def test_ranks_that_reach_other_layers_of_a_block_train_as_one_process(pool, mes
             assert any(not want[name] for name in flags), "the tasks reach everything in every step"
             values = want.keys() - set(flags)
             assert relative_error({n: got[n] for n in values}, {n: want[n] for n in values}) < 1e-10
+
+
+def test_gradients_that_fsdp_itself_is_told_not_to_reduce(pool):
+    want = train(choosing(), None, 2)
+    for got in pool.run(2, choose, "2x1", 2, True, {}, fsdp_no_sync):
+        assert [name for name in want if name.endswith("has") and got[name] != want[name]] == []
+        values = [name for name in want if not name.endswith("has")]
+        assert relative_error({n: got[n] for n in values}, {n: want[n] for n in values}) < 1e-10
 
 
 def test_gradients_accumulated_in_another_dtype(pool):
