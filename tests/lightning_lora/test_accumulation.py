@@ -62,6 +62,7 @@ def test_only_the_last_microbatch_reduces(pool, mesh):
             if mesh != "1x2":
                 # The third unit (embedding and head) has nothing that trains.
                 assert change.pop("reduce_scatter over dp_shard") == units - 1
+                assert change.pop("all_reduce over dp_shard") == 1  # which parameters were used
             if mesh == "2x2x2":
-                assert change.pop("all_reduce over dp_replicate") == units - 1
+                assert change.pop("all_reduce over dp_replicate") == units - 1 + 1
             assert not any(change.values())

@@ -166,8 +166,10 @@ def test_adapter_gradients_cost_one_message_a_unit_and_axis(pool, mesh):
         tp = sizes["tp"] > 1
         want_forward = {("all_gather", "dp_shard"): layers + 1}
         want_backward = {("all_gather", "dp_shard"): layers, ("reduce_scatter", "dp_shard"): layers}
+        # and over each of the two axes which parameters were used
+        want_backward["all_reduce", "dp_shard"] = 1
         if sizes["dp_replicate"] > 1:
-            want_backward["all_reduce", "dp_replicate"] = layers
+            want_backward["all_reduce", "dp_replicate"] = layers + 1
         if tp:
             want_forward |= {("all_reduce", "tp"): 2 * layers + 1, ("all_gather", "tp"): 1}
             want_backward["all_reduce", "tp"] = 2 * layers - 1 + 1 + 1  # layer 0's input, the head, the adapters
