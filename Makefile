@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test resume-matrix faults oracle-table: export OMP_NUM_THREADS := 1
+demo test matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test resume-matrix faults oracle-table bench bench-load bench-save bench-tenants lint docs clean
+.PHONY: help demo test matrix faults oracle-table bench bench-load bench-save bench-tenants lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,8 +35,8 @@ bench-save: $(VENV)/.installed ## measure saving from shards against other ways 
 bench-tenants: $(VENV)/.installed ## measure batched tenants against one after the other and PEFT's switching
 	$(BIN)/python benchmarks/tenants.py $(ARGS)
 
-resume-matrix: $(VENV)/.installed ## save on every mesh and resume on every other one: ten minutes
-	RESUME_MATRIX=1 $(BIN)/python -m pytest tests/lora_parallel/test_resume.py -k any_mesh $(ARGS)
+matrix: $(VENV)/.installed ## run what make test leaves out: its tests on more meshes, with more models
+	$(BIN)/python -m pytest -m matrix $(ARGS)
 
 faults: $(VENV)/.installed ## kill training jobs and fill their disks at random instants, and let them go on
 	FAULTS=20 $(BIN)/python -m pytest tests/lora_parallel/test_faults.py $(ARGS)

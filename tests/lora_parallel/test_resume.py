@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import shutil
 from functools import cache
@@ -16,9 +15,12 @@ from tests.lora_parallel.resume import OPTIMIZERS, STEPS, Job, Trained
 from tests.oracle import Case, ranks_of, relative_error
 
 MESHES = ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4", "2x2x1", "2x1x2", "2x2x2"]
-# Every mesh once as source and once as target; `make resume-matrix` runs every pair.
-SAMPLE = list(zip(MESHES, random.Random(4).sample(MESHES, len(MESHES)), strict=True))
-PAIRS = list(itertools.product(MESHES, MESHES)) if os.environ.get("RESUME_MATRIX") else SAMPLE
+# Each mechanism once as source and once as target; `make matrix` runs every pair.
+SAMPLE = {("2x2", "1x2"), ("1x2", "2x1"), ("2x1", "2x2x1"), ("2x2x1", "1x1"), ("1x1", "2x2")}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.matrix)
+    for pair in itertools.product(MESHES, MESHES)
+]
 
 oracle = cache(lambda job: job.in_one_process())
 
@@ -73,15 +75,14 @@ def test_the_same_mesh_bit_for_bit(pool, sources, mesh):
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
 def test_optimizers(pool, tmp_path, optimizer):
-    """Their states go from 2x2 to 2x2, bit for bit, and to 1x2 and 4x1."""
+    """Their states go from 2x2 to 2x2, bit for bit, and to 1x2."""
     job = Job(optimizer=optimizer)
     wholes = stopped(pool, job, "2x2", tmp_path, 3)
     for whole, resumed in zip(wholes, pool.run(4, job.on_mesh, "2x2", tmp_path), strict=True):
         check_same(whole, oracle(job), STEPS)
         check_equal(resumed, whole, STEPS - 3)
-    for mesh in ("1x2", "4x1"):
-        for resumed in pool.run(ranks_of(mesh), job.on_mesh, mesh, tmp_path):
-            check_same(resumed, oracle(job), STEPS - 3)
+    for resumed in pool.run(2, job.on_mesh, "1x2", tmp_path):
+        check_same(resumed, oracle(job), STEPS - 3)
 
 
 KINDS = {
