@@ -145,26 +145,38 @@ def on_ranks(mesh_text: str, folder: Path, saved_on: str | None) -> dict[str, An
     return found
 
 
+@pytest.fixture(scope="module")
+def ran(pool, tmp_path_factory):
+    """By mesh: what its ranks found, and the folder of their checkpoints; each runs once."""
+
+    @cache
+    def run(mesh: str) -> tuple[list[dict[str, Any]], Path]:
+        folder = tmp_path_factory.mktemp("narrow")
+        return pool.run(ranks_of(mesh), on_ranks, mesh, folder, None), folder
+
+    return run
+
+
 @pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2", "2x2x1", "1x4"])
-def test_layers_narrower_than_tp_equal_one_process(pool, tmp_path, mesh):
-    for found in pool.run(ranks_of(mesh), on_ranks, mesh, tmp_path, None):
+def test_layers_narrower_than_tp_equal_one_process(ran, mesh):
+    for found in ran(mesh)[0]:
         for (adapter, number), (first, trained_to) in found.items():
             want_first, want = in_one_process(adapter)
             assert relative_error(first, want_first) <= 1e-12, (adapter, number)
             assert relative_error(trained_to, want) <= 1e-10, (adapter, number)
 
 
-def test_their_adapters_are_pefts_and_resume_on_another_mesh(pool, tmp_path):
-    pool.run(4, on_ranks, "2x2", tmp_path, None)
+def test_their_adapters_are_pefts_and_resume_on_another_mesh(pool, ran):
+    _, folder = ran("2x2")
     for number, (adapter, _) in enumerate(RUNS):
         torch.manual_seed(0)
-        loaded = PeftModel.from_pretrained(Narrow().double(), tmp_path / f"2x2-{number}" / "adapter", is_trainable=True)
+        loaded = PeftModel.from_pretrained(Narrow().double(), folder / f"2x2-{number}" / "adapter", is_trainable=True)
         again = narrow(adapter)
         steps(again, adam(again), [0])
         want = {name: full(p) for name, p in trained(again).items()}
         got = {name: full(p).double() for name, p in loaded.named_parameters() if name in want}
         assert relative_error(got, want) <= 1e-10, adapter
-    for found in pool.run(4, on_ranks, "1x4", tmp_path, "2x2"):
+    for found in pool.run(4, on_ranks, "1x4", folder, "2x2"):
         for (adapter, number), (_, trained_to) in found.items():
             assert relative_error(trained_to, in_one_process(adapter)[1]) <= 1e-10, (adapter, number)
 
