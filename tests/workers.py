@@ -78,7 +78,7 @@ def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection) 
 
     from lora_parallel.upstream import one_gloo_thread
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with (
         one_gloo_thread()
     ):  # with two a rank's heap is corrupted in one full run of fifteen: docs/upstream/gloo_threads.md
