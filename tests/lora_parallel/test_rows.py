@@ -13,8 +13,41 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights 
 reference = cache(one_process)
 
 
+# One row a mechanism; `make oracle-table` has all of them, on five meshes.
+ONE_EACH = {
+    "llama",  # a plan of the model's own
+    "llama, one kv head",  # fewer heads than ranks
+    "phi3",  # fused layers
+    "falcon, grouped",  # fused and interleaved, of our table
+    "gpt2",  # Conv1D
+    "mpt",  # found by trying
+    "bert, masked",  # a tied head with biases
+    "t5, tied",  # encoder and decoder
+    "whisper",  # adapters on convolutions beside
+    "mixtral",
+    "mixtral, by experts",
+    "gpt-oss",
+    "deepseek-v3",
+    "llama, nf4, double",
+    "llama, int8",
+    "llama, torchao int8 by group",
+    "phi3, nf4",
+    "llama, torchao float8",
+    "biases everywhere, frozen",
+    "embeddings and head, tied",
+    "DoRA, embeddings and head",
+    "target_parameters",
+    "a Linear with one parameter more, rowwise",
+    "activation_checkpointing",
+    "sequence_parallel, llama",
+    "sequence_parallel, gpt2",
+}
+NAMES = [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.matrix) for name in rows()]
+assert rows().keys() >= ONE_EACH
+
+
 @pytest.mark.parametrize("mesh", ["2x2", "1x4"])
-@pytest.mark.parametrize("name", list(rows()))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_equals_one_process_or_is_refused(pool, name, mesh):
     row = rows()[name]
     refusal = row.refusal(mesh)
@@ -27,7 +60,7 @@ def test_a_row_equals_one_process_or_is_refused(pool, name, mesh):
         assert refusal in cell.refusal
 
 
-@pytest.mark.parametrize("name", list(rows()))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_trains_what_can_be_compared(name):
     """An adapter without a gradient, or with one that is rounding, would agree with anything."""
     norms = [gradient.norm().item() for gradient in reference(name).gradients.values()]
