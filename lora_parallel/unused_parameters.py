@@ -116,7 +116,8 @@ class _Unit:
         self._sends_zeros = hasattr(unit, "set_reduce_scatter_unused_params")
         if self._sends_zeros:
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        module.register_forward_pre_hook(self._begin)
+        if self._held:
+            module.register_forward_pre_hook(self._begin)
 
     def _begin(self, *call: Any) -> None:
         """Called as the unit's forward begins, after FSDP2 has gathered its parameters."""
