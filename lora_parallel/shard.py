@@ -204,8 +204,8 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
         raise ValueError("the model is wrapped in DistributedDataParallel: pass the bare model (model.module).")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
-            "fully_shard was already applied to the model, or parallelize to it or to one that holds it: pass the bare model, "
-            "once."
+            "fully_shard was already applied to the model, or parallelize to it or to one that holds it: pass the bare "
+            "model, once."
         )
     for name, parameter in model.named_parameters():
         for part, remedy in _WRAPPER_PARTS.items():
@@ -213,8 +213,9 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
                 raise ValueError(f"{name} is inside a wrapper of {remedy}.")
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} is a DTensor already. If the model is the inside of one that is parallelized (get_base_model()), "
-                "use that one; else load it without tp_plan=, device_mesh= or DistributedConfig: from_pretrained under meta_init lets each rank read its own slices too."
+                f"{name} is a DTensor already. If the model is the inside of one that is parallelized "
+                "(get_base_model()), use that one; else load it without tp_plan=, device_mesh= or DistributedConfig: "
+                "from_pretrained under meta_init lets each rank read its own slices too."
             )
 
 
