@@ -140,7 +140,7 @@ def parallelize(
     order = None
     if _wants_fsdp(mesh, config):
         tied = _shard_for_dp(model, blocks, mesh, config)
-        order = compare_order(model)
+        order = compare_order(model, mesh["dp_shard"].size())
         gather_for_calls(model, tied)
     with agreed():
         if late is not None:

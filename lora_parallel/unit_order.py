@@ -127,12 +127,16 @@ class ModelOrder:
 
     order: UnitOrder
     called: str
+    gathers: bool
+    """Whether its parameters are sharded. Replicas alone have nothing to do with each other without gradients."""
+
     reductions: int = 0
     """Of units so far. A pass in which FSDP2 was told not to synchronise has none."""
 
     def begin(self, kind: str, accumulates: bool) -> None:
         """Begin a forward of the model, as `UnitOrder.begin`."""
-        self.order.begin(f"forward of {self.called} {kind}", accumulates)
+        if self.gathers or torch.is_grad_enabled():
+            self.order.begin(f"forward of {self.called} {kind}", accumulates)
 
 
 class _Allocates:
@@ -152,7 +156,8 @@ class _Gather(_Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._order.take(self._step)
+        if group.size() > 1:
+            self._order.take(self._step)
         blocks = not async_op and output_tensor.device.type == "cpu"
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or blocks)
         if not blocks:
@@ -192,12 +197,12 @@ _orders: WeakKeyDictionary[Any, UnitOrder] = WeakKeyDictionary()
 """By the default process group."""
 
 
-def compare_order(model: nn.Module) -> ModelOrder:
-    """Have the units of a model that FSDP2 shards compare their order between ranks."""
+def compare_order(model: nn.Module, dp_shard: int) -> ModelOrder:
+    """Have the units of a model that FSDP2 shards over so many ranks compare their order between ranks."""
     order = _orders.setdefault(dist.group.WORLD, UnitOrder())
     number = order.number()
     called = class_of(model).__name__ + (f" (model {number})" if number > 1 else "")
-    ordered = ModelOrder(order, called)
+    ordered = ModelOrder(order, called, gathers=dp_shard > 1)
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported

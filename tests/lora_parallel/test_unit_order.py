@@ -211,6 +211,26 @@ def test_usual_steps_are_compared_with_no_one(pool):
         assert found["evaluation"][0] == 0
 
 
+def evaluate_alone(mesh: str) -> Any:
+    with Steps(mesh) as steps:
+        for step in range(3):
+            if steps.row == 1 or step == 1:
+                with torch.no_grad():
+                    steps.losses(4, ALL)
+            steps.train(step, ALL)
+        return {name: full(p.grad) for name, p in trained(steps.model).items()}
+
+
+def test_replicas_evaluate_what_they_like(pool):
+    """Nothing is sharded between them: forwards without gradients communicate nothing, on any rank."""
+    model = CASE.model()
+    for batch in CASE.batches()[:3]:
+        model(input_ids=batch, labels=batch).loss.backward()
+    want = {name: p.grad for name, p in trained(model).items()}
+    for got in pool.run(2, evaluate_alone, "2x1x1"):
+        assert relative_error(got, want) <= 1e-12
+
+
 def after_an_error(mesh: str) -> Any:
     with Steps(mesh) as steps:
         steps.train(0, ALL)
