@@ -66,6 +66,9 @@ class PartialGradients:
         self.synchronise = True
         """Whether the next backward pass finishes the sum. Set by `no_sync`."""
 
+        self.ahead: Callable[[], None] = _do_nothing
+        """What else has to be done as a backward pass begins, before these gradients are looked at."""
+
         self._group = group
         self._parameters: list[nn.Parameter] = []
         self._finished: dict[int, Tensor | None] | None = None
@@ -93,7 +96,10 @@ class PartialGradients:
 
     def begin(self) -> None:
         """Called as a backward pass begins, at the latest by its first partial gradient."""
-        if self._finished is not None or not self._parameters:
+        if self._finished is not None:
+            return
+        self.ahead()
+        if not self._parameters:
             return
         self._finished = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
         for parameter in self._parameters:
@@ -132,6 +138,10 @@ class PartialGradients:
                     self._pending[index] if parameter.grad is None else parameter.grad.add_(self._pending[index])
                 )
         self._pending.clear()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _PartialLocal(torch.autograd.Function):

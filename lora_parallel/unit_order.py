@@ -130,13 +130,21 @@ class ModelOrder:
     gathers: bool
     """Whether its parameters are sharded. Replicas alone have nothing to do with each other without gradients."""
 
-    reductions: int = 0
-    """Of units so far. A pass in which FSDP2 was told not to synchronise has none."""
-
     def begin(self, kind: str, accumulates: bool) -> None:
         """Begin a forward of the model, as `UnitOrder.begin`."""
         if self.gathers or torch.is_grad_enabled():
             self.order.begin(f"forward of {self.called} {kind}", accumulates)
+
+    def all_reduce(self, what: str, tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Reduce a tensor in place, over one group after the other, as a step of its own."""
+        step = f"{what} of {self.called}"
+        self.order.take(step)
+        for group in groups:
+            work = dist.all_reduce(tensor, op, group=group, async_op=True)
+            if tensor.device.type == "cpu":
+                self.order.wait(work, step, group)
+            else:
+                work.wait()
 
 
 class _Allocates:
@@ -169,16 +177,15 @@ class _Gather(_Allocates):
 class _Reduction(_Allocates):
     """The reduction of a unit's gradients, over replicas alone where no axis shards it."""
 
-    def __init__(self, model: ModelOrder, unit: str) -> None:
-        self._model = model
+    def __init__(self, order: UnitOrder, unit: str) -> None:
+        self._order = order
         self._step = f"reduction of {unit}"
         self._allocated = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Twice a reduction, for its input and its output, and the one thing that is always called ahead of it.
         if not self._allocated:
-            self._model.order.take(self._step)
-            self._model.reductions += 1
+            self._order.take(self._step)
         self._allocated = not self._allocated
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -202,13 +209,12 @@ def compare_order(model: nn.Module, dp_shard: int) -> ModelOrder:
     order = _orders.setdefault(dist.group.WORLD, UnitOrder())
     number = order.number()
     called = class_of(model).__name__ + (f" (model {number})" if number > 1 else "")
-    ordered = ModelOrder(order, called, gathers=dp_shard > 1)
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
             comm.set_custom_all_gather(_Gather(order, unit))
-            comm.set_custom_reduce_scatter(_Reduction(ordered, unit))
-    return ordered
+            comm.set_custom_reduce_scatter(_Reduction(order, unit))
+    return ModelOrder(order, called, gathers=dp_shard > 1)
 
 
 def refuse_layer_drop(model: nn.Module) -> None:

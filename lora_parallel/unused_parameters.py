@@ -23,7 +23,7 @@ from lora_parallel.grads import PartialGradients
 from lora_parallel.mesh import AXES
 from lora_parallel.unfinished_gradients import PostponedHooks
 from lora_parallel.unit_order import ModelOrder
-from lora_parallel.upstream import queue_after_backward
+from lora_parallel.upstream import queue_after_backward, reduces_gradients
 
 __all__ = ["UnusedParameters"]
 
@@ -34,34 +34,41 @@ class UnusedParameters:
     Args:
         model: The sharded model.
         mesh: Its mesh.
-        partial_gradients: Of its tensor parallelism.
+        partial_gradients: Of its tensor parallelism, which are looked at after the zeros are gone.
         order: Of its FSDP2 units; None where it has none.
     """
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, partial_gradients: PartialGradients, order: ModelOrder | None
     ) -> None:
-        axes = [axis for axis in AXES if axis != "tp" and mesh[axis].size() > 1]
-        self._groups = [mesh.get_group(axis) for axis in axes] if order is not None else []
-        self._trained = [p for p in model.parameters() if p.requires_grad] if self._groups else []
+        self._order = order
+        self._groups = [mesh.get_group(axis) for axis in AXES if axis != "tp" and mesh[axis].size() > 1]
+        self._trained = [p for p in model.parameters() if p.requires_grad] if order and self._groups else []
         self._device = mesh.device_type
         self._partial = partial_gradients
-        self._order = order
-        self._reductions = 0
         self._used: set[int] = set()
         self._had_gradient: list[bool] | None = None
+        self._forgets_units = False
         self._hooks = PostponedHooks()
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
-        for module in model.modules():
-            if self._trained and isinstance(module, FSDPModule):
-                _Unit(module, index_of, self)
+        units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
+        self._units = [unit for unit in units if unit.indices]
+        partial_gradients.ahead = self.begin
+
+    def begin_forward(self) -> None:
+        """Called as a forward of the model begins."""
+        if self._forgets_units and torch.is_grad_enabled():
+            self._forgets_units = False
+            for unit in self._units:
+                unit.send_zeros(False)
 
     def begin(self) -> None:
-        """Called as a backward pass begins, before `PartialGradients.begin`."""
+        """Called as a backward pass begins, at the latest by its first gradient."""
         if self._trained and self._had_gradient is None:
             self._had_gradient = [parameter.grad is not None for parameter in self._trained]
-            self._reductions = cast(ModelOrder, self._order).reductions
             self._hooks.postpone(self._whole())
+            for unit in self._units:
+                unit.fill()
             queue_after_backward(self._end)
 
     def drop(self) -> None:
@@ -69,6 +76,13 @@ class UnusedParameters:
         self._used.clear()
         self._had_gradient = None
         self._hooks.restore()
+        for unit in self._units:  # how far each rank came is its own
+            unit.send_zeros(False)
+
+    def _reach(self, index: int, parameter: Tensor) -> None:
+        """Called with a gathered parameter whose gradient has come."""
+        self.begin()
+        self._used.add(index)
 
     def _whole(self) -> list[nn.Parameter]:
         """Those whose gradients are finished once they are reduced over dp."""
@@ -79,63 +93,83 @@ class UnusedParameters:
         """Called after FSDP2's own last callback, which waits for its reductions."""
         had, self._had_gradient = self._had_gradient, None
         assert had is not None
+        assert self._order is not None
         self._hooks.restore()
-        if cast(ModelOrder, self._order).reductions == self._reductions:  # all ranks accumulate
+        reduced = {index for unit in self._units if reduces_gradients(unit.module) for index in unit.indices}
+        if not reduced:  # all ranks accumulate
             return
-        used = torch.tensor([index in self._used for index in range(len(had))], dtype=torch.uint8, device=self._device)
-        for group in self._groups:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-        whole = dict.fromkeys(self._whole())
-        if len(self._used) < len(had):  # else there is none to look for, and an accelerator goes on undisturbed
-            for index, by_any in enumerate(used.tolist()):
-                parameter = self._trained[index]
-                if by_any:
-                    continue
-                if not (parameter in whole and had[index]):  # the zeros, which went into what was there
-                    parameter.grad = None
-                whole.pop(parameter, None)
-        self._used.clear()
-        self._hooks.call(whole)
+        self._forgets_units = True
+        all_used = reduced <= self._used  # as a rule: an accelerator then goes on undisturbed
+        by_any = torch.ones(len(had), dtype=torch.uint8, device=self._device)
+        if not all_used:
+            by_any.copy_(torch.tensor([index in self._used for index in range(len(had))]))
+        self._order.all_reduce("use of the parameters", by_any, dist.ReduceOp.MAX, self._groups)
+        unused = set() if all_used else {index for index, used in enumerate(by_any.tolist()) if not used} & reduced
+        whole = set(self._whole())
+        for index in unused:
+            parameter = self._trained[index]
+            if not (parameter in whole and had[index]):  # the zeros, which went into what was there
+                parameter.grad = None
+        self._used -= reduced
+        self._hooks.call([p for i, p in enumerate(self._trained) if p in whole and i in reduced and i not in unused])
 
 
 class _Unit:
-    """One of FSDP2's units, whose gathered parameters tell when a gradient reaches them."""
+    """One of FSDP2's units, whose gathered parameters tell when a gradient reaches them.
 
-    def __init__(self, unit: FSDPModule, index_of: Mapping[nn.Parameter, int], parameters: UnusedParameters) -> None:
-        module = cast(nn.Module, unit)
+    Args:
+        module: The unit.
+        index_of: The numbers of the parameters that train.
+        reach: Called with the number of a parameter when a gradient has reached it.
+    """
+
+    def __init__(self, module: FSDPModule, index_of: Mapping[nn.Parameter, int], reach: Any) -> None:
+        self.module = module
         self._held = [
             (owner, key, index_of[parameter])
-            for owner in _modules_of(module)
+            for owner in _modules_of(cast(nn.Module, module))
             for key, parameter in owner._parameters.items()
             if parameter is not None and parameter in index_of
         ]
-        self._known: list[Tensor | None] = [None] * len(self._held)
-        self._parameters = parameters
-        # torch 2.13 has it. It sends zeros of the gathered parameter's dtype, where a pass in no_sync may have left
-        # others with gradients of reduce_dtype, which cannot be sent together.
-        self._sends_zeros = hasattr(unit, "set_reduce_scatter_unused_params")
-        if self._sends_zeros:
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        self.indices = [index for _, _, index in self._held]
+        self._gathered: list[Tensor | None] = [None] * len(self._held)
+        self._reach = reach
+        self._runs = False
         if self._held:
-            module.register_forward_pre_hook(self._begin)
+            cast(nn.Module, module).register_forward_pre_hook(self._begin)
 
+    @torch.compiler.disable
     def _begin(self, *call: Any) -> None:
         """Called as the unit's forward begins, after FSDP2 has gathered its parameters."""
         if not torch.is_grad_enabled():
             return
-        zeros = not (self._sends_zeros and self._parameters._partial.synchronise)
+        self.send_zeros(True)
         for place, (owner, key, index) in enumerate(self._held):
             gathered = owner._parameters[key]
             assert gathered is not None
-            if gathered is not self._known[place]:
-                self._known[place] = gathered
-                gathered.register_post_accumulate_grad_hook(partial(_add, self._parameters._used, index))
-            if zeros and gathered.grad is None:
-                gathered.grad = torch.zeros_like(gathered)
+            if gathered is not self._gathered[place]:
+                self._gathered[place] = gathered
+                gathered.register_post_accumulate_grad_hook(partial(self._reach, index))
 
+    def send_zeros(self, runs: bool) -> None:
+        """Have zeros sent for what is not reached; not for a unit that no rank runs, as for batches of another kind."""
+        if runs != self._runs:
+            self._runs = runs
+            if hasattr(self.module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+                self.module.set_reduce_scatter_unused_params(runs, recurse=False)
 
-def _add(indices: set[int], index: int, parameter: Tensor) -> None:
-    indices.add(index)
+    def fill(self) -> None:
+        """Put zeros where FSDP2 sends none.
+
+        Those that it sends have the gathered parameter's dtype. Where passes that are not reduced leave gradients of
+        reduce_dtype, all parameters must have one.
+        """
+        if not self._runs:
+            return
+        if not hasattr(self.module, "set_reduce_scatter_unused_params") or not reduces_gradients(self.module):
+            for gathered in self._gathered:
+                if gathered is not None and gathered.grad is None:
+                    gathered.grad = torch.zeros_like(gathered)
 
 
 def _modules_of(unit: nn.Module) -> Iterator[nn.Module]:

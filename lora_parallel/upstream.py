@@ -29,6 +29,7 @@ __all__ = [
     "backward_pass",
     "compute_for_dtensors",
     "default_store",
+    "drop_gathered_gradients",
     "file_of",
     "gathered_parameters",
     "gradient_hooks",
@@ -41,6 +42,7 @@ __all__ = [
     "post_accumulate_hooks",
     "queue_after_backward",
     "reduce_scatter_sum",
+    "reduces_gradients",
     "set_timeout",
     "storageless",
 ]
@@ -103,17 +105,41 @@ def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
 
 
-def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
-    """The parameters that FSDP2 puts in the place of the sharded ones of `unit` while these are gathered.
-
-    FSDP2 tells only with them in place, as `module.parameters()`. torch 2.13 allows a unit several groups.
-    """
+def _groups_of(unit: FSDPModule) -> list[Any]:
+    """What FSDP2 holds the parameters of `unit` in. torch 2.13 allows a unit several groups."""
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    held = (getattr(each, "_unsharded_param", None) for group in groups for each in group.fsdp_params)
+    return list(groups)
+
+
+def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
+    """The parameters that FSDP2 puts in the place of the sharded ones of `unit` while these are gathered.
+
+    FSDP2 tells only with them in place, as `module.parameters()`.
+    """
+    held = (getattr(each, "_unsharded_param", None) for group in _groups_of(unit) for each in group.fsdp_params)
     return [parameter for parameter in held if parameter is not None]
+
+
+def reduces_gradients(unit: FSDPModule) -> bool:
+    """Whether FSDP2 finishes the gradients of `unit` in a backward pass, as `set_requires_gradient_sync` and
+    `set_requires_all_reduce` have told it: it can be told, and not asked.
+    """
+    return all(group.reduce_grads and group.all_reduce_grads for group in _groups_of(unit))
+
+
+def drop_gathered_gradients(unit: FSDPModule) -> None:
+    """Forget the gradients that passes without a reduction have left on the gathered parameters of `unit`.
+
+    `reset_iter_state`, which is to drop them according to its documentation, leaves them.
+    """
+    for group in _groups_of(unit):
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
 
 
 def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:

@@ -24,7 +24,7 @@ from lora_parallel.trial import Trial
 from lora_parallel.unfinished_gradients import UnfinishedGradients
 from lora_parallel.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.unused_parameters import UnusedParameters
-from lora_parallel.upstream import in_backward, queue_after_backward
+from lora_parallel.upstream import backward_pass, drop_gathered_gradients, in_backward, queue_after_backward
 from lora_parallel.verify import check_values, verify_same_batch
 
 __all__ = ["StepWatch"]
@@ -81,12 +81,13 @@ class StepWatch:
         self._unused = UnusedParameters(model, mesh, gradients, order)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._known = {(module, key) for module in model.modules() for key in module._parameters}
         # The first batch for training and the first for evaluation are compared between tp peers.
         self._unchecked = {True, False} if context is not None else set()
         self._has_values = self._trained_once = False
         self._in_forward = False
-        self._in_backward = False
+        self._backward: int | None = None
+        """The number of the backward pass that runs, or has failed."""
+
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after, always_call=True)
 
@@ -96,8 +97,9 @@ class StepWatch:
         if not self._has_values:
             check_values(model)
             self._has_values = True
-        if self._in_forward or self._in_backward:
+        if self._in_forward or self._backward is not None:
             self._recover(model)
+        self._unused.begin_forward()
         self._reshard()  # what a forward without a backward has left gathered may be older than the last step
         self._substitutes.refuse(model)
         if isinstance(model, FSDPModule):
@@ -111,7 +113,7 @@ class StepWatch:
             if model.training and not self._trained_once:
                 refuse_layer_drop(model)
                 self._trained_once = True
-            accumulates = model.training and torch.is_grad_enabled() and not self._gradients.synchronise
+            accumulates = torch.is_grad_enabled() and not self._gradients.synchronise
             mode = "training" if model.training else "evaluation"
             self._order.begin(f"for {mode}{' in no_sync' if accumulates else ''}", accumulates)
         self._count.advance(model.training)
@@ -133,10 +135,14 @@ class StepWatch:
 
         def backward_begins(grad: Tensor) -> None:
             self._count.current = this  # what is recomputed from here on belongs to this forward
-            if not self._in_backward:
-                self._in_backward = True
+            if self._backward not in (None, backward_pass()):
+                raise RuntimeError(
+                    "the last backward pass of this model failed, and what it left is of no use to another one: call "
+                    "the model again before the next backward."
+                )
+            if self._backward is None:
+                self._backward = backward_pass()
                 self._unfinished.check_hooks()
-                self._unused.begin()
                 # From here, not from a layer: a reentrant checkpoint runs the layers in backward passes of their own.
                 self._gradients.begin()
                 queue_after_backward(self._backward_ends)
@@ -152,13 +158,13 @@ class StepWatch:
             unit.reshard()
 
     def _backward_ends(self) -> None:
-        self._in_backward = False
+        self._backward = None
 
     def _recover(self, model: nn.Module) -> None:
         """The last step died on the way. Its gradients, and those it was to be added to, are of no use to anyone."""
         if self._trained and (not dist.is_initialized() or dist.get_rank() == 0):
             log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
-        self._in_forward = self._in_backward = False
+        self._in_forward, self._backward = False, None
         self._gradients.drop()
         self._unused.drop()
         for parameter in self._trained:
@@ -174,13 +180,8 @@ class StepWatch:
                     "from a checkpoint, or use torch 2.13, which can."
                 )
             model.reset_iter_state()
-            for unit in self._units:  # what no_sync had accumulated is on the gathered parameters
-                unit.unshard()
-                for module in unit.modules():
-                    for key, held in module._parameters.items():
-                        if held is not None and (module, key) in self._known:  # tenants keep theirs
-                            held.grad = None
-                unit.reshard()
+            for unit in self._units:
+                drop_gathered_gradients(unit)
 
     def _check_fsdp(self) -> None:
         if torch.is_inference_mode_enabled():

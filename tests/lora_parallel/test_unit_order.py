@@ -65,6 +65,7 @@ PARTED = {
     "others": ([0, 1, 4, 5], [0, 2, 3, 5]),
     "fewer": ([0, 1, 4, 5], [0, 1, 3, 4, 5]),
     "fewer at the end": ([0, 1, 2], [0, 1, 2, 3]),
+    "fewer at the beginning": ([1, 2], [0, 1, 2]),
 }
 
 
@@ -96,6 +97,17 @@ def check_told(raised: Failure, units: tuple[str, ...]) -> None:
     assert "must run the same blocks in the same order: turn LayerDrop off" in raised.message
     for unit in units:
         assert f"gather of base_model.model.model.{unit} of PeftModelForCausalLM" in raised.message
+
+
+def test_replicas_that_run_different_blocks_are_told_as_they_reduce(pool):
+    """They gather nothing from each other."""
+    for found in pool.run(2, part_at_once, "2x1x1"):
+        for kind in PARTED:
+            assert found[kind].kind == "RuntimeError", (kind, found[kind])
+            assert "ranks make different calls: rank " in found[kind].message
+            assert "must run the same blocks in the same order: turn LayerDrop off" in found[kind].message
+        assert "reduction of base_model.model.model.layers.3" in found["fewer"].message
+        assert "use of the parameters of PeftModel" in found["fewer at the beginning"].message
 
 
 @pytest.mark.parametrize("mesh", ["2x1", "2x2", "2x2x1"])
