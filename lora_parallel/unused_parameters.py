@@ -52,7 +52,7 @@ class UnusedParameters:
         self._hooks = PostponedHooks()
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
         units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
-        self._units = [unit for unit in units if unit.indices]
+        self._units = [unit for unit in units if unit.holds_any]
         partial_gradients.ahead = self.begin
 
     def begin_forward(self) -> None:
@@ -64,7 +64,7 @@ class UnusedParameters:
 
     def begin(self) -> None:
         """Called as a backward pass begins, at the latest by its first gradient."""
-        if self._trained and self._had_gradient is None:
+        if self._had_gradient is None and any(unit.watched for unit in self._units):
             self._had_gradient = [parameter.grad is not None for parameter in self._trained]
             self._hooks.postpone(self._whole())
             for unit in self._units:
@@ -95,7 +95,7 @@ class UnusedParameters:
         assert had is not None
         assert self._order is not None
         self._hooks.restore()
-        reduced = {index for unit in self._units if reduces_gradients(unit.module) for index in unit.indices}
+        reduced = {index for unit in self._units if reduces_gradients(unit.module) for index in unit.watched}
         if not reduced:  # all ranks accumulate
             return
         self._forgets_units = True
@@ -131,7 +131,10 @@ class _Unit:
             for key, parameter in owner._parameters.items()
             if parameter is not None and parameter in index_of
         ]
-        self.indices = [index for _, _, index in self._held]
+        self.holds_any = bool(self._held)
+        self.watched: set[int] = set()
+        """The numbers of those that train still: a pool of tenants freezes the base that it is given."""
+
         self._gathered: list[Tensor | None] = [None] * len(self._held)
         self._reach = reach
         self._runs = False
@@ -146,9 +149,9 @@ class _Unit:
         self.send_zeros(True)
         for place, (owner, key, index) in enumerate(self._held):
             gathered = owner._parameters[key]
-            assert gathered is not None
-            if gathered is not self._gathered[place]:
+            if gathered is not None and gathered.requires_grad and gathered is not self._gathered[place]:
                 self._gathered[place] = gathered
+                self.watched.add(index)
                 gathered.register_post_accumulate_grad_hook(partial(self._reach, index))
 
     def send_zeros(self, runs: bool) -> None:
