@@ -255,7 +255,9 @@ def own_oracle(pool: Any, name: str) -> Any:
 MESHES = ["2x1", "1x2", "2x2", "1x4", "2x2x2"]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [mesh if mesh == "2x2" else pytest.param(mesh, marks=pytest.mark.matrix) for mesh in MESHES]
+)
 def test_features_equal_one_process(pool, mesh):
     names = [name for name, feature in FEATURES.items() if mesh in feature.meshes]
     wanted = {name: oracle(name) if FEATURES[name].exact else own_oracle(pool, name) for name in names}

@@ -51,7 +51,7 @@ def simulate(rank: int, world_size: int, tp: int) -> dict[str, int]:
     }
 
 
-@pytest.mark.distributed
+@pytest.mark.matrix
 def test_405b_on_512_ranks_is_planned_in_one_small_process():
     command = [sys.executable, "-m", "tests.lora_parallel.test_scale", "511"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
