@@ -60,6 +60,9 @@ class PartialGradients:
     together in `.grad` is taken out; if that pass is a synchronised one, everything taken out so far is summed over tp
     in one flat message per dtype and added to the gradient that was finished before. So no gradient is reduced twice,
     however many backward passes add to it.
+
+    What comes together in `.grad` may have another part, which every rank has in full: that of a loss term of the
+    parameter itself. The partial part is therefore multiplied by tp where it comes about, and the mean is taken.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -69,6 +72,7 @@ class PartialGradients:
         self.ahead: Callable[[], None] = _do_nothing
         """What else has to be done as a backward pass begins, before these gradients are looked at."""
 
+        self.ranks = 1 if group is None else group.size()
         self._group = group
         self._parameters: list[nn.Parameter] = []
         self._finished: dict[int, Tensor | None] | None = None
@@ -130,7 +134,7 @@ class PartialGradients:
         for indices in by_dtype.values():
             shards = [local(self._pending[index]) for index in indices]
             flat = torch.cat([shard.reshape(-1) for shard in shards])
-            flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors")
+            flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self.ranks
             for index, shard, summed in zip(indices, shards, flat.split([s.numel() for s in shards]), strict=True):
                 shard.copy_(summed.view_as(shard))
                 parameter = self._parameters[index]
@@ -157,7 +161,8 @@ class _PartialLocal(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None]:
         ctx.gradients.begin()
         mesh, placements, shape, stride = ctx.spec
-        return DTensor.from_local(grads[0], mesh, placements, run_check=False, shape=shape, stride=stride), None
+        scaled = grads[0] * ctx.gradients.ranks
+        return DTensor.from_local(scaled, mesh, placements, run_check=False, shape=shape, stride=stride), None
 
 
 @contextmanager

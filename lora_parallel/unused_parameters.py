@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from lora_parallel.gather import local
 from lora_parallel.grads import PartialGradients
 from lora_parallel.mesh import AXES
 from lora_parallel.unfinished_gradients import PostponedHooks
@@ -84,6 +85,11 @@ class UnusedParameters:
         self.begin()
         self._used.add(index)
 
+    def _has_more(self, index: int) -> bool:
+        """Whether zeros have met with the gradient of a loss term of the parameter itself."""
+        gradient = self._trained[index].grad
+        return gradient is not None and bool(local(gradient).any())
+
     def _whole(self) -> list[nn.Parameter]:
         """Those whose gradients are finished once they are reduced over dp."""
         partial = set(self._partial.parameters)
@@ -102,7 +108,7 @@ class UnusedParameters:
         all_used = reduced <= self._used  # as a rule: an accelerator then goes on undisturbed
         by_any = torch.ones(len(had), dtype=torch.uint8, device=self._device)
         if not all_used:
-            by_any.copy_(torch.tensor([index in self._used for index in range(len(had))]))
+            by_any.copy_(torch.tensor([index in self._used or self._has_more(index) for index in range(len(had))]))
         self._order.all_reduce("use of the parameters", by_any, dist.ReduceOp.MAX, self._groups)
         unused = set() if all_used else {index for index, used in enumerate(by_any.tolist()) if not used} & reduced
         whole = set(self._whole())

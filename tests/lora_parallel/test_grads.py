@@ -16,6 +16,8 @@ from lora_parallel.mesh import dp_rank, dp_size
 from tests.oracle import Case, full, mesh_of, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
+PENALTY = 0
+
 # Gradient contract. A scenario is a list of events on one model; "1" to "3" are backward passes of these batches.
 SCENARIOS = {
     "once": ["1"],
@@ -32,8 +34,10 @@ SCENARIOS = {
     "failed in no_sync": ["failed no_sync 1", "zero", "2", "3"],
     "failed forward": ["failed forward 1", "zero", "2"],
     "zeroed in place": ["1", "zero in place", "2"],
+    "a term of the parameters": ["penalty 1"],
+    "a term of the parameters in no_sync": ["no_sync penalty 1", "2"],
 }
-SUMS = {
+SUMS: dict[str, tuple[int, ...]] = {
     "once": (1,),
     "twice": (1, 2),
     "no_sync, sync": (1, 2),
@@ -48,6 +52,8 @@ SUMS = {
     "failed in no_sync": (2, 3),
     "failed forward": (2,),
     "zeroed in place": (2,),
+    "a term of the parameters": (PENALTY, 1),
+    "a term of the parameters in no_sync": (PENALTY, 1, 2),
 }
 CASE = Case(steps=3)
 
@@ -64,6 +70,11 @@ def play(events, model, mesh):
     def loss_of(number):
         mine = batches[int(number) - 1]
         return model(input_ids=mine, labels=mine).loss
+
+    def penalised(number):
+        """With half the sum of squares of all that trains."""
+        squares = [p.square().sum() for p in trained(model).values()]
+        return sum(0.5 * (s.full_tensor() if isinstance(s, DTensor) else s) for s in squares) + loss_of(number)
 
     def fail(*args):
         raise InjectedError
@@ -87,9 +98,11 @@ def play(events, model, mesh):
         elif words == ["retain"]:
             kept = loss_of(number)
             kept.backward(retain_graph=True)
-        elif words == ["no_sync"]:
+        elif words == ["penalty"]:
+            penalised(number).backward()
+        elif words[:1] == ["no_sync"]:
             with no_sync(model):
-                loss_of(number).backward()
+                (penalised if words[1:] else loss_of)(number).backward()
         elif words == ["failed", "forward"]:
             handle = block.register_forward_pre_hook(fail)
             assert isinstance(attempt(loss_of, number), Failure)
@@ -118,6 +131,8 @@ def play_all(mesh_text, scenarios, checkpointing=False):
 @cache
 def one_process(number):
     model = CASE.model()
+    if number == PENALTY:
+        return {name: full(p) for name, p in trained(model).items()}
     batch = CASE.batches()[number - 1]
     model(input_ids=batch, labels=batch).loss.backward()
     return {name: full(p.grad) for name, p in trained(model).items()}

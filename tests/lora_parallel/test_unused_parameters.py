@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
 from lora_parallel import no_sync, parallelize
@@ -115,11 +116,13 @@ def train(model: nn.Module, row: int | None, together: int, accumulate: Any = no
     return seen
 
 
+PLAN = {"*choices.*.0": "colwise_gather_output", "*choices.*.2": "rowwise_split_input", "heads.*": "replicate"}
+
+
 def choose(
     mesh_text: str, together: int, native: bool, settings: dict[str, Any], accumulate: Any = no_sync
 ) -> dict[str, Tensor]:
-    plan = {"*choices.*.0": "colwise_gather_output", "*choices.*.2": "rowwise_split_input", "heads.*": "replicate"}
-    mesh, config = on_mesh(mesh_text, tp_plan=plan, **settings)
+    mesh, config = on_mesh(mesh_text, tp_plan=PLAN, **settings)
     own = FSDPModule.set_reduce_scatter_unused_params
     try:
         if not native:  # as in torch before 2.13
@@ -246,6 +249,26 @@ def test_a_block_by_itself_gives_gradients_to_nothing_else(pool):
         assert all("layers.1.choices.1" in name for name in alone)
         assert whole
         assert all(".2." in name for name in whole)
+
+
+def penalised(model: nn.Module) -> dict[str, Tensor]:
+    """Of a batch that does not reach everything, and half the sum of squares of all that trains."""
+    squares = [p.square().sum() for p in trained(model).values()]
+    penalty = sum(0.5 * (s.full_tensor() if isinstance(s, DTensor) else s) for s in squares)
+    (model(torch.ones(3, WIDTH, dtype=torch.float64), 0) + penalty).backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def penalised_on(mesh_text: str) -> dict[str, Tensor]:
+    mesh, config = on_mesh(mesh_text, tp_plan=PLAN)
+    return penalised(parallelize(choosing(), mesh, config))
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
+def test_a_loss_term_of_the_parameters_reaches_them_all(pool, mesh):
+    want = penalised(choosing())
+    for got in pool.run(ranks_of(mesh), penalised_on, mesh):
+        assert relative_error(got, want) < 1e-12
 
 
 class Sometimes(nn.Module):
