@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)
         functions[item.nodeid.partition("[")[0]].append((item, more))
     for cases in functions.values():
-        if not all(more for _, more in cases) and cases[0][0].get_closest_marker("every_mesh") is None:
+        if not all(more for _, more in cases):
             for item, more in cases:
                 if more:
                     item.add_marker("matrix")

@@ -37,7 +37,6 @@ def check(case: Case, got: Run) -> None:
     assert got.norms == pytest.approx(want.norms, rel=1e-10 if double else 1e-3)  # later ones follow the adapter
 
 
-@pytest.mark.every_mesh
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_one_process(pool, mesh):
     cases = [*CASES.values(), uneven(mesh)]
