@@ -69,8 +69,8 @@ class PartialGradients:
         self.synchronise = True
         """Whether the next backward pass finishes the sum. Set by `no_sync`."""
 
-        self.ahead: Callable[[], None] = _do_nothing
-        """What else has to be done as a backward pass begins, before these gradients are looked at."""
+        self.ahead: Callable[[], None] = lambda: None
+        """Called as a backward pass begins, before these gradients are looked at."""
 
         self.ranks = 1 if group is None else group.size()
         self._group = group
@@ -142,10 +142,6 @@ class PartialGradients:
                     self._pending[index] if parameter.grad is None else parameter.grad.add_(self._pending[index])
                 )
         self._pending.clear()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class _PartialLocal(torch.autograd.Function):

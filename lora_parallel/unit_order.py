@@ -128,7 +128,7 @@ class ModelOrder:
     order: UnitOrder
     called: str
     gathers: bool
-    """Whether its parameters are sharded. Replicas alone have nothing to do with each other without gradients."""
+    """True if its parameters are sharded. Replicas alone have nothing to do with each other without gradients."""
 
     def begin(self, kind: str, accumulates: bool) -> None:
         """Begin a forward of the model, as `UnitOrder.begin`."""

@@ -30,7 +30,7 @@ __all__ = ["UnusedParameters"]
 
 
 class UnusedParameters:
-    """Which trained parameters of one model the backward passes of a step have reached, on this rank and on any.
+    """Note which trained parameters of a model the backward passes of a step reach, and have zeros sent for the rest.
 
     Args:
         model: The sharded model.
@@ -46,14 +46,17 @@ class UnusedParameters:
         self._groups = [mesh.get_group(axis) for axis in AXES if axis != "tp" and mesh[axis].size() > 1]
         self._trained = [p for p in model.parameters() if p.requires_grad] if order and self._groups else []
         self._device = mesh.device_type
-        self._partial = partial_gradients
+        over_tp = set(partial_gradients.parameters)
+        self._whole = {parameter: index for index, parameter in enumerate(self._trained) if parameter not in over_tp}
+        """Those whose gradients are finished once they are reduced over dp, and their numbers."""
+
         self._used: set[int] = set()
         self._had_gradient: list[bool] | None = None
         self._forgets_units = False
         self._hooks = PostponedHooks()
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
         units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
-        self._units = [unit for unit in units if unit.holds_any]
+        self._units = [unit for unit in units if unit.held]
         partial_gradients.ahead = self.begin
 
     def begin_forward(self) -> None:
@@ -67,7 +70,7 @@ class UnusedParameters:
         """Called as a backward pass begins, at the latest by its first gradient."""
         if self._had_gradient is None and any(unit.watched for unit in self._units):
             self._had_gradient = [parameter.grad is not None for parameter in self._trained]
-            self._hooks.postpone(self._whole())
+            self._hooks.postpone(self._whole)
             for unit in self._units:
                 unit.fill()
             queue_after_backward(self._end)
@@ -86,14 +89,9 @@ class UnusedParameters:
         self._used.add(index)
 
     def _has_more(self, index: int) -> bool:
-        """Whether zeros have met with the gradient of a loss term of the parameter itself."""
+        """Return True if zeros have met with the gradient of a loss term of the parameter itself."""
         gradient = self._trained[index].grad
         return gradient is not None and bool(local(gradient).any())
-
-    def _whole(self) -> list[nn.Parameter]:
-        """Those whose gradients are finished once they are reduced over dp."""
-        partial = set(self._partial.parameters)
-        return [parameter for parameter in self._trained if parameter not in partial]
 
     def _end(self) -> None:
         """Called after FSDP2's own last callback, which waits for its reductions."""
@@ -111,13 +109,13 @@ class UnusedParameters:
             by_any.copy_(torch.tensor([index in self._used or self._has_more(index) for index in range(len(had))]))
         self._order.all_reduce("use of the parameters", by_any, dist.ReduceOp.MAX, self._groups)
         unused = set() if all_used else {index for index, used in enumerate(by_any.tolist()) if not used} & reduced
-        whole = set(self._whole())
         for index in unused:
             parameter = self._trained[index]
-            if not (parameter in whole and had[index]):  # the zeros, which went into what was there
+            if not (parameter in self._whole and had[index]):  # the zeros, which went into what was there
                 parameter.grad = None
         self._used -= reduced
-        self._hooks.call([p for i, p in enumerate(self._trained) if p in whole and i in reduced and i not in unused])
+        finished = reduced - unused
+        self._hooks.call([parameter for parameter, index in self._whole.items() if index in finished])
 
 
 class _Unit:
@@ -131,20 +129,19 @@ class _Unit:
 
     def __init__(self, module: FSDPModule, index_of: Mapping[nn.Parameter, int], reach: Any) -> None:
         self.module = module
-        self._held = [
+        self.held = [
             (owner, key, index_of[parameter])
             for owner in _modules_of(cast(nn.Module, module))
             for key, parameter in owner._parameters.items()
             if parameter is not None and parameter in index_of
         ]
-        self.holds_any = bool(self._held)
         self.watched: set[int] = set()
         """The numbers of those that train still: a pool of tenants freezes the base that it is given."""
 
-        self._gathered: list[Tensor | None] = [None] * len(self._held)
+        self._gathered: list[Tensor | None] = [None] * len(self.held)
         self._reach = reach
         self._runs = False
-        if self._held:
+        if self.held:
             cast(nn.Module, module).register_forward_pre_hook(self._begin)
 
     @torch.compiler.disable
@@ -153,7 +150,7 @@ class _Unit:
         if not torch.is_grad_enabled():
             return
         self.send_zeros(True)
-        for place, (owner, key, index) in enumerate(self._held):
+        for place, (owner, key, index) in enumerate(self.held):
             gathered = owner._parameters[key]
             if gathered is not None and gathered.requires_grad and gathered is not self._gathered[place]:
                 self._gathered[place] = gathered

@@ -106,7 +106,7 @@ def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
 
 
 def _groups_of(unit: FSDPModule) -> list[Any]:
-    """What FSDP2 holds the parameters of `unit` in. torch 2.13 allows a unit several groups."""
+    """Return the groups that FSDP2 holds the parameters of `unit` in: one, and from torch 2.13 on any number."""
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -124,8 +124,9 @@ def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
 
 
 def reduces_gradients(unit: FSDPModule) -> bool:
-    """Whether FSDP2 finishes the gradients of `unit` in a backward pass, as `set_requires_gradient_sync` and
-    `set_requires_all_reduce` have told it: it can be told, and not asked.
+    """Return True if FSDP2 finishes the gradients of `unit` in a backward pass.
+
+    `set_requires_gradient_sync` and `set_requires_all_reduce` tell it whether to; there is no public way to ask.
     """
     return all(group.reduce_grads and group.all_reduce_grads for group in _groups_of(unit))
 

@@ -28,7 +28,7 @@ MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make oracle-table` what a test runs on more ranks of the same kind, if it has another mesh at all."""
+    """Leave to `make matrix` what a test runs on more ranks of the same kind, if it has another mesh at all."""
     functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
     for item in items:
         arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()

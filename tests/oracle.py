@@ -123,6 +123,12 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
+def half_sum_of_squares(parameter: Tensor) -> Tensor:
+    """Return a loss term whose gradient is the parameter itself. Collective for a DTensor."""
+    squares = parameter.square().sum()
+    return 0.5 * (squares.full_tensor() if isinstance(squares, DTensor) else squares)
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train; one without elements does not, though PEFT may have it so (`bias="all"`)."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}

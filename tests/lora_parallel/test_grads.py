@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lora_parallel import clip_grad_norm_, no_sync, parallelize
 from lora_parallel.grads import clip_grad_value_
 from lora_parallel.mesh import dp_rank, dp_size
-from tests.oracle import Case, full, mesh_of, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import Case, full, half_sum_of_squares, mesh_of, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
 PENALTY = 0
@@ -73,8 +73,7 @@ def play(events, model, mesh):
 
     def penalised(number):
         """With half the sum of squares of all that trains."""
-        squares = [p.square().sum() for p in trained(model).values()]
-        return sum(0.5 * (s.full_tensor() if isinstance(s, DTensor) else s) for s in squares) + loss_of(number)
+        return sum(half_sum_of_squares(parameter) for parameter in trained(model).values()) + loss_of(number)
 
     def fail(*args):
         raise InjectedError

@@ -22,7 +22,6 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lora_parallel import clip_grad_norm_, export_merged, meta_init, parallelize
@@ -31,7 +30,7 @@ from lora_parallel.mesh import dp_rank, dp_size
 from lora_parallel.tenants import TenantPool
 from lora_parallel.tenants.asked import described
 from tests.lora_parallel.traffic import Traffic
-from tests.oracle import causal_lm, differing, full, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import causal_lm, differing, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
 from tests.tenant_rows import (
     CONFIGS,
@@ -620,15 +619,10 @@ def with_a_penalty(mesh_text: str, shard: bool) -> Any:
     mine = ids.chunk(dp_size(mesh))[dp_rank(mesh)]
     for _ in range(2):
         with pool.train("ada"):
-            penalty = sum(full_sum(parameter) for parameter in pool.parameters("ada"))
+            penalty = sum(half_sum_of_squares(parameter) for parameter in pool.parameters("ada"))
             (loss_of(model(input_ids=mine).logits, mine) + penalty).backward()
         pool.step("ada")
     return values(model, "ada")
-
-
-def full_sum(parameter: Tensor) -> Tensor:
-    squares = parameter.square().sum()
-    return 0.5 * (squares.full_tensor() if isinstance(squares, DTensor) else squares)
 
 
 @pytest.mark.parametrize(("mesh", "shard"), [("1x1", False), ("2x2", False), ("2x2", True)])
@@ -640,7 +634,7 @@ def test_a_penalty_on_a_tenant_s_parameters_counts_once(pool, mesh, shard):
     for _ in range(2):
         optimizer.zero_grad()
         loss = loss_of(model(input_ids=ids).logits, ids)
-        (loss + sum(full_sum(parameter) for parameter in trained(model).values())).backward()
+        (loss + sum(half_sum_of_squares(parameter) for parameter in trained(model).values())).backward()
         optimizer.step()
     for got in pool.run(ranks_of(mesh), with_a_penalty, mesh, shard):
         assert relative_error(got, plain(trained(model))) <= 1e-10

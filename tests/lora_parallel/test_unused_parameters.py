@@ -11,13 +11,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
 from lora_parallel import no_sync, parallelize
 from lora_parallel.mesh import dp_rank, dp_size
 from tests.lora_parallel.traffic import Traffic
-from tests.oracle import differing, fill_adapters, full, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import differing, fill_adapters, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
 WIDTH = 8
@@ -227,7 +226,7 @@ def test_a_backward_after_one_that_failed_is_refused_until_the_next_forward(pool
 
 
 def a_block_alone(mesh_text: str) -> list[list[str]]:
-    """What has a gradient after the backward of one block, then after a step of the whole model."""
+    """Name what has a gradient after a step of the whole model, after the backward of one block, and after a step."""
     mesh, config = on_mesh(mesh_text)
     model = parallelize(choosing(), mesh, config)
     data = torch.ones(3, WIDTH, dtype=torch.float64)
@@ -252,9 +251,8 @@ def test_a_block_by_itself_gives_gradients_to_nothing_else(pool):
 
 
 def penalised(model: nn.Module) -> dict[str, Tensor]:
-    """Of a batch that does not reach everything, and half the sum of squares of all that trains."""
-    squares = [p.square().sum() for p in trained(model).values()]
-    penalty = sum(0.5 * (s.full_tensor() if isinstance(s, DTensor) else s) for s in squares)
+    """Return the gradients of a batch that does not reach everything, with a loss term that does."""
+    penalty = sum(half_sum_of_squares(parameter) for parameter in trained(model).values())
     (model(torch.ones(3, WIDTH, dtype=torch.float64), 0) + penalty).backward()
     return {name: full(p.grad) for name, p in trained(model).items()}
 
