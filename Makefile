@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test matrix faults oracle-table: export OMP_NUM_THREADS := 1
+demo test test-fast matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test matrix faults oracle-table bench bench-load bench-save bench-tenants lint docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-tenants lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,31 +20,34 @@ demo: $(VENV)/.installed ## fine-tune a small model with LoRA on four processes 
 	$(BIN)/python examples/lightning_sft.py --strategy lora_fsdp2_tp --tp 2 --devices 4 \
 		--accelerator cpu --output $(OUTPUT) $(ARGS)
 
-test: $(VENV)/.installed ## run the tests; ARGS="-k styles" is passed to pytest
+test: $(VENV)/.dev ## run the tests; ARGS="-k styles" is passed to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(VENV)/.installed ## time a training step against plain PEFT and hand-written parallelism
+test-fast: $(VENV)/.dev ## run the tests that start no processes, while you edit
+	$(BIN)/python -m pytest -m "not processes and not matrix" $(ARGS)
+
+bench: $(VENV)/.dev ## time a training step against plain PEFT and hand-written parallelism
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
-bench-load: $(VENV)/.installed ## measure loading from meta against other ways of loading
+bench-load: $(VENV)/.dev ## measure loading from meta against other ways of loading
 	$(BIN)/python benchmarks/load.py $(ARGS)
 
-bench-save: $(VENV)/.installed ## measure saving from shards against other ways of saving
+bench-save: $(VENV)/.dev ## measure saving from shards against other ways of saving
 	$(BIN)/python benchmarks/save.py $(ARGS)
 
-bench-tenants: $(VENV)/.installed ## measure batched tenants against one after the other and PEFT's switching
+bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the other and PEFT's switching
 	$(BIN)/python benchmarks/tenants.py $(ARGS)
 
-matrix: $(VENV)/.installed ## run what make test leaves out: its tests on more meshes, with more models
+matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes, with more models
 	$(BIN)/python -m pytest -m matrix $(ARGS)
 
-faults: $(VENV)/.installed ## kill training jobs and fill their disks at random instants, and let them go on
-	FAULTS=20 $(BIN)/python -m pytest tests/lora_parallel/test_faults.py $(ARGS)
+faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instants, and let them go on
+	FAULTS=20 $(BIN)/python -m pytest tests/lora_parallel/checkpoint/test_faults.py $(ARGS)
 
-oracle-table: $(VENV)/.installed ## hold every model family and feature against one process, into docs/oracle.md
+oracle-table: $(VENV)/.dev ## hold every model family and feature against one process, into docs/oracle.md
 	$(BIN)/python -m benchmarks.oracle $(ARGS)
 
-lint: $(VENV)/.installed ## ruff, ruff format, mypy
+lint: $(VENV)/.dev ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -59,7 +62,12 @@ clean: ## remove outputs and caches, not the virtual environment
 $(VENV)/.installed: pyproject.toml constraints/cpu.txt
 	@echo "Setting up $(VENV), about a minute"
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable '.[dev,examples]'
+	$(INSTALL) --editable '.[examples]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@echo "Adding what the tests need to $(VENV)"
+	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""LoRA under FSDP2 and tensor parallelism in Accelerate, transformers' Trainer and TRL.
+"""Train LoRA under FSDP2 and tensor parallelism with Accelerate, transformers' Trainer and TRL.
 
     accelerator = Accelerator(fsdp_plugin=LoRAParallelPlugin(tp_size=2))
 
@@ -6,8 +6,8 @@ or, with no line of a script changed,
 
     accelerate launch --config_file fsdp2_tp.yaml -m accelerate_plugin.launch train.py
 
-Importing this package makes Accelerators that are asked for FSDP2, by an argument or by the environment, train by
-`lora_parallel`. Others stay as they are.
+After this package has been imported, every Accelerator that is asked for FSDP2 or tensor parallelism, by an argument or
+by the environment, trains with `lora_parallel`. Other Accelerators stay as they are.
 """
 
 from accelerate_plugin.patches import activate

@@ -1,4 +1,4 @@
-"""`accelerate-lora`: the same as Accelerate's commands, with this package in the right places.
+"""Run `accelerate-lora`, which does what Accelerate's commands do, with this package in the right places.
 
 accelerate-lora config                     asks a few questions and writes a file that `accelerate` reads too
 accelerate-lora launch [options] train.py  `accelerate launch [options] -m accelerate_plugin.launch train.py`
@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script `accelerate-lora` with the arguments of the command line."""
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
     try:
@@ -42,14 +42,15 @@ def main() -> None:
 
 
 def launch(arguments: list[str]) -> None:
-    """`accelerate launch`, of a script that is run by `accelerate_plugin.launch`.
+    """Run `accelerate launch` for a script that `accelerate_plugin.launch` runs.
 
     Args:
-        arguments: As of `accelerate launch`.
+        arguments: The arguments that `accelerate launch` would get.
 
     Raises:
-        ValueError: The configuration asks for nothing that this package does, or has keys that are dropped.
-        FileNotFoundError: There is no configuration.
+        ValueError: The configuration file does not say `distributed_type: FSDP`, or has keys that `accelerate launch`
+            drops; or `--cpu` was given.
+        FileNotFoundError: There is no configuration file.
     """
     options = launch_command_parser().parse_args(arguments)
     path = config_file_of(arguments)
@@ -78,14 +79,14 @@ def launch(arguments: list[str]) -> None:
 
 
 def config(arguments: list[str]) -> None:
-    """Ask what matters, and write it.
+    """Ask for the settings that matter, and write them to a configuration file.
 
     Args:
-        arguments: Options; a question whose answer is given there is not asked.
+        arguments: Options of the command line. A question that an option answers is not asked.
 
     Raises:
         ValueError: An answer cannot work.
-        FileExistsError: The file is there.
+        FileExistsError: The file exists already, and `--force` was not given.
     """
     parser = argparse.ArgumentParser(prog="accelerate-lora config", description=config.__doc__)
     parser.add_argument("--config_file", default=default_config_file, help="where to write (%(default)s)")

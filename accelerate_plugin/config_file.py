@@ -1,4 +1,4 @@
-"""The YAML that `accelerate launch` was given, for what it drops without a word: keys it does not know."""
+"""Check the YAML file that `accelerate launch` was given for keys that it does not know and drops without a message."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from accelerate.commands.launch import launch_command_parser
 __all__ = ["check_config", "check_config_file", "config_file_of"]
 
 _SECTIONS = ("fsdp", "parallelism_config")
-"""What the options of each section begin with; of fsdp_config `accelerate launch` adds it where it is missing."""
+"""Prefixes of the keys in the sections fsdp_config and parallelism_config.
+
+`accelerate launch` adds the prefix "fsdp_" to keys of fsdp_config that lack it.
+"""
 
 
 @cache
 def check_config_file() -> None:
-    """Check the file that started this process, if `accelerate launch` did.
+    """Check the configuration file that `accelerate launch` read, if it started this process.
 
     Raises:
-        ValueError: It has keys that `accelerate launch` drops.
+        ValueError: The file has keys that `accelerate launch` drops, or a parallelism_config that it has dropped.
     """
     path = _launched_with()
     if path is None:
@@ -38,13 +41,13 @@ def check_config_file() -> None:
 
 
 def check_config(path: Path) -> dict[str, Any]:
-    """Check a configuration file.
+    """Check a configuration file for keys that `accelerate launch` does not know.
 
     Returns:
-        What is in it.
+        The content of the file.
 
     Raises:
-        ValueError: Its fsdp_config or parallelism_config has keys that `accelerate launch` drops.
+        ValueError: The fsdp_config or parallelism_config has keys that `accelerate launch` drops.
     """
     content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
     for begin in _SECTIONS:
@@ -62,14 +65,14 @@ def check_config(path: Path) -> dict[str, Any]:
 
 
 def config_file_of(arguments: list[str]) -> Path | None:
-    """The file that `accelerate launch` with these arguments reads, if there is one.
+    """Return the configuration file that `accelerate launch` reads, or None if it does not exist.
 
     Args:
-        arguments: Of the launcher, the script and its own arguments.
+        arguments: The command line of `accelerate launch`: its options, the script and the script's own arguments.
     """
     try:
         given = launch_command_parser().parse_known_args(arguments)[0].config_file
-    except SystemExit:  # it says what is wrong itself
+    except SystemExit:  # the parser prints what is wrong
         return None
     path = Path(given if given is not None else default_config_file)
     return path if path.is_file() else None
@@ -94,13 +97,13 @@ def _launched_with() -> Path | None:
             if rest is not None:
                 found = config_file_of(rest)
                 return Path(process.cwd()) / found if found is not None else None
-        except psutil.Error:  # of a process that may not be looked at, as the first of a container
+        except psutil.Error:  # no permission to look at the process, for instance the first one of a container
             return None
     return None
 
 
 def _launcher_arguments(words: list[str]) -> list[str] | None:
-    """What follows `accelerate launch` in a command; None if it is no such."""
+    """Return the words after `accelerate launch` in a command line; None if the command is another one."""
     for index, word in enumerate(words):
         name = Path(word).name
         if name in ("accelerate-launch", "accelerate.commands.launch"):

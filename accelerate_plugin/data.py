@@ -1,4 +1,4 @@
-"""Dataloaders: the same shuffling on every process, and one that a run resumes in mid-epoch."""
+"""Shuffle dataloaders the same way on every process, and resume the shuffling in mid-epoch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,37 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 from transformers.trainer_utils import seed_worker
 
-from accelerate_plugin.accelerator import Own
-from accelerate_plugin.parallelism import parallelism_of
-
-__all__ = ["batch_size", "check_sampler", "prepare_data_loader", "restore_sampler", "sampler_state"]
+__all__ = ["batch_size", "check_sampler", "prepare_sampler", "restore_sampler", "resumable", "sampler_state"]
 
 
-def prepare_data_loader(own: Own, self: Accelerator, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-    """Accelerate deals out by data-parallel process; which order it deals in, rank 0 says. Collective."""
-    parallelism = parallelism_of(self)
-    if parallelism is None or getattr(data_loader, "_is_accelerate_prepared", False):
-        return own(self, data_loader, *args, **kwargs)
+def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) -> None:
+    """Make a dataloader shuffle the same way on every process; called before Accelerate prepares it. Collective.
+
+    Args:
+        data_loader: The dataloader of the user or of Trainer.
+        dp_rank: The data-parallel rank of this process.
+        seedable: True if Accelerate will replace the sampler by a `SeedableRandomSampler`.
+    """
     init = data_loader.worker_init_fn
     if isinstance(init, partial) and init.func is seed_worker:
-        # By Trainer, for each process; tensor-parallel peers are to draw the same augmentations.
-        data_loader.worker_init_fn = partial(init.func, *init.args, **{**init.keywords, "rank": parallelism.dp_rank})
+        # Trainer seeds workers by process. Seed them by data-parallel process instead, so that tensor-parallel peers
+        # draw the same augmentations.
+        data_loader.worker_init_fn = partial(init.func, *init.args, **{**init.keywords, "rank": dp_rank})
     sampler = getattr(_dealer(data_loader), "sampler", None)
-    if type(sampler) is RandomSampler and sampler.generator is None and not self.use_seedable_sampler:
-        # Accelerate does so too, but not in a purely tensor-parallel run.
+    if type(sampler) is RandomSampler and sampler.generator is None and not seedable:
+        # Accelerate makes a generator too, but not in a run with tensor parallelism only.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(_from_rank_zero(int(torch.empty((), dtype=torch.int64).random_())))
-    loader = own(self, data_loader, *args, **kwargs)
+
+
+def resumable(loader: Any) -> Any:
+    """Make a dataloader that Accelerate has prepared shuffle with the seed of rank 0, and resumable in mid-epoch.
+
+    Collective.
+
+    Returns:
+        The dataloader, changed in place.
+    """
     dealer = _dealer(loader)
     sampler = getattr(dealer, "sampler", None)
     if isinstance(sampler, SeedableRandomSampler):
@@ -44,7 +54,10 @@ def prepare_data_loader(own: Own, self: Accelerator, data_loader: DataLoader[Any
 
 
 def _dealer(loader: Any) -> Any:
-    """What makes batches of a sampler's indices, inside of what gives each process its share of them."""
+    """Return the innermost batch sampler of a dataloader.
+
+    Accelerate's samplers that give each process its share are wrapped around it.
+    """
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -58,7 +71,7 @@ def _from_rank_zero(seed: int) -> int:
 
 
 class _Resumable(Sampler[int]):
-    """A shuffling sampler that remembers where its generator stood as the epoch began."""
+    """Shuffle as a RandomSampler does, and remember the state that its generator had when the epoch began."""
 
     def __init__(self, sampler: RandomSampler) -> None:
         self.sampler = sampler
@@ -77,17 +90,21 @@ class _Resumable(Sampler[int]):
 
 
 def batch_size(loader: Any) -> int | None:
-    """Of one process; None if a sampler of the user's has no such number."""
+    """Return the batch size of one process; None if the user's own sampler does not tell it."""
     size = getattr(_dealer(loader), "batch_size", None) or loader.batch_size
     return size if isinstance(size, int) else None
 
 
 def sampler_state(accelerator: Accelerator, loader: Any) -> dict[str, Any] | None:
-    """What makes a loader's sampler shuffle as it did, from the start of the epoch that it is in."""
+    """Return the state with which a dataloader repeats its shuffling from the start of the current epoch.
+
+    Returns:
+        The epoch and the seed, or the state of the generator; None if the dataloader does not shuffle.
+    """
     sampler = getattr(_dealer(loader), "sampler", None)
     active = accelerator.gradient_state.active_dataloader is loader
     if isinstance(sampler, SeedableRandomSampler):
-        # Accelerate sets the sampler's epoch by the loader's count, which goes up once an epoch has been left.
+        # Accelerate sets the sampler's epoch to `loader.iteration`, which goes up only after the loop over an epoch.
         return {"epoch": loader.iteration + int(active and loader.end_of_dataloader), "seed": sampler.initial_seed}
     if not isinstance(sampler, _Resumable):
         return None
@@ -96,10 +113,14 @@ def sampler_state(accelerator: Accelerator, loader: Any) -> dict[str, Any] | Non
 
 
 def check_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
-    """Check that a loader shuffles as the one that was saved.
+    """Check that a dataloader shuffles in the same way as the saved one.
+
+    Args:
+        loader: The dataloader.
+        saved: The result of `sampler_state` for the saved dataloader.
 
     Raises:
-        ValueError: It shuffles in another way.
+        ValueError: The two shuffle in different ways, or only one of them shuffles.
     """
     sampler = getattr(_dealer(loader), "sampler", None)
     kind = "seed" if isinstance(sampler, SeedableRandomSampler) else "generator"
@@ -111,7 +132,7 @@ def check_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
 
 
 def restore_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
-    """Shuffle as the saved sampler did."""
+    """Make a dataloader shuffle as the saved one did, from the state that `sampler_state` returned."""
     sampler = getattr(_dealer(loader), "sampler", None)
     if saved is None:
         return

@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from accelerate_plugin import flag
+from accelerate_plugin import detect
 
 __all__ = ["main"]
 
@@ -18,19 +18,19 @@ _USAGE = "usage: accelerate launch --config_file CONFIG -m accelerate_plugin.lau
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script as Python would.
+    """Run a script or a module as Python would.
 
     Args:
-        arguments: The script, or "-m" and a module, and its arguments.
+        arguments: The script, or "-m" and a module; then the arguments of the script or module.
 
     Raises:
-        SystemExit: There is no script, or nothing was configured that this package does.
+        SystemExit: There is no script, or the configuration asks for neither FSDP nor tensor parallelism.
     """
     as_module = arguments[:1] == ["-m"]
     script, rest = (arguments[as_module:] or [""])[0], arguments[1 + as_module :]
     if not script or script.startswith("-"):
         sys.exit(_USAGE)
-    if not flag.asked_by_environment():
+    if not detect.asked_by_environment():
         sys.exit(_nothing_asked())
     sys.argv = [script, *rest]
     if as_module:

@@ -1,4 +1,4 @@
-"""`LoRAParallelism`: Accelerate's `ParallelismConfig`, with the mesh that the engine works on."""
+"""Extend Accelerate's `ParallelismConfig` by the mesh that the engine works on: `LoRAParallelism`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
-from lora_parallel.mesh import dp_rank, dp_size, mesh_sizes
-from lora_parallel.rendezvous import collective_call
+from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes
 
 __all__ = ["LoRAParallelism", "collective_method", "parallelism_of", "world_size"]
 
 
 class LoRAParallelism(ParallelismConfig):
-    """What an Accelerator that trains by us has as its `parallelism_config`.
+    """Hold the `parallelism_config` of an Accelerator that trains with `lora_parallel`.
 
     Args:
-        plugin: What was asked for.
-        config: What the engine is told; its sizes fit the number of processes.
+        plugin: The plugin with the user's settings.
+        config: The config of the engine; its sizes fit the number of processes.
     """
 
     def __init__(self, plugin: LoRAParallelPlugin, config: ParallelConfig) -> None:
@@ -43,16 +42,17 @@ class LoRAParallelism(ParallelismConfig):
         mixed_precision: str,
         timeout_seconds: int | None,
     ) -> LoRAParallelism:
-        """Bring together what the plugin and Accelerate's own configuration say.
+        """Combine the settings of the plugin with those of Accelerate's own configuration.
 
         Args:
-            plugin: Its sizes may be None.
-            given: An explicit `parallelism_config`, or what the environment says, or None.
-            mixed_precision: Accelerate's.
-            timeout_seconds: Of the process group, if somebody set it.
+            plugin: The plugin; a size of None leaves the choice to `given`.
+            given: An explicit `parallelism_config`, or the one that the environment describes, or None.
+            mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
+            timeout_seconds: The timeout of the process group, if the user set one; else None.
 
         Raises:
-            ValueError: They differ, an axis is not supported, or the sizes do not multiply to the world size.
+            ValueError: The plugin and `given` name different sizes; a setting, an axis or the precision is not
+                supported; or the product of the sizes is not the world size.
         """
         sizes: dict[str, Any] = {}
         for axis in ("tp", "dp_shard", "dp_replicate"):
@@ -80,26 +80,29 @@ class LoRAParallelism(ParallelismConfig):
         return cls(plugin, config)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """The engine's mesh, whose axes are always all three."""
+        """Build the mesh of the engine, which always has the three axes dp_replicate, dp_shard and tp."""
         return build_mesh(self.config, device_type)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Done already: Accelerate's own refuses meshes of one process, and purely tensor-parallel ones."""
+        """Check nothing, since `choose` has checked the sizes.
+
+        Accelerate's own method refuses meshes of one process, and those with tensor parallelism only.
+        """
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh, once the Accelerator is made."""
+        """Return the mesh; it exists once the Accelerator is made."""
         assert self.device_mesh is not None
         return self.device_mesh
 
     @property
     def dp_size(self) -> int:
-        """How many different batches a step sees."""
+        """Return the number of data-parallel ranks, which is the number of different batches in a step."""
         return dp_size(self.mesh)
 
     @property
     def dp_rank(self) -> int:
-        """Which of them this process sees."""
+        """Return the data-parallel rank of this process; its tp peers have the same and see the same batch."""
         return dp_rank(self.mesh)
 
 
@@ -112,13 +115,15 @@ def _check_equal(axis: str, own: int, other: int | None) -> None:
 
 
 def parallelism_of(accelerator: Accelerator) -> LoRAParallelism | None:
-    """Ours, if the Accelerator trains by us."""
+    """Return the `LoRAParallelism` of an Accelerator that trains with `lora_parallel`; None for any other."""
     config = accelerator.state.parallelism_config
     return config if isinstance(config, LoRAParallelism) else None
 
 
 def collective_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Announce a method of an Accelerator or a Trainer of ours as `collective_call` does; of others, nothing.
+    """Return a decorator that announces a method of Trainer as `collective_call` does.
+
+    Only methods of a Trainer whose Accelerator trains with `lora_parallel` are announced.
 
     Args:
         name: The method, as the user knows it.
@@ -127,7 +132,7 @@ def collective_method(name: str) -> Callable[[Callable[..., Any]], Callable[...,
     def decorate(instead: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(instead)
         def method(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-            if parallelism_of(getattr(self, "accelerator", self)) is None:
+            if parallelism_of(self.accelerator) is None:
                 return instead(own, self, *args, **kwargs)
             with collective_call(name):
                 return instead(own, self, *args, **kwargs)
@@ -138,5 +143,5 @@ def collective_method(name: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def world_size() -> int:
-    """The number of processes, also before there is a process group."""
+    """Return the number of processes, also before there is a process group."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""`LoRAParallelPlugin`: what `Accelerator(fsdp_plugin=...)` is given, or is made of what the environment says."""
+"""Define `LoRAParallelPlugin`, the value of `Accelerator(fsdp_plugin=...)`; the environment can ask for one too."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from peft import LoraConfig, PeftConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lora_parallel import ParallelConfig
-from lora_parallel.arguments import suggest_arguments
+from lora_parallel.integration import suggest_arguments
 
 __all__ = ["LoRAParallelPlugin", "check_version"]
 
 
 @suggest_arguments
 class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
-    """LoRA under FSDP2 and tensor parallelism, as one device would train it.
+    """Train LoRA under FSDP2 and tensor parallelism, with the results of training on one device.
 
         accelerator = Accelerator(fsdp_plugin=LoRAParallelPlugin(tp_size=2))
 
-    What is not given comes from where Accelerate takes it: `fsdp_config` and `parallelism_config` of `accelerate
-    config`, through the environment, or an explicit `parallelism_config`.
+    Settings that are not given come from the places where Accelerate finds them: an explicit `parallelism_config`, or
+    `fsdp_config` and `parallelism_config` of `accelerate config`, through the environment.
     """
 
     def __init__(
@@ -43,31 +43,32 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         seed: int = 0,
         timeout_seconds: int | None = None,
     ) -> None:
-        """Nothing is started yet.
+        """Keep the settings; no process group or mesh is made yet.
 
         Args:
-            tp_size: Processes that share each layer and see the same batch; None: as configured, else 1.
-            dp_shard_size: Processes that a copy of the model is sharded over; "auto": all that the others leave; None:
-                as configured, else "auto".
-            dp_replicate_size: Copies of the sharded model (HSDP); None: as configured, else 1.
+            tp_size: Number of processes that share each layer and see the same batch; None: as configured, else 1.
+            dp_shard_size: Number of processes that a copy of the model is sharded over; "auto": all processes that the
+                other two sizes leave; None: as configured, else "auto".
+            dp_replicate_size: Number of copies of the sharded model (HSDP); None: as configured, else 1.
             lora_config: Adapter to inject into a model that has none and trains.
             tp_plan: "auto" for the model's own plan and what can be derived, or a mapping {glob of module names: style}
                 laid over it.
-            sequence_parallel: Between the layers that tensor parallelism cuts, give each tp rank a chunk of the tokens.
-            block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own; None:
-                `fsdp_transformer_layer_cls_to_wrap`, else "auto".
+            sequence_parallel: Give each tp rank a chunk of the tokens between the layers that tensor parallelism
+                splits.
+            block_classes: Class names of the modules that become one FSDP unit each; "auto": the block classes that
+                the model names itself; None: `fsdp_transformer_layer_cls_to_wrap`, else "auto".
             reshard_after_forward: Free a block's gathered weights between forward and backward; None: as configured,
                 else True.
             activation_checkpointing: Recompute each block's activations in backward; None: as configured, else False.
-            require_adapters: Refuse a model without adapters, and one whose base trains.
+            require_adapters: Refuse a model without adapters, and a model whose base trains.
             autocast_adapter_dtype: Keep injected adapters of a 16-bit base in float32, as PEFT does.
             reduce_dtype: Reduce gradients over data-parallel processes at least in this dtype.
             seed: Seed of injected adapters and of LoRA dropout.
-            timeout_seconds: After this long a collective that a peer has not joined is an error; None: that of
-                `InitProcessGroupKwargs`, else 1800.
+            timeout_seconds: Seconds after which a collective that a peer has not joined is an error; None: the timeout
+                of `InitProcessGroupKwargs`, else 1800.
 
         Raises:
-            TypeError, ValueError: A value that cannot work, or asks for what is not supported.
+            TypeError, ValueError: A value cannot work, or asks for something that is not supported.
         """
         if lora_config is not None and not isinstance(lora_config, PeftConfig):
             raise TypeError(f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig.")
@@ -78,8 +79,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             fsdp_version=2,
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
-            # Which type says how others would save a base. Adapters are saved in PEFT's format whatever it is; with the
-            # sharded type, the Trainer refuses save_only_model.
+            # The state-dict type says how Accelerate would save a base. Adapters are saved in PEFT's format with any
+            # type; with the sharded type Trainer refuses save_only_model.
             state_dict_type="FULL_STATE_DICT",
             cpu_ram_efficient_loading=False,  # each rank reads its own shard: there is nothing to broadcast
         )
@@ -102,10 +103,14 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
 
     @classmethod
     def of(cls, plugin: FullyShardedDataParallelPlugin) -> LoRAParallelPlugin:
-        """The plugin for what `plugin`, made by a Trainer or from the environment, asks for.
+        """Return a `LoRAParallelPlugin` with the settings of an FSDP plugin of Accelerate.
+
+        Args:
+            plugin: The plugin of the user, of a Trainer or of the environment. A `LoRAParallelPlugin` is returned as it
+                is.
 
         Raises:
-            ValueError: It asks for FSDP1, or for what is not supported.
+            ValueError: The plugin asks for FSDP1, or for something that is not supported.
         """
         if isinstance(plugin, cls):
             return plugin
@@ -124,15 +129,15 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
     def parallel_config(
         self, sizes: Mapping[str, Any], mixed_precision: str, timeout_seconds: int | None = None
     ) -> ParallelConfig:
-        """What the engine is told.
+        """Return the config of the engine.
 
         Args:
-            sizes: `tp`, `dp_shard` and `dp_replicate`.
-            mixed_precision: Accelerate's.
-            timeout_seconds: Of the process group, if somebody set it.
+            sizes: The sizes of the mesh axes, named `tp`, `dp_shard` and `dp_replicate`.
+            mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
+            timeout_seconds: The timeout of the process group, if the user set one; else None.
 
         Raises:
-            ValueError: The precision is not supported.
+            ValueError: The precision is neither "no" nor "bf16", or the engine refuses an option.
         """
         if mixed_precision not in ("no", "bf16"):
             raise ValueError(
@@ -151,7 +156,7 @@ def check_version(version: int) -> None:
     """Check that FSDP2 is asked for.
 
     Raises:
-        ValueError: It is FSDP1.
+        ValueError: The version is another one.
     """
     if version != 2:
         raise ValueError(
@@ -161,7 +166,7 @@ def check_version(version: int) -> None:
 
 
 def _check_unused(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse what was asked for and would do nothing."""
+    """Refuse settings of an FSDP plugin that would have no effect here."""
     if plugin.cpu_offload not in (None, False) and type(plugin.cpu_offload).__name__ != "OffloadPolicy":
         raise ValueError("fsdp_offload_params: true is not supported yet: set it to false.")
     policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)

@@ -1,7 +1,8 @@
-"""What transformers' Trainer does where its Accelerator is ours. Each stands in for the method of its name.
+"""Replace methods of transformers' Trainer where its Accelerator trains with `lora_parallel`.
 
-Trainer knows of FSDP and of tensor parallelism, but of each alone; where it saves and loads a sharded model it goes by
-the state-dict type, gathers the base, or writes nothing at all.
+`patches.py` replaces each method by the function of its name here, whose argument `own` is the replaced method.
+Trainer supports FSDP and tensor parallelism, but not both together. When it saves and loads a sharded model it follows
+the state-dict type: it gathers the base, or writes nothing at all.
 """
 
 from __future__ import annotations
@@ -20,51 +21,62 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from accelerate_plugin import flag
-from accelerate_plugin.accelerator import Own, innermost
+from accelerate_plugin import detect
+from accelerate_plugin.models import innermost
 from accelerate_plugin.parallelism import collective_method, parallelism_of
-from lora_parallel.adapter_folder import load_adapter
-from lora_parallel.adapters import peft_configs
-from lora_parallel.agreement import agreed
-from lora_parallel.atomic import Scratch, local_path, sweep
-from lora_parallel.checkpoint_calls import of_another
-from lora_parallel.checkpoint_reader import (
+from accelerate_plugin.processes import Own
+from lora_parallel.integration import (
     Contents,
+    Scratch,
+    TrainState,
+    agreed,
     is_checkpoint,
+    load_adapter,
     load_models,
     load_optimizers,
+    local_path,
+    of_another,
+    peft_configs,
     read_checkpoint,
+    read_meta,
+    restore_random_state,
     resume_counting,
+    state_of,
+    sweep,
+    write_checkpoint,
+    write_pretrained,
 )
-from lora_parallel.checkpoint_writer import write_checkpoint
-from lora_parallel.random_state import restore_random_state
-from lora_parallel.retention import read_meta
-from lora_parallel.saving import write_pretrained
-from lora_parallel.state import state_of
-from lora_parallel.train_state import TrainState
 
 _WRITER = "Trainer of transformers"
 TRAIN_STATE = "train_state"
-"""The folder in a checkpoint of Trainer's that the engine writes."""
+"""Name of the folder, inside a checkpoint of Trainer, that the engine writes."""
 
 
 def get_tp_size(own: Own, self: Any) -> int:
-    """1: the Accelerator counts, gathers and averages over data-parallel processes, which Trainer divides to get."""
+    """Return 1 as the tensor-parallel size.
+
+    Trainer divides numbers of processes by it to get those of data-parallel processes. The Accelerator counts, gathers
+    and averages over data-parallel processes already.
+    """
     return own(self) if parallelism_of(self.accelerator) is None else 1
 
 
 def get_total_train_batch_size(own: Own, self: Any, args: Any) -> int:
-    """Of data-parallel processes."""
+    """Return the number of samples in one optimizer step on all data-parallel processes."""
     if parallelism_of(self.accelerator) is None:
         return own(self, args)
     return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
 
 def arguments_post_init(own: Own, self: TrainingArguments) -> None:
-    """On a machine without accelerators a run that the environment asks for is one on the CPU."""
-    if flag.asked_by_environment() and not flag.has_accelerator():
+    """Set `use_cpu` if the environment asks for this package on a machine without accelerators.
+
+    Raises:
+        ValueError: `precompute_ref_log_probs` is set, which runs the model before it is sharded.
+    """
+    if detect.asked_by_environment() and not detect.has_accelerator():
         self.use_cpu = True
-    if flag.asked_by_environment() and getattr(self, "precompute_ref_log_probs", False):
+    if detect.asked_by_environment() and getattr(self, "precompute_ref_log_probs", False):
         raise ValueError(
             "precompute_ref_log_probs=True runs the model before it is sharded: leave it False. The reference is the "
             "same model with its adapter off, and costs one forward more."
@@ -73,9 +85,10 @@ def arguments_post_init(own: Own, self: TrainingArguments) -> None:
 
 
 def train(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """TRL's trainers keep what get_tp_size answers as an attribute, and divide counts of tokens by it.
+    """Train, after two corrections.
 
-    What Trainer resumes from is looked at here, before it misses a file of its own there.
+    TRL's trainers keep the tensor-parallel size in `_tp_size` and divide counts of tokens by it: it is set to 1. The
+    checkpoint to resume from is checked here, before Trainer fails because a file of its own is missing.
     """
     if parallelism_of(self.accelerator) is not None:
         if hasattr(self, "_tp_size"):
@@ -88,12 +101,15 @@ def train(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_mixed_mesh_grads(own: Own, self: Any, model: nn.Module) -> bool:
-    """False: the Accelerator clips across meshes."""
+    """Return False, so that Trainer lets the Accelerator clip, which can clip gradients on several meshes."""
     return parallelism_of(self.accelerator) is None and own(self, model)
 
 
 def store_flos(own: Own, self: Any) -> None:
-    """Add up what data-parallel processes have counted, each of its share; tensor-parallel peers count the same."""
+    """Add up the floating-point operations that the data-parallel processes have counted, each for its own batches.
+
+    Tensor-parallel peers see the same batches, and count once.
+    """
     if parallelism_of(self.accelerator) is None:
         own(self)
         return
@@ -103,22 +119,22 @@ def store_flos(own: Own, self: Any) -> None:
 
 
 def evaluate(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Evaluate, and count steps of data-parallel processes."""
+    """Evaluate, and report the speed in steps of the data-parallel processes."""
     with _steps_counted(self):
         return own(self, *args, **kwargs)
 
 
 def predict(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Predict, and count steps of data-parallel processes."""
+    """Predict, and report the speed in steps of the data-parallel processes."""
     with _steps_counted(self):
         return own(self, *args, **kwargs)
 
 
 @contextmanager
 def _steps_counted(self: Any) -> Iterator[None]:
-    """Let Trainer divide samples by data-parallel processes where it reports the speed of steps.
+    """Replace `speed_metrics` in a block, so that its number of steps is that of the data-parallel processes.
 
-    It divides by all processes, in the midst of methods that log the result.
+    Trainer divides the number of samples by the number of all processes, inside methods that also log the result.
     """
     if parallelism_of(self.accelerator) is None:
         yield
@@ -144,13 +160,13 @@ def _steps_counted(self: Any) -> Iterator[None]:
 
 @collective_method("trainer.save_model")
 def save_model(own: Own, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """Write the adapters, whatever the state-dict type; then what Trainer writes beside a model. Collective."""
+    """Write the adapters, with any state-dict type, and the files that Trainer writes beside a model. Collective."""
     if parallelism_of(self.accelerator) is None:
         own(self, output_dir, _internal_call)
         return
     directory = output_dir if output_dir is not None else self.args.output_dir
     if state_of(self.model) is None:
-        # As yet unsharded, as before training. Adapters are in memory.
+        # The model is not sharded yet (before training): its adapters are whole and in memory.
         with agreed():
             if self.args.should_save:
                 self._save(directory)
@@ -172,9 +188,9 @@ def _saved_already(*args: Any, **kwargs: Any) -> None: ...
 
 @collective_method("Trainer's saving of a checkpoint")
 def save_checkpoint(own: Own, self: Any, model: nn.Module, trial: Any) -> None:
-    """Trainer's own steps, written beside the checkpoint's place and renamed. Collective.
+    """Save a checkpoint by Trainer's own steps, in a folder beside its place that is renamed at the end. Collective.
 
-    Trainer writes in place, and scripts resume from the newest folder, complete or not.
+    Trainer itself writes in place; since scripts resume from the newest folder, they could find an incomplete one.
     """
     if parallelism_of(self.accelerator) is None:
         own(self, model, trial)
@@ -215,7 +231,7 @@ def save_checkpoint(own: Own, self: Any, model: nn.Module, trial: Any) -> None:
 
 
 def _note_callbacks(self: Any) -> None:
-    """Put what callbacks export into the state that is saved."""
+    """Put the states that callbacks export into the state that Trainer saves."""
     for each in [*self.callback_handler.callbacks, self.control]:
         if isinstance(each, ExportableState):
             kept = self.state.stateful_callbacks
@@ -228,7 +244,7 @@ def _note_callbacks(self: Any) -> None:
 
 @collective_method("Trainer's saving of the optimizer")
 def save_optimizer_and_scheduler(own: Own, self: Any, output_dir: str) -> None:
-    """Everything a run goes on with, on any mesh, in the engine's format. Collective."""
+    """Write everything that a run needs to resume, on any mesh, in the engine's format. Collective."""
     if parallelism_of(self.accelerator) is None:
         own(self, output_dir)
         return
@@ -246,7 +262,7 @@ def _train_state(self: Any) -> TrainState:
 
 @collective_method("Trainer's loading of a checkpoint")
 def load_from_checkpoint(own: Own, self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-    """Fill the adapters, each process with its own slices. Collective."""
+    """Load the adapters, each process its own slices, and the count of forwards. Collective."""
     if parallelism_of(self.accelerator) is None:
         own(self, resume_from_checkpoint, model)
         return
@@ -259,7 +275,7 @@ def load_from_checkpoint(own: Own, self: Any, resume_from_checkpoint: str, model
 
 @collective_method("Trainer's loading of the optimizer")
 def load_optimizer_and_scheduler(own: Own, self: Any, checkpoint: str | None) -> None:
-    """Go on where the optimizer and the scheduler stood. Collective."""
+    """Load the states of the optimizer and of the scheduler. Collective."""
     if parallelism_of(self.accelerator) is None or checkpoint is None:
         own(self, checkpoint)
         return
@@ -273,7 +289,10 @@ def load_optimizer_and_scheduler(own: Own, self: Any, checkpoint: str | None) ->
 
 @collective_method("Trainer's loading of random states")
 def load_rng_state(own: Own, self: Any, checkpoint: str | None) -> None:
-    """Go on drawing where the checkpoint was written. Collective."""
+    """Load the random state of this process's data-parallel rank from a checkpoint. Collective.
+
+    A rank that the checkpoint lacks gets a state that is derived from the first rank's.
+    """
     parallelism = parallelism_of(self.accelerator)
     if parallelism is None or checkpoint is None:
         own(self, checkpoint)
@@ -283,7 +302,7 @@ def load_rng_state(own: Own, self: Any, checkpoint: str | None) -> None:
 
 @collective_method("Trainer's loading of the best model")
 def load_best_model(own: Own, self: Any) -> None:
-    """Fill the adapters from the best checkpoint. Collective."""
+    """Load the adapters from the best checkpoint. Collective."""
     if parallelism_of(self.accelerator) is None:
         own(self)
         return

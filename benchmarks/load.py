@@ -43,7 +43,7 @@ from transformers.utils import logging as transformers_logging
 # no memory of a measurement.
 PRELOAD = [
     "accelerate.utils.fsdp_utils",
-    "lora_parallel.transformers_hooks",
+    "lora_parallel.loading.transformers_private",
     "matplotlib.pyplot",
     "transformers.distributed",
     "transformers.models.llama.modeling_llama",

@@ -18,7 +18,7 @@ import transformers.modeling_utils
 from torch import Tensor
 from typing_extensions import Self
 
-import lora_parallel.sources
+import lora_parallel.lazy.files
 
 SAMPLING_SECONDS = 0.002
 
@@ -99,7 +99,7 @@ class _CountedSlice:
 
 
 _own_safe_open = safetensors.safe_open
-_USERS: tuple[Any, ...] = (safetensors, safetensors.torch, transformers.modeling_utils, lora_parallel.sources)
+_USERS: tuple[Any, ...] = (safetensors, safetensors.torch, transformers.modeling_utils, lora_parallel.lazy.files)
 
 
 @contextmanager

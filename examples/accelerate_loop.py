@@ -5,8 +5,6 @@
 
 The first is stock Accelerate in one process; the second, on four processes, prints the same losses. Run it again with
 `--resume OUTPUT/step_40` to go on from there, on other processes if you like.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from peft import LoraConfig, get_peft_model
-from tiny_base import make_base_model, train_and_validation_rows
+from tiny_base import BASE_MODEL, train_and_validation_rows
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
@@ -26,7 +24,7 @@ from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 def main(arguments: argparse.Namespace) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    base = make_base_model(arguments.output / "base_model", accelerator.is_main_process)
+    base = BASE_MODEL
     set_seed(arguments.seed)
     model = AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))

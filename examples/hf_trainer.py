@@ -6,18 +6,15 @@
 The first is stock Trainer in one process, the second runs on four; both take batches of 16 rows and log the same
 losses. Each checkpoint has a PEFT adapter in it, and `--resume` goes on from the newest, on other processes if you
 like.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
-from tiny_base import make_base_model, train_and_validation_rows
+from tiny_base import BASE_MODEL, train_and_validation_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
@@ -27,7 +24,7 @@ def as_dataset(rows: Tensor) -> list[dict[str, Tensor]]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    base = make_base_model(arguments.output / "base_model", int(os.environ.get("RANK", "0")) == 0)
+    base = BASE_MODEL
     set_seed(arguments.seed)
     model = AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))

@@ -10,8 +10,6 @@ Four processes, the model sharded two ways by FSDP2 and two ways by tensor paral
 
 Both take the same steps on the same data and print the same losses; `FineTune` below does not know which one it is.
 The second run differs in one argument of `Trainer`. On a machine without a GPU the processes are CPU processes.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_only
 from peft import LoraConfig, get_peft_model
 from report import Report, quiet_libraries
-from tiny_base import make_base_model, train_and_validation_rows
+from tiny_base import BASE_MODEL, train_and_validation_rows
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import AutoModelForCausalLM
@@ -38,24 +35,30 @@ class FineTune(L.LightningModule):
 
     def __init__(self, base: Path, learning_rate: float = 5e-3, r: int = 8) -> None:
         super().__init__()
-        self.learning_rate = learning_rate
+        self.base, self.learning_rate, self.r = base, learning_rate, r
+        self.model = None
+
+    def configure_model(self) -> None:
+        """Load the model here, and no process ever holds all of it: `lora_fsdp2_tp` lets each rank read its slices."""
+        if self.model is not None:
+            return
         config = LoraConfig(
-            r=r,
-            lora_alpha=2 * r,
+            r=self.r,
+            lora_alpha=2 * self.r,
             target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
             task_type="CAUSAL_LM",
         )
-        self.model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        self.model = get_peft_model(AutoModelForCausalLM.from_pretrained(self.base), config)
         self.model.train()  # from_pretrained returns a model in eval mode
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         loss = self.model(input_ids=batch, labels=batch).loss
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        self.log("val_loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> dict:
         adapter = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -109,9 +112,8 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
 
-    base = make_base_model(output / "base_model", make_it_here=rank_zero_only.rank == 0)
     train_rows, validation_rows = train_and_validation_rows(args.seed)
-    report = Report(base, output / "adapter", validation_rows[:4])
+    report = Report(BASE_MODEL, output / "adapter", validation_rows[:4], args.max_steps)
 
     trainer = L.Trainer(
         strategy=make_strategy(args.strategy, args.tp),
@@ -122,6 +124,8 @@ def main() -> None:
         val_check_interval=max(1, args.max_steps // 4),
         check_val_every_n_epoch=None,  # count steps for validation, not epochs
         num_sanity_val_steps=0,
+        enable_progress_bar=False,  # the report has one for the whole run
+        enable_model_summary=False,
         log_every_n_steps=1,
         logger=False,
         default_root_dir=output,
@@ -139,7 +143,7 @@ def main() -> None:
     validation_loader = DataLoader(validation_rows, batch_size=rows_per_process)
 
     L.seed_everything(args.seed, verbose=False)  # the adapters are drawn here
-    module = FineTune(base)
+    module = FineTune(BASE_MODEL)
     trainer.validate(module, validation_loader, verbose=False)
     trainer.fit(module, train_loader, validation_loader)
 

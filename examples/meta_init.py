@@ -5,8 +5,6 @@
 Four CPU processes (GPUs, where there are some), the model sharded two ways by FSDP2 and two ways by tensor parallelism.
 Prints what each rank reads of the checkpoint, fine-tunes for a few steps, saves the adapter, and compares the sharded
 model with what plain PEFT makes of the saved folder in one process.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from peft import LoraConfig, PeftModel
 from report import quiet_libraries
 from rich.console import Console
 from rich.table import Table
-from tiny_base import make_base_model, train_and_validation_rows
+from tiny_base import BASE_MODEL, train_and_validation_rows
 from torch import Tensor, nn
 from tqdm import trange
 from transformers import AutoModelForCausalLM
@@ -79,7 +77,7 @@ def main() -> None:
     config = ParallelConfig(tp=args.tp)
     mesh = build_mesh(config)
     output = args.output.resolve()
-    base = make_base_model(output / "base_model", make_it_here=dist.get_rank() == 0)
+    base = BASE_MODEL
     lora_config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     mesh_text = "x".join(str(size) for size in mesh.shape) + " (dp_replicate x dp_shard x tp)"
 

@@ -6,8 +6,6 @@
 The first is plain Lightning, PEFT and bitsandbytes in one process. The second runs on four, two ways FSDP2 and two ways
 tensor parallelism: each reads its slices of the checkpoint and quantises those, so that none ever holds the model. Both
 print the same losses, and how many bytes of the base a process holds.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_sft import SaveAdapter, make_strategy
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from report import quiet_libraries
-from tiny_base import make_base_model, train_and_validation_rows
+from tiny_base import BASE_MODEL, train_and_validation_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -87,7 +85,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
 
-    base = make_base_model(output / "base_model", make_it_here=rank_zero_only.rank == 0)
+    base = BASE_MODEL
     trainer = L.Trainer(
         strategy=make_strategy(args.strategy, args.tp),
         devices=args.devices,

@@ -17,10 +17,10 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from tiny_base import decode, encode
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -37,14 +37,17 @@ class Report(L.Callback):
         base: Folder of the base model.
         adapter: Folder where the adapter is once training has ended.
         batch: Token ids of shape (rows, tokens), on which the two models' logits are compared.
+        steps: How many steps the run takes.
     """
 
-    def __init__(self, base: Path, adapter: Path, batch: Tensor) -> None:
-        self.base, self.adapter, self.batch = base, adapter, batch
+    def __init__(self, base: Path, adapter: Path, batch: Tensor, steps: int) -> None:
+        self.base, self.adapter, self.batch, self.steps = base, adapter, batch, steps
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []  # (steps taken, loss)
         self.mesh = "one process"
-        self.parameters: list[tuple[int, int]] = []  # of each rank: (trainable, total)
+        self.axes: dict[str, int] = {}
+        self.bytes: list[tuple[int, int]] = []  # of each rank: (adapter, base)
+        self.whole = 0  # bytes of the model in one process
         self.logits = torch.empty(0)
         self.precision = ""
 
@@ -52,22 +55,27 @@ class Report(L.Callback):
         mesh = getattr(trainer.strategy, "device_mesh", None)
         if mesh is not None:
             self.mesh = " x ".join(f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        elif trainer.world_size > 1:
-            self.mesh = f"{trainer.world_size} processes, each with the whole model"
-        sizes = [(p.requires_grad, _local(p).numel()) for p in pl_module.parameters()]
-        mine = (sum(size for trainable, size in sizes if trainable), sum(size for _, size in sizes))
-        self.parameters = [mine]
+            self.axes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        parameters = list(pl_module.parameters())
+        trained = sum(_local(p).nbytes for p in parameters if p.requires_grad)
+        mine = trained, sum(_local(p).nbytes for p in parameters) - trained
+        self.whole = sum(p.numel() * p.element_size() for p in parameters)
+        self.bytes = [mine]
         if trainer.world_size > 1:
-            self.parameters = [mine] * trainer.world_size
-            torch.distributed.all_gather_object(self.parameters, mine)
+            self.bytes = [mine] * trainer.world_size
+            torch.distributed.all_gather_object(self.bytes, mine)
+        self.bar = tqdm(total=self.steps, desc="fine-tuning", unit="step", disable=not trainer.is_global_zero)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.losses.append(trainer.callback_metrics["train_loss"].item())
+        self.bar.set_postfix(loss=f"{self.losses[-1]:.3f}", refresh=False)
+        self.bar.update()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.validation.append((trainer.global_step, trainer.callback_metrics["val_loss"].item()))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.bar.close()
         # Here and not after `fit`: a strategy may take the model off its devices when fit returns. A sharded forward
         # is collective: every rank calls it, with the same batch.
         pl_module.eval()
@@ -79,8 +87,10 @@ class Report(L.Callback):
     def print(self, picture: Path, question: str) -> None:
         """Tell everything that was recorded. Only rank 0 calls it."""
         _say("mesh", self.mesh)
-        _say("ranks", "hold this many parameters each:")
-        _console.print(_parameter_table(self.parameters))
+        for line in drawn_mesh(self.axes, self.bytes):
+            _say("", line)
+        most = max(adapter + base for adapter, base in self.bytes)
+        _say("memory", f"weights take {most:,} bytes a rank at most; in one process {self.whole:,}")
         first, last = _mean(self.losses[:5]), _mean(self.losses[-5:])
         _say("loss", f"{sparkline(self.losses)}  {first:.3f} -> {last:.3f} in {len(self.losses)} steps")
         _say("held out", ", ".join(f"{loss:.3f} after {step}" for step, loss in self.validation))
@@ -88,6 +98,9 @@ class Report(L.Callback):
         _say("picture", str(picture))
         _say("adapter", str(self.adapter))
         self._compare_with_plain_peft(question)
+        load = f'AutoModelForCausalLM.from_pretrained("{self.base}")'
+        _say("load it", f'model = PeftModel.from_pretrained({load}, "{self.adapter}")')
+        _say("next", "your own model: docs/lightning.md, and examples/own_model.py for one without a plan")
 
     def _compare_with_plain_peft(self, question: str) -> None:
         """Load the adapter as anyone would, in this process alone, and hold it against the model that was trained."""
@@ -151,13 +164,19 @@ def _answer(model: PeftModel, question: str) -> str:
     return " ".join(decode(output[0, prompt.shape[1] :]).split())
 
 
-def _parameter_table(parameters: list[tuple[int, int]]) -> Table:
-    table = Table("rank", "trainable", "all")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for rank, (trainable, total) in enumerate(parameters):
-        table.add_row(str(rank), f"{trainable:,}", f"{total:,}")
-    return table
+def drawn_mesh(axes: dict[str, int], held: list[tuple[int, int]]) -> list[str]:
+    """The ranks as a grid, tp across and data parallelism down, with the bytes of weights that each holds."""
+    across = axes.get("tp", 1)
+    cells = [f"rank {rank}: {adapter + base:,} B" for rank, (adapter, base) in enumerate(held)]
+    width = max(map(len, cells)) + 2
+    rule = "+" + "+".join(["-" * width] * across) + "+"
+    rows = [cells[start : start + across] for start in range(0, len(cells), across)]
+    lines = [rule]
+    for row in rows:
+        lines += ["|" + "|".join(cell.center(width) for cell in row) + "|", rule]
+    if len(cells) > 1:
+        lines.append("across: tp, one batch; down: data parallel, a batch each" if axes else "each with all of it")
+    return lines
 
 
 def sparkline(values: list[float], width: int = 40) -> str:

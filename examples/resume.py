@@ -6,8 +6,7 @@
 CPU processes (GPUs, where there are some). Saves every ten steps in the background and keeps the newest three; at the
 end merges the adapter into the base and checks that plain transformers loads the folder and computes the same.
 
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it. To start anew,
-remove OUTPUT/checkpoints and OUTPUT/merged.
+To start anew, remove OUTPUT/checkpoints and OUTPUT/merged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 from report import quiet_libraries
 from rich.console import Console
-from tiny_base import make_base_model, train_and_validation_rows
+from tiny_base import BASE_MODEL, train_and_validation_rows
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -59,7 +58,7 @@ def main() -> None:
     mesh = build_mesh(config)
     first_rank, console = dist.get_rank() == 0, Console()
     output = args.output.resolve()
-    base = make_base_model(output / "base_model", make_it_here=first_rank)
+    base = BASE_MODEL
     with meta_init():
         model = AutoModelForCausalLM.from_pretrained(base)
     lora_config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")

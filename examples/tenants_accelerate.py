@@ -5,8 +5,6 @@
 
 The first is one process, the second four. Each batch has rows of several tenants; the base is computed once for all of
 them. In mid-run one tenant leaves, with its folder, and another takes its place.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from peft import LoraConfig
 from tenant_texts import STYLES, MixedRows, losses
-from tiny_base import make_base_model
+from tiny_base import BASE_MODEL
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -30,7 +28,7 @@ from lora_parallel import TenantPool
 
 def main(arguments: argparse.Namespace) -> None:
     accelerator = Accelerator(fsdp_plugin=LoRAParallelPlugin(require_adapters=False))
-    base = make_base_model(arguments.output / "base_model", accelerator.is_main_process)
+    base = BASE_MODEL
     set_seed(arguments.seed)
     model = AutoModelForCausalLM.from_pretrained(base)
     loader = DataLoader(MixedRows(arguments.seed), batch_size=arguments.batch_size // accelerator.num_processes)

@@ -6,8 +6,6 @@
 The first is one process, the second four, two ways FSDP2 and two ways tensor parallelism. Each batch has rows of
 several tenants; the base is computed once for all of them, and each row goes through its own tenant's adapter. At the
 end a table shows what each adapter makes of each tenant's held-out text: each should be best at its own.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from peft import LoraConfig
 from report import quiet_libraries
 from rich.console import Console
 from rich.table import Table
 from tenant_texts import STYLES, MixedRows, held_out, losses
-from tiny_base import make_base_model
+from tiny_base import BASE_MODEL
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -103,7 +100,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
 
-    base = make_base_model(output / "base_model", make_it_here=rank_zero_only.rank == 0)
+    base = BASE_MODEL
     trainer = L.Trainer(
         strategy=LoRAParallelStrategy(tensor_parallel_size=args.tp, require_adapters=False),
         devices=args.devices,

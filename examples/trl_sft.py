@@ -5,24 +5,21 @@
 
 The first is stock TRL in one process, the second runs on four; both take batches of 16 rows and log the same
 losses. What comes out is a PEFT adapter folder with a tokenizer.
-
-The first run makes a small base model (about a minute) in OUTPUT/base_model, and later runs use it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_base import make_base_model, questions_and_answers
+from tiny_base import BASE_MODEL, questions_and_answers
 from trl import SFTConfig, SFTTrainer
 
 
 def main(arguments: argparse.Namespace) -> None:
-    base = make_base_model(arguments.output / "base_model", int(os.environ.get("RANK", "0")) == 0)
+    base = BASE_MODEL
     pairs = [text.strip().split("\nA: ") for text in questions_and_answers()]
     dataset = Dataset.from_list(
         [{"prompt": f"{question}\nA:", "completion": f" {answer}"} for question, answer in pairs]

@@ -1,4 +1,7 @@
-"""Collectives on values that the user logs or gathers: over data-parallel ranks, since tp peers hold the same ones."""
+"""Run collectives on values that the user logs or gathers.
+
+They run over data-parallel ranks, since tp peers hold the same values.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lora_parallel.mesh import dp_size
-from lora_parallel.rendezvous import collective_call
+from lora_parallel.integration import collective_call, dp_size
 
 __all__ = ["Communication"]
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's tensor along a new first dim; torch.distributed.nn's does not know gloo sub-groups in backward."""
+    """Stack every rank's tensor along a new first dim, [ranks, ...], with gradients.
+
+    The all-gather of torch.distributed.nn does not support sub-groups of gloo in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -37,10 +42,10 @@ class _Gather(torch.autograd.Function):
 
 
 class Communication:
-    """The communication that Lightning asks of a strategy.
+    """Communicate between ranks as Lightning requires of a strategy.
 
-    A group of all processes stands for none given: Fabric and `LightningModule.all_gather` pass it where nobody asked
-    for a group.
+    Methods with a `group` treat the group of all processes as None, because Fabric and `LightningModule.all_gather`
+    pass it if the user gave no group.
     """
 
     device_mesh: Any
@@ -63,7 +68,13 @@ class Communication:
         return holder[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over data-parallel ranks: tp peers hold the same value, which must not count twice."""
+        """Reduce a tensor over data-parallel ranks: tp peers hold the same value, which must not count twice.
+
+        Args:
+            tensor: The tensor; any other object is returned as it is.
+            group: A process group to reduce over instead.
+            reduce_op: The operation as Lightning names it; "mean" and "avg" average, None sums.
+        """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         name = "sum" if reduce_op is None else str(reduce_op).rsplit(".", 1)[-1].lower()
@@ -79,14 +90,25 @@ class Communication:
         return tensor / dp_size(self.device_mesh) if mean else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """A decision of all ranks, tp peers included."""
+        """Decide together with all ranks, tp peers included.
+
+        Args:
+            decision: This rank's decision.
+            all: Return True only if every rank's decision is True; False: if any rank's is.
+        """
         flag = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over data-parallel ranks, in their order: [data-parallel size, ...]. With `group`, over that."""
+        """Gather a tensor from the data-parallel ranks, in their order: [data-parallel size, ...].
+
+        Args:
+            tensor: This rank's tensor.
+            group: A process group to gather from instead: [group size, ...].
+            sync_grads: Let gradients flow back to the ranks that the values came from.
+        """
         with nullcontext() if sync_grads else torch.no_grad():
             if group is not None and group is not dist.group.WORLD:
                 return _Gather.apply(tensor, group)

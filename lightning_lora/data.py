@@ -1,4 +1,4 @@
-"""What data each rank sees: samplers and worker seeds by data-parallel rank, and prediction on uneven shares."""
+"""Feed each rank the data of its data-parallel rank: worker seeds, metrics, and prediction on uneven shares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lora_parallel.mesh import dp_rank, dp_size
+from lora_parallel.integration import dp_rank, dp_size
 
 __all__ = ["UnevenPrediction", "check_shares", "seed_workers", "sync_metrics"]
 
@@ -22,12 +22,13 @@ __all__ = ["UnevenPrediction", "check_shares", "seed_workers", "sync_metrics"]
 def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
     """Seed loader workers by data-parallel rank, so that tp peers draw the same augmentations.
 
-    Lightning seeds by global rank if nobody has set a `worker_init_fn`: Trainer after this, Fabric before.
+    Lightning sets a `worker_init_fn` that seeds by global rank, if there is none: Trainer after this call, Fabric
+    before it.
 
     Args:
-        dataloader: Left alone if it has a `worker_init_fn` of the user's, or is no DataLoader.
-        mesh: Where this rank is.
-        worker_init_function: Lightning's own.
+        dataloader: The dataloader. It stays as it is if the user has set a `worker_init_fn`, or if it is no DataLoader.
+        mesh: The device mesh.
+        worker_init_function: Lightning's own function for `worker_init_fn`.
     """
     if not int(os.environ.get("PL_SEED_WORKERS", "0")) or not isinstance(dataloader, DataLoader):
         return
@@ -37,12 +38,17 @@ def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Cal
 
 
 def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
-    """Refuse to predict fewer samples than there are data-parallel ranks: some would have nothing to start with.
+    """Check that each data-parallel rank has at least one sample to predict.
 
-    Looks at loaders that were passed to `predict`; Lightning's sampler refuses others, on the ranks without a sample.
+    A rank without a sample could not take part in the sharded forward. Only loaders that were passed to `predict` are
+    checked; for other loaders, Lightning's sampler raises an error on the ranks without a sample.
+
+    Args:
+        predict_loop: The Trainer's predict loop.
+        mesh: The device mesh.
 
     Raises:
-        ValueError: A dataset is that small.
+        ValueError: A dataset has fewer samples than there are data-parallel ranks.
     """
     source = getattr(predict_loop, "_data_source", None)
     loaders = source.instance if source is not None else None
@@ -56,7 +62,7 @@ def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
 
 
 def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Let torchmetrics sync over data-parallel ranks, which tp peers would count twice."""
+    """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of tp peers would count twice."""
     metrics = [each for each in (module.modules() if module is not None else ()) if isinstance(each, Metric)]
     if not metrics:
         return
@@ -68,11 +74,11 @@ def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
 
 
 class UnevenPrediction:
-    """Keeps all ranks in the sharded forward until the last one has predicted its share.
+    """Keep all ranks in the sharded forward until the last one has predicted its share.
 
-    Lightning never repeats samples in `predict`, so data-parallel ranks have different numbers of batches; a rank that
-    stopped early would leave the others waiting for its weights. It runs its last batch again instead, and drops what
-    comes out.
+    Lightning never repeats samples in `predict`, so data-parallel ranks may have different numbers of batches. A rank
+    that stopped early would leave the others waiting for its shards of the weights. Instead, it runs its last batch
+    again and discards the output.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
@@ -81,14 +87,14 @@ class UnevenPrediction:
         self._again: Callable[[], Any] | None = None
 
     def step(self, predict: Callable[[], Any]) -> Any:
-        """Predict one batch, in step with all ranks."""
+        """Predict one batch while every other rank runs a batch too."""
         if dp_size(self._mesh) > 1:
             self._anyone(True)
             self._again = predict
         return predict()
 
     def finish(self) -> None:
-        """Called once this rank has no batches left."""
+        """Run the last batch again until no rank has batches left. Call it once this rank has none."""
         if dp_size(self._mesh) == 1:
             return
         while self._anyone(False):

@@ -1,6 +1,6 @@
-"""What Fabric's strategy does, whichever Lightning namespace its class belongs to.
+"""Implement Fabric's strategy, for the classes in both Lightning namespaces.
 
-It translates Fabric's calls to engine calls and holds no maths and no placement.
+The code translates Fabric's calls to engine calls and holds no maths and no placement.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from lightning_lora.base import BaseLogic
 from lightning_lora.fabric_state import FabricState, divide, kinds
+from lightning_lora.find_models import find_roots
 from lightning_lora.namespace import is_lightning_module
 from lightning_lora.precision import PrecisionLogic
-from lightning_lora.roots import find_roots
+from lightning_lora.strategy_base import BaseLogic
 from lora_parallel import clip_grad_norm_, no_sync
-from lora_parallel.agreement import agreed, check_alike
-from lora_parallel.atomic import local_path
-from lora_parallel.checkpoint_reader import Contents, load_models, load_optimizers, read_checkpoint, resume_counting
-from lora_parallel.checkpoint_writer import write_checkpoint
-from lora_parallel.grads import clip_grad_value_
-from lora_parallel.held_parameters import HeldByName, refuse_stale
-from lora_parallel.inject import has_adapters
-from lora_parallel.random_state import restore_random_state
-from lora_parallel.rendezvous import collective_call
-from lora_parallel.state import parallelized
-from lora_parallel.train_state import TrainState
+from lora_parallel.integration import (
+    Contents,
+    HeldByName,
+    TrainState,
+    agreed,
+    check_alike,
+    clip_grad_value_,
+    collective_call,
+    has_adapters,
+    load_models,
+    load_optimizers,
+    local_path,
+    parallelized,
+    read_checkpoint,
+    refuse_stale,
+    restore_random_state,
+    resume_counting,
+    write_checkpoint,
+)
 
 __all__ = ["FabricLogic"]
 
@@ -47,11 +55,11 @@ _WRITER = "Fabric"
 
 
 class BackwardSync:
-    """What `fabric.no_backward_sync` asks."""
+    """Provide the context that `fabric.no_backward_sync` enters."""
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Accumulation: no reduction inside."""
+        """Accumulate: within the context, `backward` reduces no gradients of the models in `module`."""
         with ExitStack() as stack:
             for model in parallelized(module).values() if enabled else ():
                 stack.enter_context(no_sync(model))
@@ -59,22 +67,22 @@ class BackwardSync:
 
 
 class FabricLogic(BaseLogic, Base):
-    """Trains LoRA adapters of a model in a Fabric loop under FSDP2 and tensor parallelism, as one device would.
+    """Train LoRA adapters of a model in a Fabric loop under FSDP2 and tensor parallelism, as one device would.
 
-    The model has PEFT layers, or gets them if `lora_config` is given, and its forward is called as a whole; of a
-    LightningModule, the models that it holds.
+    The model has PEFT layers, or gets them if `lora_config` is given. The loop must call the forward of the whole
+    model. If Fabric is given a LightningModule, these rules apply to the models that it holds.
     """
 
     @cached_property
     def _modules(self) -> WeakSet[nn.Module]:
-        """What has been set up."""
+        """Return the modules that `setup_module` has parallelized, held by weak references."""
         return WeakSet()
 
     # ------------------------------------------------------------------ processes
 
     @property
     def num_nodes(self) -> int:
-        """Fabric sets the number behind it."""
+        """Return the number of nodes, which Fabric sets through `_num_nodes`."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -87,12 +95,12 @@ class FabricLogic(BaseLogic, Base):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._connect()
-        # Fabric says so as it hands over a model on meta with adapters in memory; here it moves nothing.
+        # Fabric warns of a model on meta with adapters in memory; but with this strategy it does not move the model.
         warnings.filterwarnings("ignore", message=r".*parameters on different devices \(for example")
-        self._backward_sync_control = BackwardSync()  # type: ignore[assignment]  # Fabric calls its method, no more
+        self._backward_sync_control = BackwardSync()  # type: ignore[assignment]  # Fabric only calls its method
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over data-parallel ranks; as everywhere in Fabric, the tensor itself is filled with the result."""
+        """Reduce a tensor in place over data-parallel ranks, and return it, as Fabric's other strategies do."""
         if not isinstance(tensor, Tensor):
             return tensor
         tensor.detach().copy_(self.reduce(tensor, group, reduce_op))
@@ -127,11 +135,11 @@ class FabricLogic(BaseLogic, Base):
     # ------------------------------------------------------------------ models and optimizers
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """What `fabric.init_module` enters: see `_construction`."""
+        """Return the context that `fabric.init_module` enters: see `_construction`."""
         return self._construction(empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: Fabric calls it before `setup_module`, and a whole model may not fit on a device."""
+        """Do nothing: Fabric calls this before `setup_module`, and an unsharded model may not fit on a device."""
 
     @collective_call("fabric.setup_module")
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -150,7 +158,11 @@ class FabricLogic(BaseLogic, Base):
 
     @collective_call("fabric.setup_optimizers")
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuse an optimizer that was made before its model was set up. Collective."""
+        """Check that an optimizer was made after its model was set up. Collective.
+
+        Raises:
+            ValueError: The optimizer holds parameters that are not those of a model that was set up.
+        """
         with agreed():
             refuse_stale(
                 [optimizer],
@@ -164,7 +176,7 @@ class FabricLogic(BaseLogic, Base):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any | None]:
-        """Parallelize a model and give the optimizers its sharded parameters, by name. Collective."""
+        """Parallelize a model and give its optimizers the sharded parameters of the same names. Collective."""
         with agreed():
             models = self._find_models(module)
             if self._lora_config is not None and not all(has_adapters(model) for model in models.values()):
@@ -197,10 +209,11 @@ class FabricLogic(BaseLogic, Base):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm over the whole mesh, which is returned.
+        """Clip the gradients of an optimizer by their norm over the whole mesh; return that norm.
 
         Raises:
-            RuntimeError: It is not finite, on every rank; the gradients are of no use then.
+            RuntimeError: The norm is not finite and `error_if_nonfinite` is True; raised on every rank. The gradients
+                cannot be used then.
         """
         norm = clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -211,7 +224,7 @@ class FabricLogic(BaseLogic, Base):
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip each element."""
+        """Clip each element of an optimizer's gradients."""
         clip_grad_value_(self.precision.main_params(optimizer), clip_val)
 
     # ------------------------------------------------------------------ checkpoints
@@ -228,8 +241,8 @@ class FabricLogic(BaseLogic, Base):
 
         Raises:
             TypeError: `storage_options` or `filter` is given.
-            ValueError: The state holds no model that was set up, or models and optimizers out of reach.
-            OSError: It cannot be written. All on every rank.
+            ValueError: The state holds no model that was set up, or has models or optimizers inside containers.
+            OSError: The checkpoint cannot be written. All on every rank.
         """
         name = self.broadcast(str(path))
         with agreed():
@@ -253,19 +266,20 @@ class FabricLogic(BaseLogic, Base):
         )
 
     @collective_call("fabric.load")
-    @torch.inference_mode(False)  # what is made inside of it could not be trained with
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained with
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Fill models, optimizers and everything else in `state` from a checkpoint directory. Collective.
 
         Returns:
-            What the checkpoint holds besides, models and optimizers aside.
+            The entries of the checkpoint that `state` does not have, without models and optimizers.
 
         Raises:
-            TypeError: `state` is not a dictionary.
-            KeyError: A key is not in the checkpoint (with `strict=False` it is left alone).
-            FileNotFoundError, ValueError: The checkpoint, or what it holds, does not fit. All on every rank.
+            TypeError: `state` is a model or an optimizer, or is empty.
+            KeyError: A key of `state` is not in the checkpoint. With `strict=False`, its value is left as it is.
+            FileNotFoundError, ValueError: There is no checkpoint at `path`, or it does not fit `state`. All on every
+                rank.
         """
         name = self.broadcast(str(path))
         with agreed():
@@ -294,7 +308,7 @@ class FabricLogic(BaseLogic, Base):
             _check_kinds(wanted, found)
         target = TrainState(wanted.models, wanted.optimizers)
         commits = [*load_models(found, target), *load_optimizers(found, target)]
-        with agreed():  # before anything of the models changes: an object may refuse its state
+        with agreed():  # before any model is changed, since an object may refuse its state
             for key, value in wanted.rest.items():
                 if isinstance(value, Stateful):
                     value.load_state_dict(rest.pop(key))
@@ -308,7 +322,7 @@ class FabricLogic(BaseLogic, Base):
 
 
 def _check_kinds(wanted: FabricState, found: Contents) -> None:
-    """Each key holds the kind of thing that was saved under it."""
+    """Check that each key of `wanted` holds the kind of object that was saved under it."""
     for kind, keys, saved in (
         ("model that was set up", wanted.roots, found.record["models"]),
         ("optimizer", wanted.optimizers, found.optimizers),

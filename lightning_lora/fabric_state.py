@@ -1,4 +1,4 @@
-"""A dictionary that a user of Fabric saves or loads, divided into what is sharded and what is not."""
+"""Divide the dictionary that a user of Fabric saves or loads into sharded objects and others."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lora_parallel.held_parameters import refuse_stale
-from lora_parallel.state import parallelized
+from lora_parallel.integration import parallelized, refuse_stale
 
 __all__ = ["FabricState", "divide", "kinds"]
 
 
 @dataclass
 class FabricState:
-    """What was found, by key of the dictionary."""
+    """Hold the entries of the user's dictionary by their kind."""
 
     models: nn.Module = field(default_factory=nn.Module)
-    """Holds the sharded models as its children, so that each parameter has one name: key, dot, name in the model."""
+    """Module with the sharded models as children, so that each parameter has one name: key, dot, name in the model."""
 
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    """Of the sharded models."""
+    """Optimizers of the sharded models, by key."""
 
     rest: dict[str, Any] = field(default_factory=dict)
-    """Everything else, schedulers and unsharded modules too."""
+    """All other entries by key, schedulers and unsharded modules included."""
 
     @property
     def roots(self) -> dict[str, nn.Module]:
-        """The parallelized models by their names in `models`."""
+        """Return the parallelized models by their names in `models`."""
         return parallelized(self.models)
 
     def rest_values(self) -> dict[str, Any]:
-        """`rest` as it is stored: the state of what has one."""
+        """Return `rest` as it is stored: the state dict of each `Stateful` object, and other values as they are."""
         return {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in self.rest.items()}
 
 
 def divide(state: Mapping[str, Any]) -> FabricState:
-    """Divide a dictionary, of which Fabric's wrappers have been taken off.
+    """Divide a dictionary whose models and optimizers were taken out of Fabric's wrappers.
 
     Raises:
-        ValueError: It holds no sharded model, one twice or under a key that is no name for it, an optimizer of
-            something else, or sharded things inside of containers.
+        ValueError: The dictionary holds no sharded model, holds a model twice or under a key that cannot be its name,
+            has an optimizer of parameters that are not in its models, or has models, optimizers or DTensors inside
+            containers.
     """
     found = FabricState()
     holders: dict[nn.Module, str] = {}
@@ -84,7 +84,7 @@ def divide(state: Mapping[str, Any]) -> FabricState:
 
 
 def kinds(state: Mapping[str, Any]) -> dict[str, str]:
-    """What each key holds, as far as ranks must agree on it."""
+    """Map each key to the kind of its value, on which all ranks must agree: "model", "optimizer" or "value"."""
     return {
         key: "model" if isinstance(value, nn.Module) else "optimizer" if isinstance(value, Optimizer) else "value"
         for key, value in state.items()
@@ -92,7 +92,10 @@ def kinds(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_name(key: Any) -> None:
-    """A model's parameters are stored by names that begin with its key, and its adapters in a folder of that name."""
+    """Check that a model's key can be its name.
+
+    The model's parameters are stored by names that begin with the key, and its adapters in a folder of that name.
+    """
     if not isinstance(key, str) or not key or "." in key or "/" in key or hasattr(nn.Module(), key):
         raise ValueError(
             f"state[{key!r}] is a model, and no model can have that name: give it a key like 'model', without dots and "

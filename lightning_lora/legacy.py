@@ -1,4 +1,7 @@
-"""The strategies for `pytorch_lightning` and `lightning_fabric`, the same but for the namespace."""
+"""Define the strategies for `pytorch_lightning` and `lightning_fabric`.
+
+They differ from those in `lightning_lora.strategy` in the namespace only.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from lightning_fabric.strategies import ParallelStrategy as FabricParallelStrate
 from pytorch_lightning.strategies import ParallelStrategy
 
 from lightning_lora.fabric import FabricLogic
-from lightning_lora.logic import StrategyLogic
 from lightning_lora.namespace import fabric_namespace, trainer_namespace
+from lightning_lora.trainer_strategy import StrategyLogic
 
 __all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
 

@@ -1,8 +1,8 @@
-"""`load_from_checkpoint` of a folder that the strategy wrote, in one process: Lightning's private API, in one place.
+"""Let `load_from_checkpoint` read, in one process, checkpoints that the strategy wrote.
 
-Lightning reads a checkpoint with `torch.load` before it builds the module, and has no hook for another kind. Its two
-functions do as ever with anything that is no folder of ours; `tests/lightning_lora/test_loading.py` holds them to their
-meaning.
+Lightning reads a checkpoint with `torch.load` before it builds the module, and has no hook for another kind. So two
+private functions of Lightning, `pl_load` and `_load_state`, are wrapped here and nowhere else. They treat other
+checkpoints as before; `tests/lightning_lora/test_loading.py` checks that they do what is assumed here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lora.one_file import PACKED, TRAINER, unpack
-from lora_parallel.adapter_folder import check_config
-from lora_parallel.adapters import peft_configs
-from lora_parallel.checkpoint_reader import Contents, is_checkpoint, open_checkpoint_folder, state_dict_of
-from lora_parallel.identity import base_fingerprints, check_base
+from lightning_lora.single_file_checkpoint import PACKED, TRAINER, unpack
+from lora_parallel.integration import (
+    Contents,
+    base_fingerprints,
+    check_base,
+    check_config,
+    is_checkpoint,
+    open_checkpoint_folder,
+    peft_configs,
+    state_dict_of,
+)
 
 __all__ = ["load_folders"]
 
@@ -31,21 +37,24 @@ _TRAINED = "lora_parallel_trained"
 
 @dataclass(frozen=True)
 class _Trained:
-    """What a checkpoint holds of a module."""
+    """Hold the part of a module's state that a checkpoint has."""
 
     path: Any
-    """What the user gave."""
+    """Path as the user gave it."""
 
     found: Contents
     values: dict[str, Any]
-    """Parameters and buffers in full, and what else its state dict has."""
+    """Entries of the module's state dict: full parameters and buffers, and other states."""
 
     unpacked: Any = None
-    """The folder of a checkpoint in one file, for as long as this lives."""
+    """Temporary folder with the files of a one-file checkpoint, which lives as long as this object; else None."""
 
 
 def load_folders() -> None:
-    """Let `load_from_checkpoint` take folders, in every installed namespace. Done once."""
+    """Let `load_from_checkpoint` read this library's checkpoints, in every installed namespace.
+
+    A second call changes nothing.
+    """
     for package in ("lightning.pytorch", "pytorch_lightning"):
         if importlib.util.find_spec(package.split(".")[0]) is not None:
             saving: Any = import_module(f"{package}.core.saving")
@@ -76,7 +85,7 @@ def _filling(own: Any) -> Any:
         trained: _Trained | None = checkpoint.pop(_TRAINED, None)
         if trained is None:
             return own(cls, checkpoint, **({} if strict is None else {"strict": strict}), **kwargs)
-        with warnings.catch_warnings():  # of the base's keys, which the module has loaded itself
+        with warnings.catch_warnings():  # a warning of keys of the base, which the module has loaded itself
             warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
             module = own(cls, checkpoint, strict=False, **kwargs)
         tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
@@ -112,7 +121,7 @@ def _check_names(trained: _Trained, tensors: dict[str, Tensor], unknown: list[st
 
 
 def _check_shapes(trained: _Trained, tensors: dict[str, Tensor]) -> None:
-    """Copying would broadcast."""
+    """Check that each tensor has the same shape in the checkpoint and in the module: copying would broadcast it."""
     for name, value in trained.values.items():
         if name in tensors and tensors[name].shape != value.shape:
             raise ValueError(
@@ -122,7 +131,10 @@ def _check_shapes(trained: _Trained, tensors: dict[str, Tensor]) -> None:
 
 
 def _check_models(found: Contents, module: nn.Module) -> None:
-    """The adapters' scaling and the base, as where a run resumes; in this process alone."""
+    """Check that the models' adapter configs and base are those of the checkpoint, in this process alone.
+
+    A run that resumes makes the same checks, on all ranks.
+    """
     for name in found.record["models"]:
         model, folder = module.get_submodule(name), found.adapter_folder(name)
         configs = peft_configs(model)
@@ -143,4 +155,7 @@ def _check_base(found: Contents, name: str, model: nn.Module) -> None:
 
 
 _PRECISIONS = (None, torch.bfloat16, torch.float64)
-"""What the base may have been cast to for training, where this process holds it as it was loaded."""
+"""Dtypes that training may have cast the base to, tried in turn, since this process holds the base as it was loaded.
+
+None: the base was not cast.
+"""

@@ -1,8 +1,8 @@
-"""What the strategies need of Lightning, from either of its namespaces.
+"""Collect the names of Lightning that the strategies need, from either of its namespaces.
 
-`lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base whose classes do not know each
-other. Names that are private there stand here and nowhere else; `tests/lightning_lora/test_namespace.py` holds each to
-its meaning.
+`lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base, with separate classes.
+Private names of Lightning are imported here and nowhere else; `tests/lightning_lora/test_namespace.py` checks that each
+does what is assumed here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Namespace", "TrainerNamespace", "fabric_namespace", "is_lightning_mo
 
 @dataclass(frozen=True)
 class Namespace:
-    """What Trainer's and Fabric's strategies both need."""
+    """Hold the names of Lightning that Trainer's and Fabric's strategies both need."""
 
     Precision: Any
     HalfPrecision: Any
@@ -34,26 +34,26 @@ class Namespace:
 
 @dataclass(frozen=True)
 class TrainerNamespace(Namespace):
-    """What Trainer's strategy needs besides."""
+    """Hold the names of Lightning that Trainer's strategy needs."""
 
     TorchCheckpointIO: Any
     LightningOptimizer: Any
     fitting: Any
-    """`TrainerFn.FITTING`."""
+    """Member `FITTING` of `TrainerFn`."""
     interrupted: Any
-    """`TrainerStatus.INTERRUPTED`."""
+    """Member `INTERRUPTED` of `TrainerStatus`."""
     optimizers_to_device: Any
     Callback: Any
     SLURMEnvironment: Any
 
 
 def fabric_namespace(fabric: str) -> Namespace:
-    """The namespace of this package: "lightning.fabric" or "lightning_fabric"."""
+    """Return the names in a Fabric package: "lightning.fabric" or "lightning_fabric"."""
     return Namespace(**_shared(fabric, fabric))
 
 
 def trainer_namespace(pytorch: str, fabric: str) -> TrainerNamespace:
-    """The namespace of these two packages, for example "lightning.pytorch" and "lightning.fabric"."""
+    """Return the names in a Trainer package and its Fabric package, such as "lightning.pytorch", "lightning.fabric"."""
     states = import_module(f"{pytorch}.trainer.states")
     return TrainerNamespace(
         **_shared(pytorch, fabric),
@@ -68,7 +68,12 @@ def trainer_namespace(pytorch: str, fabric: str) -> TrainerNamespace:
 
 
 def _shared(owner: str, fabric: str) -> dict[str, Any]:
-    """`owner` is the package whose precision plugins and launcher the strategy gets: Trainer's or Fabric's."""
+    """Return the fields of `Namespace`.
+
+    Args:
+        owner: The package whose precision plugins and launcher the strategy uses: Trainer's or Fabric's.
+        fabric: The Fabric package.
+    """
     plugins = import_module(f"{owner}.plugins.precision")
     launcher = import_module(f"{owner}.strategies.launchers.subprocess_script")
     distributed = import_module(f"{fabric}.utilities.distributed")
@@ -90,5 +95,8 @@ def _shared(owner: str, fabric: str) -> dict[str, Any]:
 
 
 def is_lightning_module(module: nn.Module) -> bool:
-    """Whether `module` is a LightningModule, whose step methods are called and not its forward: Fabric's own test."""
+    """Return True if `module` is a LightningModule, by Fabric's own test.
+
+    Of a LightningModule, the step methods are called rather than the forward.
+    """
     return hasattr(module, "_fabric")

@@ -1,4 +1,4 @@
-"""Lightning's precision flags in terms of sharded training.
+"""Translate Lightning's precision flags to dtypes of sharded training.
 
 | flag | base | adapters | compute |
 |---|---|---|---|
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_lora.namespace import Namespace
 from lora_parallel import clip_grad_norm_
-from lora_parallel.adapters import adapter_parameters
-from lora_parallel.grads import clip_grad_value_
+from lora_parallel.integration import adapter_parameters, clip_grad_value_
 
 __all__ = ["SUPPORTED", "PrecisionLogic", "convert_base", "sharded_precision"]
 
@@ -32,7 +31,7 @@ _STORED = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 
 
 class PrecisionLogic:
-    """What differs from Lightning's own plugins: clipping across the mesh, and no autocast."""
+    """Override Lightning's own precision plugins: clip gradients across the mesh, and use no autocast."""
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
@@ -40,23 +39,23 @@ class PrecisionLogic:
         self.compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
 
     def main_params(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """The optimizer's parameters."""
+        """List the optimizer's parameters."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over the whole mesh."""
+        """Clip an optimizer's gradients by their norm over the whole mesh."""
         clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip each element."""
+        """Clip each element of an optimizer's gradients."""
         clip_grad_value_(self.main_params(optimizer), clip_val)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The strategy converts each model before it shards it: see `convert_base`."""
+        """Return the module as it is: the strategy converts each model before it shards it (see `convert_base`)."""
         return module
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors of a batch in the stored dtype, as Lightning's own plugins do."""
+        """Cast floating-point tensors of a batch to the stored dtype, as Lightning's own plugins do."""
         if self.stored_dtype is None:
             return data
         dtype = self.stored_dtype
@@ -65,9 +64,9 @@ class PrecisionLogic:
         )
 
     def convert_output(self, data: Any) -> Any:
-        """What a model returns to a Fabric loop: 16-bit tensors in the default dtype, as Fabric's own plugins do.
+        """Cast floating-point tensors that a model returns to a Fabric loop to the default dtype, if that is wider.
 
-        Wider tensors stay: Fabric's own plugins would round float64.
+        Fabric's own plugins cast 16-bit outputs in the same way, but would also round float64 to the default dtype.
         """
         dtype = torch.get_default_dtype()
 
@@ -79,7 +78,7 @@ class PrecisionLogic:
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
-        """New tensors have the stored dtype."""
+        """Make the stored dtype the default dtype of tensors that are made within the context."""
         if self.stored_dtype is None:
             yield
             return
@@ -91,19 +90,19 @@ class PrecisionLogic:
             torch.set_default_dtype(before)
 
     def module_init_context(self) -> Any:
-        """As `tensor_init_context`."""
+        """Return the context that modules are built in: `tensor_init_context`."""
         return self.tensor_init_context()
 
     def forward_context(self) -> Any:
-        """As `tensor_init_context`: for tensors that a forward makes."""
+        """Return the context that forwards run in: `tensor_init_context`, for tensors that a forward makes."""
         return self.tensor_init_context()
 
 
 def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
-    """A precision plugin for sharded training in place of the one that Trainer or Fabric chose.
+    """Return a precision plugin for sharded training in place of the one that Trainer or Fabric chose.
 
     Raises:
-        ValueError: There is no such precision for sharded training here.
+        ValueError: Sharded training does not support the plugin's class or its precision.
     """
     if isinstance(plugin, PrecisionLogic):
         return plugin
@@ -122,13 +121,13 @@ def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
 def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: bool) -> None:
     """Cast parameters and persistent buffers to `dtype`, in place, before the model is sharded.
 
-    What is sharded already was cast before. Buffers that no checkpoint holds (rotary tables) stay as they are: rounding
-    them moves every position.
+    Parameters that are sharded already keep their dtype, since they were cast before. Buffers that no checkpoint holds
+    (rotary tables) stay as they are: rounding them would change every position.
 
     Args:
         model: The full model, in memory or on meta.
-        dtype: None to leave everything.
-        keep_adapters: Leave adapter parameters in their dtype if that is wider.
+        dtype: The dtype; None to change nothing.
+        keep_adapters: Leave adapter parameters in their own dtype if that is wider.
     """
     if dtype is None:
         return

@@ -1,6 +1,6 @@
-"""The strategies' names in the registries of the installed Lightning namespaces.
+"""Register the strategies by name with the installed Lightning namespaces.
 
-The namespaces are disjoint: each takes only strategies that derive from its own classes.
+The namespaces are disjoint: each accepts only strategies that derive from its own classes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 __all__ = ["NAMES", "register_strategies"]
 
 NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp4": 4, "lora_fsdp2_tp8": 8}
-"""Registered name: tensor_parallel_size. Lightning lower-cases what it looks up."""
+"""tensor_parallel_size of each registered name. Lightning looks names up in lower case, so they must be lower-case."""
 
 
 def register_strategies() -> None:
-    """Register all names, again or for the first time."""
+    """Register all names of `NAMES`; names that are registered already are replaced."""
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
     from lightning_utilities.core import rank_zero
@@ -27,7 +27,7 @@ def register_strategies() -> None:
         (STRATEGY_REGISTRY, strategy.FabricLoRAParallelStrategy),
     ]
     if importlib.util.find_spec("pytorch_lightning") is not None:
-        log = rank_zero.log  # one variable for both namespaces, which each sets to its own logger as it is imported
+        log = rank_zero.log  # both namespaces share this variable, and each sets it to its own logger on import
         from lightning_fabric.strategies import STRATEGY_REGISTRY as LEGACY_FABRIC_REGISTRY
         from pytorch_lightning.strategies import StrategyRegistry as LegacyRegistry
 

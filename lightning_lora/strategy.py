@@ -1,4 +1,4 @@
-"""The strategies for `lightning`: Trainer's and Fabric's."""
+"""Define the strategies for `lightning`: one for Trainer and one for Fabric."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrate
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_lora.fabric import FabricLogic
-from lightning_lora.logic import StrategyLogic
 from lightning_lora.namespace import fabric_namespace, trainer_namespace
+from lightning_lora.trainer_strategy import StrategyLogic
 
 __all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
 

@@ -7,20 +7,21 @@ Plain torch, PEFT and safetensors; usable by itself in a loop started by torchru
 flag of Lightning's Trainer.
 """
 
-from lora_parallel.adapter_folder import load_adapter, save_adapter
-from lora_parallel.checkpoint import load_checkpoint, save_checkpoint
-from lora_parallel.checkpoint_writer import wait_for_save
+from lora_parallel.adapters.load_adapter import load_adapter
+from lora_parallel.adapters.save_adapter import save_adapter
+from lora_parallel.checkpoint.background import wait_for_save
+from lora_parallel.checkpoint.retention import latest_checkpoint
+from lora_parallel.checkpoint.save_load import load_checkpoint, save_checkpoint
 from lora_parallel.config import ParallelConfig
-from lora_parallel.deferred import attach_checkpoint
-from lora_parallel.export import export_merged
-from lora_parallel.grads import clip_grad_norm_
-from lora_parallel.mesh import build_mesh
-from lora_parallel.meta import meta_init
-from lora_parallel.retention import latest_checkpoint
-from lora_parallel.shard import parallelize
+from lora_parallel.distributed.gradients import clip_grad_norm_
+from lora_parallel.distributed.mesh import build_mesh
+from lora_parallel.export.merged import export_merged
+from lora_parallel.lazy.materialize import Read, read_plan
+from lora_parallel.loading.attach_checkpoint import attach_checkpoint
+from lora_parallel.loading.meta_init import meta_init
+from lora_parallel.parallelize import parallelize
 from lora_parallel.state import no_sync
-from lora_parallel.tenants import TenantPool
-from lora_parallel.weights import Read, read_plan
+from lora_parallel.tenants.pool import TenantPool
 
 __all__ = [
     "ParallelConfig",

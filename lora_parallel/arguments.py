@@ -1,4 +1,7 @@
-"""Arguments that a call does not know, and which was meant: the front ends name the same things differently."""
+"""Suggest the argument that was meant when a call is given an unknown one.
+
+The front ends, and other libraries, name the same things differently.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ _SAME = (
     ("block_classes", "transformer_cls_names_to_wrap", "auto_wrap_policy", "wrap_policy"),
     ("timeout_seconds", "timeout"),
 )
-"""Names of one thing: of the engine's config, the strategies, the plugin, and other libraries."""
+"""Groups of names for the same thing in the engine's config, the strategies, the plugin and other libraries."""
 
 
 def suggest_arguments(kind: type[T]) -> type[T]:
-    """Let a class that is made with an argument that it does not have say which one was meant.
+    """Make a class suggest the argument that was meant when it is given one that it does not have.
 
-    Its signature stays as it is. Arguments of subclasses that pass the others on count too.
+    The signature of the class stays as it is. Arguments that subclasses add are suggested too.
     """
     own: Callable[..., None] = kind.__dict__["__init__"]
     known = inspect.signature(own).parameters
@@ -48,7 +51,7 @@ def suggest_arguments(kind: type[T]) -> type[T]:
 
 
 def _arguments(kind: type, last: type) -> list[str]:
-    """List the arguments that may be given by name, with those that subclasses add."""
+    """List the arguments of `kind` that may be given by name, with those of its base classes up to `last`."""
     found: dict[str, None] = {}
     for each in kind.__mro__[: kind.__mro__.index(last) + 1]:
         if "__init__" in each.__dict__:

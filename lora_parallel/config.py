@@ -1,4 +1,4 @@
-"""`ParallelConfig`: everything that `parallelize` can be told, checked before anything is touched."""
+"""Define `ParallelConfig`, which holds the options of `parallelize` and checks them before any model is touched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ParallelConfig"]
 @suggest_arguments
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the mesh axes and what is done along them.
+    """Hold the sizes of the mesh axes and the options of `parallelize`.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -24,49 +24,55 @@ class ParallelConfig:
     """
 
     tp: int = 1
-    """Ranks along the `tp` axis: each holds a slice of every planned layer and sees the same batch."""
+    """Number of ranks along the `tp` axis; each holds a slice of every planned layer and sees the same batch."""
 
     dp_shard: int | Literal["auto"] = "auto"
-    """Ranks along the `dp_shard` axis, over which FSDP2 shards. "auto": what tp and dp_replicate leave."""
+    """Number of ranks along the `dp_shard` axis, over which FSDP2 shards. "auto": as many as the other axes leave."""
 
     dp_replicate: int = 1
-    """Ranks along the `dp_replicate` axis: copies of the sharded model (HSDP where dp_shard > 1)."""
+    """Number of ranks along the `dp_replicate` axis: copies of the sharded model (HSDP if dp_shard > 1)."""
 
     tp_plan: Literal["auto"] | Mapping[str, str] = "auto"
-    """"auto": the model's own plan. A mapping {glob: style} is laid over the model's own; each glob must match."""
+    """Plan of the layers' styles. "auto" takes the model's own plan.
+
+    A mapping {glob: style} is laid over the model's own plan; each glob must match.
+    """
 
     param_dtype: torch.dtype | None = None
-    """Compute in this dtype (FSDP2's `MixedPrecisionPolicy`); parameters stay in theirs. None: as they are."""
+    """Dtype to compute in (FSDP2's `MixedPrecisionPolicy`); parameters keep their own. None: the parameters' dtype."""
 
     reduce_dtype: torch.dtype | None = torch.float32
-    """Reduce gradients over dp at least in this dtype; wider gradients are never narrowed."""
+    """Smallest dtype in which gradients are reduced over dp; wider gradients are never narrowed. None: no minimum."""
 
     block_classes: Literal["auto"] | Sequence[str] = "auto"
     """Class names of the modules that become one FSDP unit each. "auto": the model's `_no_split_modules`."""
 
     reshard_after_forward: bool = True
-    """Free a unit's gathered weights after its forward and gather them again in backward."""
+    """True frees a unit's gathered weights after its forward and gathers them again in backward."""
 
     activation_checkpointing: bool = False
-    """Recompute each block's activations in backward."""
+    """True recomputes each block's activations in backward."""
 
     require_adapters: bool = True
-    """Refuse a model without adapters, and one whose base trains. False: `requires_grad` stays as it is."""
+    """True refuses a model without adapters, and one whose base trains. False leaves `requires_grad` as it is."""
 
     seed: int = 0
     """Seed of the adapters that `parallelize` injects and of LoRA dropout."""
 
     timeout_seconds: int = 1800
-    """After this long a collective that a peer has not joined is an error."""
+    """Seconds after which a collective that a peer has not joined is an error."""
 
     sequence_parallel: bool = False
-    """Between the layers that tp cuts, each tp rank has a chunk of the tokens: less memory, the same traffic."""
+    """True gives each tp rank a chunk of the tokens between the layers that tp splits.
+
+    This takes less memory and the same traffic.
+    """
 
     cpu_offload: bool = False
-    """Not supported yet."""
+    """Reserved for offloading to the CPU, which is not supported yet."""
 
     compile: bool = False
-    """Not supported yet."""
+    """Reserved for `torch.compile`, which is not supported yet."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp_replicate", "timeout_seconds"):

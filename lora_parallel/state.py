@@ -1,4 +1,4 @@
-"""What `parallelize` leaves on a model for the rest of the engine: its mesh, config, plan and running state."""
+"""Hold the state that `parallelize` leaves on a model for the rest of the engine: mesh, config, plan, counters."""
 
 from __future__ import annotations
 
@@ -10,68 +10,98 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.dropout import ForwardCount
-from lora_parallel.grads import PartialGradients, backward_sync
+from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 
-__all__ = ["ParallelState", "no_sync", "parallelized", "state_of"]
+__all__ = ["ForwardCount", "ParallelState", "no_sync", "parallelized", "state_of"]
 
 _ATTRIBUTE = "_lora_parallel_state"
 
 
 @dataclass
+class ForwardCount:
+    """Count the training forwards of a model, and know which of them is being computed now.
+
+    The two numbers differ while backward recomputes an earlier forward (activation checkpointing). A hook on the
+    model's outputs sets `current` back to the forward that made the outputs, before any of it is recomputed.
+    """
+
+    done: int = 0
+    """Number of training forwards started so far; it is part of a checkpoint."""
+
+    current: int = field(default=0, repr=False)
+    """Number of the forward that is being computed or recomputed, whose dropout masks are needed."""
+
+    running: bool = field(default=False, repr=False)
+    """True if the model's forward is running."""
+
+    def advance(self, training: bool) -> None:
+        """Count a forward that starts, if it is a training forward.
+
+        The hooks do not call it for a forward that is recomputed.
+        """
+        if training:
+            self.done += 1
+            self.current = self.done
+
+
+@dataclass
 class ParallelState:
-    """One parallelized model's state."""
+    """Hold the state of one parallelized model."""
 
     mesh: DeviceMesh
     config: ParallelConfig
     styles: dict[str, str]
-    """Style of each layer that has one, by its name in PEFT's terms; empty where tp is 1."""
+    """Style of each layer that has one, by the layer's name in PEFT's terms; empty if tp is 1."""
 
     gradients: PartialGradients
     forward_count: ForwardCount
     fresh_adapters: tuple[str, ...] = ()
-    """Adapters injected here with an initialisation that makes B A zero."""
+    """Names of the adapters that `parallelize` injected with an initialisation that makes B A zero."""
 
     materialized: bool = True
-    """False: base weights were left on meta."""
+    """False if the base weights were left on meta."""
 
     bare: nn.Module | Exception | None = field(default=None, repr=False)
-    """The model on meta as it was before it was sharded, for adapters that come later, or why there is no copy of it;
-    None where it has adapters.
+    """Copy on meta of the model before it was sharded, for adapters that come later.
+
+    If copying failed, it is the exception that says why. It is None if the model has adapters or must have them.
     """
 
     recoveries: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    """What is called when a step turns out to have failed on its way, as the next one begins."""
+    """Functions that are called as a step begins, if the step before it has failed."""
 
     pooled: bool = False
-    """Whether it is the base of a `TenantPool`."""
+    """True if the model is the base of a `TenantPool`."""
 
     trained: frozenset[str] = frozenset()
-    """The parameters that trained when the model was parallelized, by name."""
+    """Names of the parameters that trained when the model was parallelized."""
 
     fingerprints: dict[str, str] | None = None
-    """Of the base as it was then (see `lora_parallel.identity`); None where it was left on meta."""
+    """Fingerprints of the base parameters when the model was parallelized, by name; None if it was left on meta.
+
+    See `lora_parallel.adapters.base_fingerprint`.
+    """
 
     def attach(self, model: nn.Module) -> None:
-        """Remember this state on `model`."""
+        """Store this state on `model`, where `state_of` finds it."""
         model.__dict__[_ATTRIBUTE] = self
 
 
 def state_of(model: nn.Module) -> ParallelState | None:
-    """The state that `parallelize` left on `model`, or None."""
+    """Return the state that `parallelize` left on `model`, or None if there is none."""
     return model.__dict__.get(_ATTRIBUTE)
 
 
 def parallelized(module: nn.Module) -> dict[str, nn.Module]:
-    """The models in `module`, itself included under the name "", that have been parallelized."""
+    """Map names to the models in `module`, itself included under the name "", that have been parallelized."""
     return {name: each for name, each in module.named_modules() if state_of(each) is not None}
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Accumulate: within the context, `backward` reduces no gradient over any axis.
+    """Accumulate gradients: within the context, `backward` reduces no gradient over any mesh axis.
 
-    `.grad` is unspecified until the next backward outside of the context, which finishes the whole sum. Finish it
-    before `zero_grad`, which cannot reach what has not been reduced.
+    `.grad` is unspecified until the next backward outside of the context, which finishes the whole sum. Finish the sum
+    before `zero_grad`, which cannot reach gradients that have not been reduced.
 
     Raises:
         ValueError: `model` did not come from `parallelize`.

@@ -28,9 +28,14 @@ MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make matrix` what a test runs on more ranks of the same kind, if it has another mesh at all."""
+    """Mark the tests that run ranks as `processes`, and as `matrix` those on more ranks of the same kind.
+
+    `make test-fast` leaves the former out; `make test` the latter, if a test has another mesh at all.
+    """
     functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
     for item in items:
+        if {"pool", "own_pool"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
         arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()
         more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)
         functions[item.nodeid.partition("[")[0]].append((item, more))

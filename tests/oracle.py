@@ -188,7 +188,7 @@ def on_mesh(text: str, **config: Any) -> tuple[DeviceMesh, Any]:
 def sharded(case: Case, mesh_text: str, **config: Any) -> Run:
     """The same on a mesh; on every rank."""
     from lora_parallel import clip_grad_norm_, no_sync, parallelize
-    from lora_parallel.mesh import dp_rank, dp_size
+    from lora_parallel.distributed.mesh import dp_rank, dp_size
 
     mesh, settings = on_mesh(mesh_text, **config)
     model = parallelize(case.model(), mesh, settings)

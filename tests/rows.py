@@ -649,7 +649,7 @@ def on_ranks(name: str, mesh_text: str) -> list[Step | Failure]:
     In a list, so that the pool keeps the group after a refusal: ranks that refuse together are in step.
     """
     from lora_parallel import parallelize
-    from lora_parallel.mesh import dp_rank, dp_size
+    from lora_parallel.distributed.mesh import dp_rank, dp_size
 
     row = rows()[name]
     model = row.build()

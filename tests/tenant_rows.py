@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lora_parallel import TenantPool, parallelize
-from lora_parallel.dropout import ForwardCount
-from lora_parallel.inject import adapt_dropout
+from lora_parallel.adapters.injection import adapt_dropout
+from lora_parallel.state import ForwardCount
 from tests.oracle import causal_lm, full, on_mesh, trained
 
 ROWS, STEPS = 4, 3

@@ -76,7 +76,7 @@ def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection) 
     torch._C._set_print_stack_traces_on_fatal_signal(True)
     import torch.distributed as dist
 
-    from lora_parallel.upstream import one_gloo_thread
+    from lora_parallel.distributed.torch_private import one_gloo_thread
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with (

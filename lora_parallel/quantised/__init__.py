@@ -1,6 +1,4 @@
-"""Quantised bases: layers of bitsandbytes and torchao, their weights held as bytes that can be sharded."""
+"""Hold the weights of bitsandbytes and torchao layers as bytes that FSDP2 and tensor parallelism can shard.
 
-from lora_parallel.quantised.layer import Quantised
-from lora_parallel.quantised.model import bare_states, check_quantised, hold_as_bytes
-
-__all__ = ["Quantised", "bare_states", "check_quantised", "hold_as_bytes"]
+In: a model with quantised layers, in memory or in files. Out: the same model with `QuantisedLayer`s in their place.
+"""

@@ -1,4 +1,4 @@
-"""torchao: weight-only formats whose tensors are rows of the weight (int8, float8, intx; by row or by group)."""
+"""Hold torchao's weight-only formats whose tensors are rows of the weight (int8, float8, intx; by row or by group)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
-from lora_parallel.nodes import Node
-from lora_parallel.quantised.layer import Quantised, bytes_of
-from lora_parallel.quantised.stored import Bytes, Encoding, Packed
-from lora_parallel.stored import StoredTensor
+from lora_parallel.layers.quantised_layer import QuantisedLayer, bytes_of
+from lora_parallel.lazy.graph import Node
+from lora_parallel.lazy.lazy_tensor import LazyTensor
+from lora_parallel.quantised.packed_weight import Bytes, Encoding, Packed
 
 __all__ = ["LinearAO", "dense_ao", "disagrees", "problem_ao", "stored_ao"]
 
@@ -25,12 +25,12 @@ _WEIGHT = "qdata"
 
 @dataclass(frozen=True)
 class _Form:
-    """A quantised weight of torchao without its values."""
+    """Describe a quantised weight of torchao without its values."""
 
     kind: Any
     attributes: dict[str, Any]
     inner: dict[str, tuple[torch.dtype, int]]
-    """Dtype and number of dims of each of its tensors."""
+    """Dtype and number of dims of each inner tensor of the weight, by name."""
 
     @staticmethod
     def of(weight: Any) -> _Form:
@@ -38,7 +38,7 @@ class _Form:
         return _Form(type(weight), attributes, {n: (getattr(weight, n).dtype, getattr(weight, n).dim()) for n in names})
 
     def filled(self, tensors: dict[str, Tensor]) -> Any:
-        """With values, uint8 [rows, .] of each of its tensors."""
+        """Return the quantised weight whose inner tensors have the bytes `tensors`, uint8 [rows, .] by name."""
         made = {name: tensors[name].view(dtype) for name, (dtype, _) in self.inner.items()}
         made = {name: t.flatten() if self.inner[name][1] == 1 else t for name, t in made.items()}
         block = self.attributes["block_size"]
@@ -46,21 +46,21 @@ class _Form:
         return self.kind.__tensor_unflatten__(made, {**self.attributes, "block_size": here}, None, None)
 
 
-class LinearAO(Quantised):
-    """Each inner tensor of the quantised weight as bytes: `weight` its data, `weight_scale` and others beside it."""
+class LinearAO(QuantisedLayer):
+    """Hold each inner tensor of torchao's quantised weight as bytes: data as `weight`, scales as `weight_scale`, ..."""
 
     _form: _Form
 
     @classmethod
     def take(cls, layer: Any) -> None:
-        """Change a layer that is quantised, in place."""
+        """Change a layer whose weight torchao has quantised, in place."""
         form = _Form.of(layer.weight)
         parts = {_key(name): bytes_of(getattr(layer.weight, name), layer.out_features) for name in form.inner}
         cls.hold(layer, parts, form)
 
     @classmethod
     def hold(cls, layer: Any, parts: Mapping[str, Tensor], form: _Form) -> None:
-        """Let a layer hold these parameters, of which `form` is made."""
+        """Let a layer hold the parameters `parts`, from which `form` makes the quantised weight, in place."""
         del layer._parameters["weight"]
         for name, tensor in parts.items():
             setattr(layer, name, tensor)
@@ -71,7 +71,7 @@ class LinearAO(Quantised):
         layer.__class__ = cls
 
     def cut_problem(self, style: Any, tp: int) -> str | None:
-        """See `Quantised`."""
+        """Refuse to cut the input of a format that quantises whole rows of it; else do as `QuantisedLayer`."""
         if style.weight == Shard(1) and self._form.attributes.get("act_quant_kwargs") is not None:
             return "it quantises the rows of its input, of which a tp rank would have a slice"
         return super().cut_problem(style, tp)
@@ -80,11 +80,14 @@ class LinearAO(Quantised):
         return self._form.filled({name: getattr(self, _key(name)).detach() for name in self._form.inner})
 
     def dense(self) -> Tensor:
-        """See `Quantised`."""
+        """Return the dequantised weight, [out, in], as torchao computes it."""
         return self._quantised().dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`. torchao keeps the weight that it dequantises for backward; here it is dequantised again."""
+        """Compute the output as `nn.Linear` does.
+
+        torchao keeps the dequantised weight for backward; here backward dequantises the weight again.
+        """
         weight = self._quantised()
         if torch.is_grad_enabled() and x.requires_grad:
             return checkpoint(F.linear, x, weight, self.bias, use_reentrant=False, preserve_rng_state=False)
@@ -96,7 +99,7 @@ def _key(name: str) -> str:
 
 
 def problem_ao(layer: Any) -> str | None:
-    """Why a layer with a weight of torchao cannot be held as bytes, or None if it can."""
+    """Return the reason why a layer with a weight of torchao cannot be held as bytes, or None if it can."""
     shape = layer.out_features, layer.in_features
     if tuple(layer.weight.shape) != shape:
         here = tuple(layer.weight.shape)
@@ -121,16 +124,15 @@ def _problem(weight: Any) -> str | None:
 # ---------------------------------------------------------------------- layers that are still on disk
 
 
-def dense_ao(layer: Any, dense: Node, quantise: Callable[[nn.Linear], None]) -> Packed:
-    """The weight of a linear layer on meta, to be quantised as it is read.
+def dense_ao(dense: Node, quantise: Callable[[nn.Linear], None]) -> Packed:
+    """Return the weight of a linear layer on meta as a node that is quantised when it is read.
 
     Args:
-        layer: Not quantised.
-        dense: Its weight.
-        quantise: Quantises a linear layer in place.
+        dense: The layer's weight on disk, [out, in].
+        quantise: Function that quantises a linear layer in place.
 
     Raises:
-        ValueError: It would be quantised in a way that cannot be sharded.
+        ValueError: `quantise` makes a format that cannot be sharded.
     """
     out, features = dense.shape
     sample = _sample(features, dense.dtype, quantise)
@@ -151,19 +153,18 @@ def dense_ao(layer: Any, dense: Node, quantise: Callable[[nn.Linear], None]) -> 
 
 
 def stored_ao(
-    layer: Any, tensors: Mapping[str, StoredTensor], weight: Any, quantise: Callable[[nn.Linear], None]
+    layer: Any, tensors: Mapping[str, LazyTensor], weight: Any, quantise: Callable[[nn.Linear], None]
 ) -> Packed:
-    """The weight of a linear layer on meta, of what torchao saves for it.
+    """Return the weight of a linear layer on meta as a node made of the tensors that torchao saved.
 
     Args:
-        layer: Not quantised.
-        tensors: By the names of the weight's own.
-        weight: What torchao makes of them, on meta.
-        quantise: Quantises a linear layer in place, as the model's config says.
+        tensors: The saved tensors, by the names of the quantised weight's inner tensors.
+        weight: The quantised weight that torchao makes of these tensors, on meta.
+        quantise: Function that quantises a linear layer in place, as the model's config says.
 
     Raises:
-        ValueError: They are not those of this layer, or are quantised otherwise than the config says or in a way that
-            cannot be sharded.
+        ValueError: The tensors are of a layer of another shape, or are quantised otherwise than the config says or in a
+            format that cannot be sharded.
     """
     if tuple(weight.shape) != (layer.out_features, layer.in_features):
         raise ValueError(
@@ -180,7 +181,7 @@ def stored_ao(
 
 
 def disagrees(weight: Any, quantise: Callable[[nn.Linear], None]) -> str | None:
-    """How a weight is quantised, if not as `quantise` would."""
+    """Return a text about the two formats if `weight` is quantised otherwise than by `quantise`, else None."""
     said = _named(_sample(weight.shape[1], weight.dtype, quantise))
     return None if _named(weight) == said else f"as {_named(weight)}, and the config says {said}"
 
@@ -193,7 +194,7 @@ def _quantised(block: Tensor, quantise: Callable[[nn.Linear], None]) -> Any:
 
 
 def _sample(features: int, dtype: torch.dtype, quantise: Callable[[nn.Linear], None]) -> Any:
-    return _quantised(torch.ones(2, features, dtype=dtype), quantise)  # of two rows: more than a block of one has
+    return _quantised(torch.ones(2, features, dtype=dtype), quantise)  # a block of two rows would show here
 
 
 def _named(weight: Any) -> str:

@@ -1,4 +1,4 @@
-"""bitsandbytes: NF4 and FP4 (`Linear4bit`), LLM.int8 (`Linear8bitLt`)."""
+"""Hold the formats of bitsandbytes: NF4 and FP4 (`Linear4bit`), LLM.int8 (`Linear8bitLt`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor
 
-from lora_parallel.nodes import Block, Node, Read, Region, read, whole
-from lora_parallel.quantised.layer import Quantised, bytes_of, frozen
-from lora_parallel.quantised.stored import Bytes, Encoding, Packed
-from lora_parallel.stored import StoredTensor
+from lora_parallel.layers.quantised_layer import QuantisedLayer, bytes_of, frozen
+from lora_parallel.lazy.graph import Block, Node, Read, Region, read, whole
+from lora_parallel.lazy.lazy_tensor import LazyTensor
+from lora_parallel.quantised.packed_weight import Bytes, Encoding, Packed
 
 __all__ = [
     "Linear4bit",
@@ -30,11 +30,12 @@ __all__ = [
 ]
 
 
-class Linear4bit(bitsandbytes.nn.Linear4bit, Quantised):
-    """`weight` uint8 [out, in / 2], two features a byte; `weight_absmax`, float32 of each block, as bytes.
+class Linear4bit(bitsandbytes.nn.Linear4bit, QuantisedLayer):
+    """Hold a 4-bit weight: `weight` uint8 [out, in / 2], two features a byte, and `weight_absmax`, the scales as bytes.
 
-    Scales that were themselves quantised (double quantisation) are held in float32, as bitsandbytes computes them in
-    each call: 4.5 bits a weight. Cut anywhere, those would need the statistics of the whole.
+    Each block has one scale in float32. Scales that were themselves quantised (double quantisation) are held in
+    float32 too, as bitsandbytes computes them in each call: 4.5 bits a weight. A shard of the quantised scales would
+    need statistics of the whole weight: the mean of all scales, and the scales of groups that cross shards.
     """
 
     weight_absmax: Tensor
@@ -44,7 +45,7 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, Quantised):
 
     @classmethod
     def take(cls, layer: Any) -> None:
-        """Change a layer that is quantised, in place."""
+        """Change a layer whose weight bitsandbytes has quantised, in place."""
         state, packed = layer.weight.quant_state, layer.weight.data
         out, width = state.shape
         absmax = state.absmax
@@ -55,7 +56,7 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, Quantised):
 
     @classmethod
     def hold(cls, layer: Any, parts: Mapping[str, Tensor], state: QuantState) -> None:
-        """Let a layer hold these parameters, which `state` describes."""
+        """Let a layer hold the parameters `parts`, which `state` describes, in place."""
         del layer._parameters["weight"]
         for name, tensor in parts.items():
             setattr(layer, name, tensor)
@@ -75,15 +76,15 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, Quantised):
         )
 
     def dense(self) -> Tensor:
-        """See `Quantised`."""
+        """Return the dequantised weight, [out, in], as bitsandbytes computes it."""
         return quantisation.dequantize_4bit(self.weight.detach().reshape(-1, 1), self._state())
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `bitsandbytes.nn.Linear4bit`.
+        """Compute the output as `bitsandbytes.nn.Linear4bit` does.
 
         Raises:
-            TypeError: In float64, for which bitsandbytes has no kernel; some of its backends then return what is in
-                memory (0.50, https://github.com/bitsandbytes-foundation/bitsandbytes).
+            TypeError: The product would be in float64, for which bitsandbytes has no kernel; some of its backends then
+                return uninitialised memory (0.50, https://github.com/bitsandbytes-foundation/bitsandbytes).
         """
         given = x.dtype
         fed = x if self.compute_dtype is None else x.to(self.compute_dtype)
@@ -94,21 +95,21 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, Quantised):
         return y.to(given)
 
 
-class Linear8bit(bitsandbytes.nn.Linear8bitLt, Quantised):
-    """`weight`, int8 [out, in], and `weight_scb`, float32 of each row, as bytes."""
+class Linear8bit(bitsandbytes.nn.Linear8bitLt, QuantisedLayer):
+    """Hold an int8 weight as bytes: `weight`, int8 [out, in], and `weight_scb`, one float32 scale for each row."""
 
     weight_scb: Tensor
 
     @classmethod
     def take(cls, layer: Any) -> None:
-        """Change a layer that is quantised, in place."""
+        """Change a layer whose weight bitsandbytes has quantised, in place."""
         scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
         weight = frozen(layer.weight.data.view(torch.uint8))
         cls.hold(layer, {"weight": weight, "weight_scb": bytes_of(scales.float(), len(scales))})
 
     @classmethod
     def hold(cls, layer: Any, parts: Mapping[str, Tensor]) -> None:
-        """Let a layer hold these parameters."""
+        """Let a layer hold the parameters `parts`, in place."""
         del layer._parameters["weight"]
         for name, tensor in parts.items():
             setattr(layer, name, tensor)
@@ -121,11 +122,11 @@ class Linear8bit(bitsandbytes.nn.Linear8bitLt, Quantised):
         return self.weight_scb.detach().view(torch.float32).flatten()
 
     def dense(self) -> Tensor:
-        """See `Quantised`."""
+        """Return the dequantised weight, [out, in], as bitsandbytes computes it."""
         return quantisation.int8_vectorwise_dequant(self.weight.detach().view(torch.int8), self._scales())
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `bitsandbytes.nn.Linear8bitLt`."""
+        """Compute the output as `bitsandbytes.nn.Linear8bitLt` does."""
         state = bitsandbytes.MatmulLtState()
         state.threshold, state.use_pool = self.state.threshold, self.state.use_pool
         state.has_fp16_weights, state.is_training = False, self.training
@@ -135,7 +136,7 @@ class Linear8bit(bitsandbytes.nn.Linear8bitLt, Quantised):
 
 
 def problem_4bit(layer: Any) -> str | None:
-    """Why a `Linear4bit` cannot be held as bytes, or None if it can."""
+    """Return the reason why a `Linear4bit` cannot be held as bytes, or None if it can."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         return "its weight is not quantised yet"
@@ -145,7 +146,10 @@ def problem_4bit(layer: Any) -> str | None:
 
 
 def _problem_of_scales(state: QuantState) -> str | None:
-    """Bitsandbytes takes what a file lacks of double quantisation for none."""
+    """Return the reason why the scales of a 4-bit weight do not fit it, or None if they do.
+
+    If a file lacks the tensors of double quantisation, bitsandbytes takes the scales as not quantised.
+    """
     blocks, rest = divmod(state.shape.numel(), state.blocksize)
     if rest or state.shape[1] % state.blocksize:
         return f"its blocks of {state.blocksize} do not end with its rows of {state.shape[1]} features"
@@ -163,7 +167,7 @@ def _problem_of_scales(state: QuantState) -> str | None:
 
 
 def problem_8bit(layer: Any) -> str | None:
-    """Why a `Linear8bitLt` cannot be held as bytes, or None if it can."""
+    """Return the reason why a `Linear8bitLt` cannot be held as bytes, or None if it can."""
     if layer.state.has_fp16_weights:
         return "it keeps its weight in 16 bits (has_fp16_weights=True)"
     if layer.weight.dtype != torch.int8 or (layer.weight.SCB is None and layer.state.SCB is None):
@@ -187,12 +191,12 @@ def _other_shape(shape: torch.Size, layer: Any) -> str:
 
 
 def dense_4bit(layer: Any, dense: Node) -> Packed:
-    """The weight of a `Linear4bit` on meta, to be quantised as it is read."""
+    """Return the weight of a `Linear4bit` on meta as a node that is quantised when it is read."""
     settings, out, features = layer.weight, *dense.shape
     keep = {"quant_type": settings.quant_type, "blocksize": settings.blocksize}
 
     def encode(block: Tensor) -> dict[str, Tensor]:
-        # Quantised on its way to a device: to the one where it is, in place.
+        # bitsandbytes quantises a weight when it moves to a device: here from the CPU back to the device of the block.
         dense: Any = bitsandbytes.nn.Params4bit(block.cpu(), compress_statistics=False, **keep)
         weight = dense.to(block.device)
         absmax = bytes_of(weight.quant_state.absmax.float(), len(block))
@@ -228,7 +232,7 @@ def _packed_4bit(weight: Node, absmax: Node, state: QuantState) -> Packed:
 
 @dataclass(frozen=True, eq=False)
 class _Compressed(Block):
-    """Scales as they are after double quantisation, which is by the mean of all of them: of the whole weight."""
+    """Compute the scales that double quantisation leaves; it subtracts the mean of the scales of the whole weight."""
 
     absmax: Node
     shape: tuple[int, int]
@@ -250,11 +254,11 @@ class _Compressed(Block):
         yield from (scales[region] for region in regions)
 
 
-def stored_4bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
-    """The weight of a `Linear4bit` on meta, of what bitsandbytes saves for it.
+def stored_4bit(layer: Any, tensors: Mapping[str, LazyTensor]) -> Packed:
+    """Return the weight of a `Linear4bit` on meta as a node made of the tensors that bitsandbytes saved.
 
     Raises:
-        ValueError: They are not those of this layer.
+        ValueError: The tensors are not those of this layer, or are incomplete.
     """
     kinds = [name.rpartition("__")[2] for name in tensors if "quant_state" in name]
     if len(kinds) != 1 or "weight.absmax" not in tensors or "weight.quant_map" not in tensors:
@@ -288,13 +292,13 @@ def stored_4bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
 
 @dataclass(frozen=True, eq=False)
 class _Nested(Block):
-    """Scales that a file holds as double quantisation left them."""
+    """Decode the scales of a weight from a file that holds them double-quantised."""
 
     compressed: Node
-    """uint8 [blocks of the weight]."""
+    """The quantised scales in the file, uint8 [blocks of the weight]."""
 
     state: QuantState
-    """Of which the scales are stored too: one of each so many."""
+    """Quantisation of the scales: one scale for each `blocksize` of them, also still in the file."""
 
     offset: Tensor
     shape: tuple[int, int]
@@ -309,7 +313,7 @@ class _Nested(Block):
         yield from ((self.compressed, (blocks,)), (self.state.absmax.node, (scales,)))
 
     def _blocks(self, rows: slice) -> tuple[slice, slice]:
-        """Which of the scales' scales some rows need, and the scales that those are of."""
+        """Return the range of scales' scales that some rows need, and the range of scales that these are for."""
         each, size = self.shape[1] // 4, self.state.blocksize
         scales = slice(rows.start * each // size, -(-rows.stop * each // size))
         return scales, slice(scales.start * size, min(scales.stop * size, self.compressed.shape[0]))
@@ -330,7 +334,7 @@ class _Nested(Block):
 
 
 def dense_8bit(layer: Any, dense: Node) -> Packed:
-    """The weight of a `Linear8bitLt` on meta, to be quantised as it is read."""
+    """Return the weight of a `Linear8bitLt` on meta as a node that is quantised when it is read."""
     out, features = dense.shape
 
     def encode(block: Tensor) -> dict[str, Tensor]:
@@ -344,11 +348,11 @@ def dense_8bit(layer: Any, dense: Node) -> Packed:
     return Packed(parts, Linear8bit.hold, (out, features), torch.int8)
 
 
-def stored_8bit(layer: Any, tensors: Mapping[str, StoredTensor]) -> Packed:
-    """The weight of a `Linear8bitLt` on meta, of what bitsandbytes saves for it.
+def stored_8bit(layer: Any, tensors: Mapping[str, LazyTensor]) -> Packed:
+    """Return the weight of a `Linear8bitLt` on meta as a node made of the tensors that bitsandbytes saved.
 
     Raises:
-        ValueError: They are not those of this layer.
+        ValueError: The tensors are not those of this layer.
     """
     weight, scales = tensors.get("weight"), tensors.get("SCB")
     if weight is None or scales is None or weight.dtype != torch.int8:

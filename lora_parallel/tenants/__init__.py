@@ -1,5 +1,5 @@
-"""Many adapters (tenants) on one frozen, sharded base: added, trained, saved and removed while the job runs."""
+"""Train many adapters (tenants) on one frozen, sharded base: added, trained, saved and removed while the job runs.
 
-from lora_parallel.tenants.pool import TenantPool
-
-__all__ = ["TenantPool"]
+In: a parallelized model without adapters, a LoraConfig a tenant, batches and whose rows they are. Out: an adapter
+folder a tenant. Nothing else in the engine imports this folder.
+"""

@@ -1,4 +1,4 @@
-"""Calls of a pool that every rank must make alike."""
+"""Check that every rank makes the same calls of a pool, in the same order."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from lora_parallel.agreement import agreed, gather_numbers
+from lora_parallel.distributed.rank_checks import agreed, gather_numbers
 
 __all__ = ["Calls", "number_of"]
 
 
 class Calls:
-    """What has been called so far, as a number that ranks share as long as they have made the same calls.
+    """Keep a number of the calls made so far, which is equal on all ranks as long as they make the same calls.
 
     Args:
-        device: The type of device that messages go by.
-        tenants: Gives the names of the tenants there are, for messages.
+        device: Type of the device that messages between ranks go by.
+        tenants: Returns the names of the pool's tenants, for error messages.
     """
 
     def __init__(self, device: str, tenants: Callable[[], Sequence[str]]) -> None:
         self._device, self._tenants = device, tenants
         self._before = 0
         self._alone: list[str] = []
-        """The calls without a message since the last one with a message."""
+        """Calls noted by `apart` since the last `together`."""
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
         """Run checks without collectives, and check that every rank makes the same call after the same calls.
 
-        One message of two numbers, whatever the tenants.
+        Sends one message of two numbers, however many tenants there are.
+
+        Args:
+            call: The call with its arguments, as text.
 
         Raises:
-            ValueError: One does not, on every rank that makes any.
-            Exception: What a check raised on any rank.
+            ValueError: A rank makes another call, or has made other calls before; on every rank that makes a call.
+            Exception: A check in the block failed on some rank; on every rank.
         """
         error: Exception | None = None
         try:
@@ -61,12 +64,15 @@ class Calls:
 
     @contextmanager
     def apart(self, call: str) -> Iterator[None]:
-        """The same without a message: a rank that calls something else is found out at the next `together`."""
+        """Note a call without a message to the other ranks.
+
+        The next `together` finds out if a rank has made another call.
+        """
         yield
         self._before = number_of(f"{self._before} {call}")
         self._alone.append(call)
 
 
 def number_of(text: str) -> int:
-    """A number that equal texts share in every process, and that others do not."""
+    """Return a 56-bit hash of a text, which is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -1,55 +1,66 @@
-"""A factor of one tenant's adapter: what is stored, what a rank computes with, where its gradient waits."""
+"""Hold a factor of one tenant's adapter: its stored parameter, the values to compute with and their gradient."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lora_parallel.gather import local
-from lora_parallel.tenants.shards import Cut
+from lora_parallel.distributed.gather import local
+from lora_parallel.tenants.shards import Cut, gather
 
-__all__ = ["Factor"]
+__all__ = ["Factor", "gathered_factors"]
 
 
 @dataclass(eq=False)
 class Factor:
-    """One of "lora_A" and "lora_B" of a layer."""
+    """Hold one factor, `lora_A` or `lora_B`, of a tenant's adapter on one layer."""
 
     parameter: nn.Parameter
-    """What the optimizer sees."""
+    """Parameter that the optimizer gets."""
 
     rows: Tensor | None
-    """The rows that this rank computes with, of one that is stored whole."""
+    """Rows that this rank computes with, int64 [rows], of a factor that is stored whole; None: all of its rows."""
 
     partial: bool
-    """Whether one rank's gradient is a partial sum over tp."""
+    """True if the gradient on one rank is a partial sum over tp."""
 
     cut: Cut | None = None
-    """How it is shared out over dp, if it is."""
+    """Layout of the factor's chunks over dp_shard; None if it is not sharded over dp_shard."""
 
     lent: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
-    """What is alive of what was gathered of it, to compute with."""
+    """Gathered copies of the factor that are still alive, for instance in the graph of a forward."""
 
     waiting: Tensor | None = None
-    """The gradient of what was computed with; `parameter.grad` is of what else a loss takes of it: a penalty."""
+    """Gradient of the values that forwards computed with, before its sum over ranks; None if there is none.
+
+    `parameter.grad` is another gradient: that of terms of a loss that use the parameter itself, such as a penalty.
+    """
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Return the device of the parameter."""
         return local(self.parameter).device
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what this tp rank has."""
+        """Return the shape of the part that this tp rank has, before it is sharded over dp_shard."""
         return tuple(local(self.parameter).shape) if self.cut is None else self.cut.shape
 
     def compute(self, lent: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
-        """What this rank computes with, of what was lent if it is shared out; its gradient is taken times `weight`."""
+        """Return the values that this rank computes with; their gradient is multiplied by `weight` on its way back.
+
+        Args:
+            lent: The gathered values, if the factor is sharded over dp_shard; else None.
+            weight: The share of the tenant's samples that is on this rank (`Route.weights`).
+            dtype: Dtype to compute in; None: the stored one.
+        """
         held: Tensor = self.parameter if lent is None else lent
         if lent is None and torch.is_grad_enabled():
             held = self.lend(local(self.parameter))
@@ -61,7 +72,10 @@ class Factor:
         return held if dtype is None else held.to(dtype)
 
     def lend(self, whole: Tensor) -> Tensor:
-        """What this tp rank has of it, to compute with: the gradient, whenever it comes, waits here."""
+        """Return `whole`, the part of the factor that this tp rank has, prepared to compute with.
+
+        A hook on it adds its gradient to `waiting`, whenever a backward brings one.
+        """
         whole.requires_grad_().register_post_accumulate_grad_hook(self._keep)
         if self.cut is not None:
             self.lent.add(whole)
@@ -74,23 +88,26 @@ class Factor:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether one waits for its sum over ranks."""
+        """Return True if a gradient waits for its sum over ranks."""
         return self.waiting is not None or self.parameter.grad is not None
 
     def take_gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradient of what this tp rank has, to be summed over ranks, and the one of the parameter itself, which
-        every rank has as it is. Neither is kept.
+        """Return both gradients, and drop them here.
+
+        Returns:
+            The gradient of this tp rank's part, to be summed over ranks (`waiting`); and the gradient of the parameter
+            itself, which is complete on every rank. None where there is no such gradient.
         """
         found = self.waiting, self.parameter.grad
         self.drop_gradients()
         return found
 
     def drop_gradients(self) -> None:
-        """Let go of them."""
+        """Drop both gradients."""
         self.parameter.grad = self.waiting = None
 
     def placed(self, values: Tensor, dp_shard_rank: int) -> Tensor:
-        """Values of what this tp rank has, as the parameter is placed."""
+        """Return a tensor placed as the parameter is, from values of the part that this tp rank has."""
         like = torch.zeros_like(self.parameter, requires_grad=False)
         local(like).copy_(values if self.cut is None else self.cut.of(values, dp_shard_rank))
         return like
@@ -105,3 +122,14 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0] * ctx.weight, None
+
+
+def gathered_factors(factors: Sequence[Factor], mesh: DeviceMesh) -> dict[Factor, Tensor]:
+    """Gather factors that are sharded over dp_shard, to compute with. Collective.
+
+    Returns:
+        The gathered values of each factor: the part that this tp rank has. Their gradients go to `Factor.waiting`.
+    """
+    cuts = [factor.cut for factor in factors if factor.cut is not None]
+    gathered = gather([factor.parameter for factor in factors], cuts, mesh)
+    return {factor: factor.lend(whole) for factor, whole in zip(factors, gathered, strict=True)}

@@ -1,4 +1,4 @@
-"""A layer with the adapters of tenants: the base once, LoRA for each tenant's tokens, all of them in one product."""
+"""Compute a layer with the adapters of tenants: the base once, then LoRA for all tenants' tokens in one product."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.dropout import TopologyInvariantDropout
-from lora_parallel.layers import base_of
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.layers.layer_parameters import base_of
+from lora_parallel.tenants.batch_routing import Forward, TenantTokens
 from lora_parallel.tenants.factor import Factor
-from lora_parallel.tenants.route import Forward, Tokens
 from lora_parallel.tenants.shards import cut
-from lora_parallel.units import AllUsed, Unit, unit_of
-from lora_parallel.upstream import in_backward
+from lora_parallel.tp.layer import AllUsed, TPLayer, tp_layer_of
 
 __all__ = ["TenantLayer", "placed"]
 
 
 class TenantLayer:
-    """One PEFT layer of a pool, whose forward takes the adapters that the route says.
+    """Run one PEFT layer of a pool with the adapters of the tenants in the current route.
+
+    The forward of the base layer is replaced by one that adds the adapters; `restore` undoes this.
 
     Args:
-        layer: PEFT's layer; that it wraps a layer of the base is new.
+        layer: PEFT's layer, around a layer of the base that has no other `TenantLayer`.
         name: The layer's name in the base.
-        forward: Gives, to a layer's name, the forward that is computed, or recomputed; None outside of any route.
-        dtype: What adapters are computed in; None: in their own.
+        forward: Given a layer's name, returns the forward that is computed or recomputed; None outside of any route.
+        dtype: Dtype that adapters are computed in; None: the one that each is stored in.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class TenantLayer:
         self.factors: dict[str, tuple[Factor, Factor]] = {}
         self._forward, self._dtype = forward, dtype
         self._base: Any = base_of(layer)
-        self._unit: Unit | None = unit_of(self._base)
+        self._unit: TPLayer | None = tp_layer_of(self._base)
         self._own = self._unit.compute if self._unit is not None else self._base.forward
         self._instance_forward = self._base.__dict__.get("forward")
         if self._unit is not None:
@@ -53,7 +55,7 @@ class TenantLayer:
         layer.forward = MethodType(lambda self, *args, **kwargs: self.base_layer(*args, **kwargs), layer)
 
     def restore(self) -> nn.Module:
-        """The layer of the base, as it was."""
+        """Give the layer of the base its own forward back, and return the layer."""
         if self._unit is not None:
             self._unit.compute = self._own
         elif self._instance_forward is not None:
@@ -63,11 +65,11 @@ class TenantLayer:
         return self._base
 
     def add(self, tenant: str, shards: DeviceMesh | None) -> None:
-        """Take over an adapter that the PEFT layer has, in full on every rank.
+        """Place an adapter that the PEFT layer has whole on every rank, and use it from now on.
 
         Args:
-            tenant: Its name.
-            shards: Share it out over the dp_shard axis of this mesh.
+            tenant: Name of the tenant, which is also that of the adapter.
+            shards: Mesh over whose dp_shard axis the adapter is sharded; None: it stays whole.
         """
         self.factors[tenant] = placed(self.layer, tenant, shards)
         dropout = self.layer.lora_dropout[tenant]
@@ -75,7 +77,7 @@ class TenantLayer:
             dropout.feature_offset = self._unit.feature_offset(self.layer.in_features)
 
     def reseed(self, tenant: str, seed: int) -> None:
-        """Draw a tenant's dropout from this seed from now on."""
+        """Draw the dropout of a tenant from `seed` from now on."""
         dropout = self.layer.lora_dropout[tenant]
         if isinstance(dropout, TopologyInvariantDropout):
             dropout.seed = seed
@@ -107,7 +109,7 @@ class TenantLayer:
         if route.names is None:
             (tenant,) = tenants
             A, B = factors[tenant]
-            fed = self._dropped(tenant, x.to(A.dtype), forward, None)  # PEFT drops what it has cast
+            fed = self._dropped(tenant, x.to(A.dtype), forward, None)  # as PEFT: first the cast, then dropout
             return (y + F.linear(F.linear(fed, A), B) * self.layer.scaling[tenant]).to(y.dtype)
         tokens = forward.tokens(x.shape[:-1], x.device, self.name)
         if tokens is None:
@@ -121,11 +123,12 @@ class TenantLayer:
             places = torch.cat([tokens[t].place for t in some])
             spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, places, deltas)
             total = (total + spread.view(*x.shape[:-1], -1)).to(y.dtype)
-        # Each rank's backward goes the same way, whoever's samples it has: others wait for it in their collectives.
+        # Factors of tenants without samples on this rank get gradients of zeros, so that this rank's backward runs the
+        # same collectives as those of other ranks.
         absent = [factor for tenant in tenants if tenant not in tokens for factor in factors[tenant]]
         return AllUsed.apply(total, *absent) if absent else total
 
-    def _dropped(self, tenant: str, x: Tensor, forward: Forward, tokens: Tokens | None) -> Tensor:
+    def _dropped(self, tenant: str, x: Tensor, forward: Forward, tokens: TenantTokens | None) -> Tensor:
         dropout = self.layer.lora_dropout[tenant]
         if not isinstance(dropout, TopologyInvariantDropout) or not forward.training[self.name]:
             return x
@@ -143,15 +146,18 @@ class TenantLayer:
 
 
 def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, Factor]:
-    """Place an adapter that a PEFT layer, on a layer of the model, has in full.
+    """Place an adapter that a PEFT layer has whole: over tp as the base layer is, and over dp_shard.
 
     Args:
-        layer: PEFT's.
-        tenant: The adapter.
-        shards: Share it out over the dp_shard axis of this mesh.
+        layer: PEFT's layer, around a layer of the model.
+        tenant: Name of the adapter.
+        shards: Mesh over whose dp_shard axis the adapter is sharded; None: it stays whole over dp_shard.
+
+    Returns:
+        The factors `lora_A` and `lora_B`.
     """
-    unit = unit_of(base_of(layer))
-    on_tp = {} if unit is None else unit.place_adapter(layer, tenant)
+    tp_layer = tp_layer_of(base_of(layer))
+    on_tp = {} if tp_layer is None else tp_layer.place_adapter(layer, tenant)
     both = []
     for role in ("lora_A", "lora_B"):
         module = getattr(layer, role)[tenant]
@@ -165,9 +171,15 @@ def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, 
 
 
 def _grouped(fed: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> Tensor:
-    """What each tenant's adapter comes to for its tokens, one after the other: [all tokens, out].
+    """Return the scaled LoRA outputs of all tenants' tokens, one tenant after the other, [all tokens, out].
 
-    Ranks are filled up with zeros, which add nothing. Where torch has a product of groups, tokens are not.
+    Factors of a smaller r than the largest are padded with zeros, which add nothing. Tokens are padded only where torch
+    has no grouped matrix product.
+
+    Args:
+        fed: The input of each tenant, [its tokens, in].
+        factors: A [r, in] and B [out, r] of each tenant.
+        scales: The scaling of each tenant's adapter.
     """
     rank, grouped = max(A.shape[0] for A, _ in factors), _takes_groups(fed[0], factors[0][1].shape[0])
     rank = -(-rank // _GROUPED_MULTIPLE) * _GROUPED_MULTIPLE if grouped else rank
@@ -182,16 +194,19 @@ def _grouped(fed: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales:
     longest = max(sizes)
     padded = torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in fed])
     deltas = (padded @ down) @ up
-    # By numbers, as PEFT scales: a tensor of the scales would round them to 16 bits first.
+    # Multiply by Python floats, as PEFT does: a tensor of the scales would round them to 16 bits first.
     return torch.cat([delta[:size] * scale for delta, size, scale in zip(deltas, sizes, scales, strict=True)])
 
 
 _GROUPED_MULTIPLE = 8
-"""torch's product of groups wants strides of 16 bytes."""
+"""Multiple that the sizes of a grouped product must have: torch wants strides of 16 bytes, 8 bfloat16 values."""
 
 
 def _takes_groups(x: Tensor, out_features: int) -> bool:
-    """Whether torch computes products of groups of tokens natively: in bfloat16, on GPUs from Ampere on."""
+    """Return True if torch has a native grouped matrix product for `x` [tokens, in] and `out_features`.
+
+    It has one for bfloat16, on CPUs and on GPUs from Ampere on, if both sizes are multiples of 8.
+    """
     if x.dtype != torch.bfloat16 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
         return False
     return x.shape[-1] % _GROUPED_MULTIPLE == 0 and out_features % _GROUPED_MULTIPLE == 0

@@ -1,4 +1,4 @@
-"""Gradients of tenants: all that wait for their sum, in one message over tp and one over each data-parallel axis."""
+"""Sum the gradients of tenants over ranks: for each dtype one message over tp and one over each data-parallel axis."""
 
 from __future__ import annotations
 
@@ -8,22 +8,37 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from lora_parallel.collectives import all_reduce
+from lora_parallel.distributed.collectives import all_reduce
 from lora_parallel.tenants.factor import Factor
+from lora_parallel.tenants.tenant import Tenant
 
 __all__ = ["finish"]
 
 
-@torch.no_grad()
-def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
-    """Take what has come together since the last time, and sum over all ranks what each has a part of. Collective.
+def finish(tenants: Sequence[Tenant], mesh: DeviceMesh) -> None:
+    """Sum the gradients of tenants over all ranks, and add them to those that wait for a step. Collective.
 
     Args:
-        factors: The same on every rank, in the same order.
-        mesh: Of the model.
+        tenants: The tenants whose gradients have not been summed, the same on every rank and in the same order.
+        mesh: The mesh of the model.
+    """
+    sums = iter(_summed([factor for tenant in tenants for factor in tenant.factors], mesh))
+    for tenant in tenants:
+        tenant.add_sums([next(sums) for _ in tenant.factors])
+
+
+@torch.no_grad()
+def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
+    """Take the gradients of factors that have accumulated since the last call, and sum them over all ranks. Collective.
+
+    Gradients of the parameters themselves, which every rank has in full, are added without a sum over ranks.
+
+    Args:
+        factors: The factors, the same on every rank and in the same order.
+        mesh: The mesh of the model.
 
     Returns:
-        The sum of each, as its parameter is placed; None where no rank has a gradient.
+        The summed gradient of each factor, placed as its parameter is; None where no rank has a gradient.
     """
     taken = [factor.take_gradients() for factor in factors]
     gradients = [part for part, _ in taken]
@@ -32,7 +47,7 @@ def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
     dtypes = list(dict.fromkeys(factor.parameter.dtype for factor in factors))
     for dtype in dtypes:
         of_dtype = [index for index, factor in enumerate(factors) if factor.parameter.dtype == dtype]
-        # Partial sums over tp first, so that the front of the message is what goes over tp.
+        # Gradients that are partial over tp come first: the front of the message is summed over tp, all of it over dp.
         order = sorted(of_dtype, key=lambda index: not factors[index].partial)
         held = [_or_zeros(factors[index], gradients[index]) for index in order]
         there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=held[0].device)
@@ -48,7 +63,7 @@ def finish(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
         for index, present, value, each in zip(order, found, values, held, strict=True):
             if present:
                 sums[index] = factors[index].placed(value.view_as(each), rank)
-    # What a loss takes of the parameters themselves, every rank has in full.
+    # The gradient of a loss term of the parameter itself is complete on every rank: it is added without a sum.
     for index, (_, own) in enumerate(taken):
         if own is not None:
             known = sums[index]

@@ -1,4 +1,4 @@
-"""Adapters that are sharded over dp at rest: gathered for a step, all tenants of it in one message."""
+"""Shard adapters over dp_shard at rest, and gather those of all tenants of a step in one message for each dtype."""
 
 from __future__ import annotations
 
@@ -12,36 +12,44 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from lora_parallel.collectives import chunk_bounds
-from lora_parallel.gather import local
-from lora_parallel.upstream import strided_shard
+from lora_parallel.distributed.collectives import chunk_bounds
+from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.torch_private import strided_shard
 
 __all__ = ["Cut", "cut", "gather"]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How what a tp rank has of a parameter is shared out over dp_shard: in chunks along its longest dim as a whole."""
+    """Describe how the part of a parameter that one tp rank has is cut into chunks over dp_shard.
+
+    Chunks are cut along the dim that is the longest in the whole parameter.
+    """
 
     shape: tuple[int, ...]
-    """Of what a tp rank has."""
+    """Shape of the part that a tp rank has."""
 
     dim: int
     ranks: int
 
     def part(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's chunk."""
+        """Return the shape of the chunk of a rank of dp_shard."""
         start, end = chunk_bounds(self.shape[self.dim], self.ranks, rank)
         return (*self.shape[: self.dim], end - start, *self.shape[self.dim + 1 :])
 
     def of(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's chunk of what a tp rank has."""
+        """Return the chunk of a rank of dp_shard, from the part `whole` that its tp rank has."""
         start, end = chunk_bounds(self.shape[self.dim], self.ranks, rank)
         return whole.narrow(self.dim, start, end - start)
 
 
 def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
-    """A parameter that keeps this rank's chunk of what its tp rank has, as FSDP2 places it on tensor parallelism."""
+    """Cut the part of a parameter that this tp rank has into chunks over dp_shard.
+
+    Returns:
+        A parameter that holds this rank's chunk, a DTensor placed as FSDP2 places it on top of tensor parallelism; and
+        the description of the chunks.
+    """
     held, ranks = local(parameter), mesh["dp_shard"].size()
     dim = max(range(held.dim()), key=lambda each: parameter.shape[each])  # the same on all tp ranks
     how = Cut(tuple(held.shape), dim, ranks)
@@ -61,7 +69,11 @@ def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
 
 @torch.no_grad()
 def gather(parameters: Sequence[nn.Parameter], cuts: Sequence[Cut], mesh: DeviceMesh) -> list[Tensor]:
-    """What this tp rank has of each, from the chunks of all ranks of dp_shard: one message a dtype. Collective."""
+    """Gather the chunks of parameters from all ranks of dp_shard, in one message for each dtype. Collective.
+
+    Returns:
+        The part of each parameter that this tp rank has.
+    """
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         some = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]

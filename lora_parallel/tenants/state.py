@@ -1,4 +1,7 @@
-"""A tenant on disk: an ordinary PEFT folder, and beside the adapter what its training goes on from, on any mesh."""
+"""Save and load a tenant: a folder in PEFT's format, and beside the adapter the state that training resumes from.
+
+The state can be loaded on another mesh than the one that saved it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lora_parallel.adapter_folder import WEIGHTS, gather_adapter, read_adapter
-from lora_parallel.adapters import peft_configs
-from lora_parallel.agreement import agreed, check_alike
-from lora_parallel.gather import gather_on_rank_zero
-from lora_parallel.identity import check_base
-from lora_parallel.optimizer_state import check_optimizer, optimizer_state, restored, restored_bytes
+from lora_parallel.adapters.base_fingerprint import check_base
+from lora_parallel.adapters.inspection import peft_configs
+from lora_parallel.adapters.load_adapter import read_adapter
+from lora_parallel.adapters.peft_format import WEIGHTS
+from lora_parallel.adapters.save_adapter import gather_adapter
+from lora_parallel.checkpoint.optimizer_state import check_optimizer, optimizer_state, restored, restored_bytes
+from lora_parallel.distributed.gather import gather_on_rank_zero
+from lora_parallel.distributed.rank_checks import agreed, check_alike
 
 __all__ = ["load_tenant", "save_tenant"]
 
 STATE = "tenant_state-{}.pt"
-"""Named by a digest of the adapter that it belongs to: a new state stands beside the old one until the adapter has been
-replaced, so that whenever a save is cut off, the adapter that is there has its state."""
+"""File name of the training state, with a digest of the adapter file that it belongs to.
+
+During a save the new state stands beside the old one until the adapter has been replaced. So the adapter in the folder
+has its state even if the save is interrupted.
+"""
 
 _FORMAT = 1
 
@@ -37,12 +45,12 @@ def save_tenant(
     """Write an adapter as PEFT does, and beside it `record` and the optimizer's state. Collective.
 
     Args:
-        model: The pool's.
-        name: The tenant.
+        model: The model of the pool.
+        name: The name of the tenant.
         folder: An adapter folder, new or written before.
-        optimizer: The tenant's.
-        record: What else is to be found again.
-        base: Fingerprints of the base.
+        optimizer: The optimizer of the tenant.
+        record: Other values to save: the tenant's counts of steps and forwards, and its seed.
+        base: Base fingerprints, by the names of the weights.
     """
     gathered = replace(gather_adapter(model, name, save_embedding_layers=False), name="default")
     names = _names(model, gathered.names)
@@ -71,28 +79,31 @@ def save_tenant(
 def load_tenant(
     model: nn.Module, name: str, folder: Path, optimizer: Optimizer, base: Mapping[str, str], most: int | None
 ) -> dict[str, Any] | None:
-    """Fill an adapter and its optimizer from a folder; nothing is changed unless everything fits. Collective.
+    """Fill an adapter and its optimizer from a folder. Collective.
+
+    Nothing is changed unless everything in the folder fits. Every error is raised on every rank.
 
     Args:
-        model: The pool's.
-        name: The tenant.
+        model: The model of the pool.
+        name: The name of the tenant.
         folder: An adapter folder.
-        optimizer: The tenant's.
-        base: Fingerprints of the base.
-        most: The bytes that its state may take on this rank, if there is a limit.
+        optimizer: The optimizer of the tenant.
+        base: Base fingerprints, by the names of the weights.
+        most: The bytes that the optimizer's state may take on this rank; None: no limit.
 
     Returns:
-        The record that was written with it; None of an adapter without one, which starts with a new optimizer state.
+        The state that was saved beside the adapter. None if there is none: the optimizer's state is then cleared, so
+        that training starts with a new one.
 
     Raises:
-        FileNotFoundError, ValueError: It is no folder of an adapter like this one, or of another base; its files are
-            damaged, or of different saves; or the state is larger than it may be. On every rank.
+        FileNotFoundError, ValueError: The folder holds no adapter like the tenant's, or one of another base; its files
+            are damaged, or come from different saves; or the optimizer's state takes more than `most`.
     """
     with agreed():
         path = _state_of(folder) if (folder / WEIGHTS).is_file() else None
         trained = path is not None and path.is_file()
         state = _digest_of(path) if path is not None and trained else None
-    check_alike(**{"the training state in the folder": state})  # each rank may have a disk of its own
+    check_alike(**{"the training state in the folder": state})  # each rank may read another disk
     adapter = read_adapter(model, folder, name, same_dtypes=trained)
     with agreed():
         names, put, kept = _names(model, adapter.names), optimizer.state.clear, None
@@ -130,7 +141,7 @@ def load_tenant(
 
 def _read(path: Path) -> dict[str, Any]:
     with _damaged(path):
-        with zipfile.ZipFile(path) as records:  # which torch.load reads without a look at their checksums
+        with zipfile.ZipFile(path) as records:  # torch.load does not check the checksums of the zip records
             if (changed := records.testzip()) is not None:
                 raise ValueError(f"{changed} in it has other bytes than were written")
         kept = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -145,7 +156,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _damaged(path: Path) -> Iterator[None]:
-    """Errors of a file that is not what was written."""
+    """Turn errors in a block that reads `path` into a ValueError that calls the file damaged.
+
+    A ValueError whose message names `path` is passed on as it is.
+    """
     try:
         yield
     except Exception as error:
@@ -170,5 +184,10 @@ def _digest_of(file: Path) -> str:
 
 
 def _names(model: nn.Module, keys: Mapping[str, str]) -> dict[nn.Parameter, str]:
-    """Of an adapter's parameters, as its file names them: the same for every tenant."""
+    """Map each parameter of an adapter to its name in the adapter file, which is the same for every tenant.
+
+    Args:
+        model: The model of the pool.
+        keys: The name in the file, by the name of the parameter in the model.
+    """
     return {model.get_parameter(inside): key for key, inside in keys.items()}

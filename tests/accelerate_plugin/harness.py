@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate_plugin import LoRAParallelPlugin, flag, parallelism
+from accelerate_plugin import LoRAParallelPlugin, detect, parallelism
 from accelerate_plugin.patches import patched
 from lora_parallel import ParallelConfig
-from lora_parallel.mesh import mesh_sizes
+from lora_parallel.distributed.mesh import mesh_sizes
 from tests.oracle import Case, Run, full, mesh_of, parse_mesh, trained
 
 TIMEOUT = 60
@@ -68,7 +68,7 @@ def _forget() -> None:
     AcceleratorState._reset_state()
     PartialState._shared_state.clear()  # _reset_state does no more
     GradientState._reset_state()
-    flag._given = None
+    detect._given = None
 
 
 def environment(mesh: str, precision: str = "no", **others: str) -> dict[str, str]:

@@ -144,6 +144,7 @@ def test_the_module_says_why_it_will_not_run(monkeypatch, words, environment, me
         launch.main(words)
 
 
+@pytest.mark.processes
 def test_the_module_is_a_command(tmp_path):
     (tmp_path / "train.py").write_text("print('trained')")
     launcher = ["accelerate_plugin.launch", "train.py"]
@@ -201,6 +202,7 @@ def test_the_file_is_found_in_a_container_whose_first_process_is_closed(monkeypa
 
 
 @pytest.mark.parametrize("use_cpu", [False, True])
+@pytest.mark.processes
 def test_a_script_on_a_machine_without_accelerators(tmp_path, use_cpu):
     """And with a key that Accelerate drops."""
     (tmp_path / "scripts").mkdir()

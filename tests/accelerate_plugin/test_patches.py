@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,34 +11,97 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 from accelerate_plugin import patches
+from accelerate_plugin.accelerator import AcceleratorOverrides
 from accelerate_plugin.patches import PATCHES, check, patched, unpatched
 from tests.accelerate_plugin.harness import Rows, launched
 from tests.oracle import Case, trained
 
+LINES: dict[tuple[type, str], str] = {
+    (PartialState, "_prepare_backend"): "distributed_type = DistributedType.NO",
+    (AcceleratorState, "__init__"): "self.__dict__.update(PartialState._shared_state)",
+    (Accelerator, "__init__"): "self.state.device_mesh = self.parallelism_config.get_device_mesh(self.device.type)",
+    (Accelerator, "_prepare_device_mesh"): "return self.torch_device_mesh",
+    (Accelerator, "prepare"): "result = self._prepare_fsdp2(*args)",
+    (Accelerator, "prepare_model"): "FSDP2 preparation should be done via `accelerate.prepare()`",
+    (Accelerator, "prepare_data_loader"): "prepared_data_loader = prepare_data_loader(",
+    (Accelerator, "no_sync"): "model.set_requires_gradient_sync(False)",
+    (
+        Accelerator,
+        "clip_grad_norm_",
+    ): "return self._clip_grad_norm_dtensor_aware(parameters, max_norm",
+    (Accelerator, "clip_grad_value_"): "torch.nn.utils.clip_grad_value_(parameters, clip_value)",
+    (Accelerator, "gather"): "return gather(tensor)",
+    (Accelerator, "gather_for_metrics"): "data = self.gather(input_data)",
+    (Accelerator, "reduce"): "return reduce(tensor, reduction, scale)",
+    (
+        Accelerator,
+        "split_between_processes",
+    ): "with PartialState().split_between_processes(",
+    (Accelerator, "check_trigger"): "flag_tensor = self.reduce(self.flag_tensor)",
+    (Accelerator, "get_state_dict"): "state_dict = get_model_state_dict(model, options=options)",
+    (Accelerator, "save_model"): "state_dict = self.get_state_dict(model)",
+    (Accelerator, "save_state"): "save_fsdp_model(self.state.fsdp_plugin, self, model, output_dir, i)",
+    (Accelerator, "load_state"): "load_fsdp_model(self.state.fsdp_plugin, self, model, input_dir, i)",
+    (TrainingArguments, "__post_init__"): "if self.output_dir is None:",
+    (Trainer, "train"): "inner_training_loop = find_executable_batch_size(",
+    (Trainer, "_has_mixed_mesh_grads"): "self._mixed_mesh_grads = has_mixed_dtensor(",
+    (Trainer, "get_tp_size"): '"_tp_size", None)',
+    (Trainer, "get_total_train_batch_size"): "dp_world_size = args.world_size // self.get_tp_size()",
+    (Trainer, "store_flos"): "distributed_broadcast_scalars([self.current_flos]",
+    (Trainer, "evaluate"): "num_steps=math.ceil(output.num_samples / total_batch_size),",
+    (Trainer, "predict"): "num_steps=math.ceil(output.num_samples / total_batch_size),",
+    (Trainer, "save_model"): 'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):',
+    (Trainer, "_save_checkpoint"): "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
+    (Trainer, "_save_optimizer_and_scheduler"): "save_fsdp_optimizer(",
+    (Trainer, "_load_from_checkpoint"): "elif self.is_fsdp_enabled:",
+    (Trainer, "_load_optimizer_and_scheduler"): "load_fsdp_optimizer(",
+    (Trainer, "_load_rng_state"): 'rng_file = os.path.join(checkpoint, f"rng_state_{process_index}.pth")',
+    (Trainer, "_load_best_model"): "load_result = load_fsdp_model(",
+}
+"""A line of each method that its replacement is written against: an upgrade that changes it has to be read."""
+
 
 def test_the_installed_versions_are_those_it_was_written_for():
     check()
+    for (owner, name), line in LINES.items():
+        with unpatched():
+            assert line in inspect.getsource(inspect.unwrap(vars(owner)[name])), (owner, name)
+
+
+def test_every_replaced_method_has_a_line_that_it_is_written_against():
+    replaced = {(patch.target, patch.name) for patch in PATCHES}
+    replaced |= {(Accelerator, name) for name, each in vars(AcceleratorOverrides).items() if inspect.isfunction(each)}
+    assert replaced == LINES.keys()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "prepare_everything"}, "it is gone"),
-        ({"parameters": "self models"}, r"its parameters are \(self args device_placement\), not \(self models\)"),
-        ({"line": "result = self._prepare_fsdp3(*args)"}, "has no line"),
+        ({"name": "train_everything"}, "it is gone"),
+        ({"parameters": "self models"}, r"its parameters are \(self resume_from_checkpoint .*\), not \(self models\)"),
     ],
 )
 def test_a_changed_method_is_named(monkeypatch, change, message):
-    [prepare] = [patch for patch in PATCHES if patch.name == "prepare"]
-    monkeypatch.setattr(patches, "PATCHES", (replace(prepare, **change),))
-    with pytest.raises(ImportError, match=r"accelerate .* changed accelerate\.accelerator\.Accelerator\.") as error:
+    [train] = [patch for patch in PATCHES if patch.name == "train"]
+    monkeypatch.setattr(patches, "PATCHES", (replace(train, **change),))
+    with pytest.raises(ImportError, match=r"transformers .* changed transformers\.trainer\.Trainer\.") as error:
         check()
     assert error.match(message)
     with pytest.raises(ImportError), patched():
         pass  # and nothing is replaced
+
+
+def test_a_changed_method_of_accelerator_is_named(monkeypatch):
+    def prepare(self: Any, models: Any) -> None: ...
+
+    monkeypatch.setattr(AcceleratorOverrides, "prepare", prepare)
+    with pytest.raises(ImportError, match=r"accelerate .* changed accelerate\.accelerator\.Accelerator\.prepare"):
+        check()
 
 
 def test_an_old_version_is_refused(monkeypatch):
@@ -53,20 +117,22 @@ def test_each_has_a_reason_and_a_test_of_its_own():
 
 UNDONE = """
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from transformers import PreTrainedModel, Trainer
 before = [dict(vars(kind)) for kind in (Accelerator, Trainer, PreTrainedModel)]
 import os
 os.environ["ACCELERATE_USE_FSDP"] = "true"
 from accelerate_plugin import patches
-assert Accelerator.prepare is not before[0]["prepare"]
+assert Accelerator.__init__ is not before[0]["__init__"]
 assert vars(PreTrainedModel)["from_pretrained"] is not before[2]["from_pretrained"]
 with patches.unpatched():
     assert before == [dict(vars(kind)) for kind in (Accelerator, Trainer, PreTrainedModel)]
-assert Accelerator.prepare is not before[0]["prepare"]
+assert Accelerator.__init__ is not before[0]["__init__"]
 print("undone")
 """
 
 
+@pytest.mark.processes
 def test_they_can_be_undone():
     done = subprocess.run([sys.executable, "-c", UNDONE], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("undone\n", 0), done.stderr

@@ -187,6 +187,7 @@ def configured(shard: int, tp: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.processes
 def test_the_script_of_trl_trains_on_2x1_and_goes_on_on_1x2(base, tmp_path):
     def folder(name: str) -> Path:
         (tmp_path / name).mkdir()

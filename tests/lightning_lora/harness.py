@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_lora import base
+from lightning_lora import strategy_base
 from lora_parallel import ParallelConfig, build_mesh
-from lora_parallel.mesh import mesh_sizes
+from lora_parallel.distributed.mesh import mesh_sizes
 from tests.oracle import SIZES, full, parse_mesh, ranks_of, relative_error, trained
 from tests.workers import COLLECTIVE_TIMEOUT
 
@@ -84,18 +84,18 @@ def environment(fabric: str = "lightning.fabric") -> Any:
 @contextmanager
 def tidy() -> Iterator[None]:
     """A test's Trainers leave no seeds and no default dtype behind in the process, and one mesh of each shape."""
-    before, dtype, build = dict(os.environ), torch.get_default_dtype(), base.build_mesh
+    before, dtype, build = dict(os.environ), torch.get_default_dtype(), strategy_base.build_mesh
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    base.build_mesh = shared_mesh
+    strategy_base.build_mesh = shared_mesh
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        base.build_mesh = build
+        strategy_base.build_mesh = build
         torch.set_default_dtype(dtype)
         os.environ.clear()
         os.environ.update(before)

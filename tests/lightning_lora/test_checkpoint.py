@@ -20,9 +20,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-import lora_parallel.adapter_folder as adapter_folder
-from lora_parallel import atomic
-from lora_parallel.adapters import adapter_parameters
+from lora_parallel.adapters import save_adapter as adapter_writer
+from lora_parallel.adapters.inspection import adapter_parameters
+from lora_parallel.storage import atomic
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
     ROWS,
@@ -649,7 +649,7 @@ def no_space_for_extra(path: Path, data: bytes) -> int:
 def failing(what: str) -> Iterator[None]:
     """Let one part of a save fail."""
     owner, name, stand_in = {
-        "adapter": (adapter_folder, "save_file", FullDisk(adapter_folder.save_file, "adapter_model.safetensors")),
+        "adapter": (adapter_writer, "save_file", FullDisk(adapter_writer.save_file, "adapter_model.safetensors")),
         "state": (FileSystemWriter, "write_data", full_on_the_last_rank),
         "extra": (Path, "write_bytes", no_space_for_extra),
         "rename": (atomic, "_exchanged", FullDisk(atomic._exchanged, "kept.ckpt")),

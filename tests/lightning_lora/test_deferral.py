@@ -15,7 +15,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from lightning_lora import base
+from lightning_lora import strategy_base
 from lightning_lora.precision import convert_base
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
@@ -40,7 +40,7 @@ DOUBLE: dict[str, Any] = {"precision": "64-true"}
 @contextmanager
 def recorded() -> Iterator[list[str]]:
     """Stand-ins for the engine's contexts; the list holds those that are open."""
-    before, opened = (base.meta_init, base.defer_from_pretrained), []
+    before, opened = (strategy_base.meta_init, strategy_base.defer_from_pretrained), []
 
     @contextmanager
     def note(name: str) -> Iterator[None]:
@@ -50,12 +50,12 @@ def recorded() -> Iterator[list[str]]:
         finally:
             opened.remove(name)
 
-    base.meta_init = lambda: note("meta_init")  # type: ignore[assignment]
-    base.defer_from_pretrained = lambda: note("defer_from_pretrained")  # type: ignore[assignment]
+    strategy_base.meta_init = lambda: note("meta_init")  # type: ignore[assignment]
+    strategy_base.defer_from_pretrained = lambda: note("defer_from_pretrained")  # type: ignore[assignment]
     try:
         yield opened
     finally:
-        base.meta_init, base.defer_from_pretrained = before
+        strategy_base.meta_init, strategy_base.defer_from_pretrained = before
 
 
 class Watching(tuner()):  # type: ignore[misc]

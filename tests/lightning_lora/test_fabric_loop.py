@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lora_parallel.adapters import adapter_parameters
+from lora_parallel.adapters.inspection import adapter_parameters
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, fabric, loader, strategy, tidy, tuner
 from tests.lightning_lora.test_data import initialise

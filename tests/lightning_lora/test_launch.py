@@ -104,6 +104,7 @@ def launch(script: Path, *arguments: str) -> None:
     assert process.returncode == 0, output[-4000:]
 
 
+@pytest.mark.processes
 def test_one_flag(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -17,7 +17,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_lora.one_file import PACKED, unpacked
+from lightning_lora.single_file_checkpoint import PACKED, unpacked
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, loader, tidy, trainer, tuner
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, trained

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lora.logic import _REFUSED_CALLBACKS
 from lightning_lora.namespace import (
     Namespace,
     TrainerNamespace,
@@ -20,6 +19,7 @@ from lightning_lora.namespace import (
     is_lightning_module,
     trainer_namespace,
 )
+from lightning_lora.trainer_strategy import _REFUSED_CALLBACKS
 from tests.lightning_lora.harness import Tokens, tidy
 
 PAIRS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}

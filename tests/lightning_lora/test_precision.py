@@ -13,7 +13,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 
 from lightning_lora import LoRAParallelStrategy
-from lora_parallel.adapters import adapter_parameters
+from lora_parallel.adapters.inspection import adapter_parameters
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Outcome, Points, Tokens, fit, loader, tidy, trainer, tuner
 from tests.oracle import causal_lm, fill_adapters, lora_config, ranks_of

@@ -285,8 +285,9 @@ def test_a_second_trainer_with_another_mesh(pool):
 class MadeInInit(m.Manual):
     """Manual optimization, with an optimizer that is made before the strategy has seen the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, clips: bool) -> None:
         super().__init__()
+        self.clips = clips
         self.early = torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def configure_optimizers(self) -> None:
@@ -295,17 +296,25 @@ class MadeInInit(m.Manual):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         return self.early
 
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        if self.clips:
+            super().clip_gradients(*args, **kwargs)
+
 
 def stepped_by_hand() -> list[Any]:
     with tidy():
-        return [attempt(trainer("2x2", max_epochs=1).fit, MadeInInit(), loader(Tokens(ROWS), "2x2"))]
+        return [
+            attempt(trainer("2x2", max_epochs=1).fit, MadeInInit(clips), loader(Tokens(ROWS), "2x2"))
+            for clips in (False, True)
+        ]
 
 
 def test_an_optimizer_made_before_the_model_is_sharded(pool):
-    for (failure,) in pool.run(4, stepped_by_hand):
-        assert isinstance(failure, Failure)
-        assert "this AdamW optimizer holds base_model.model." in failure.message, failure.message
-        assert "return it from configure_optimizers" in failure.message
+    for stepped, clipped in pool.run(4, stepped_by_hand):
+        assert "this AdamW optimizer holds base_model.model." in stepped.message, stepped.message
+        assert "its gradient would not be clipped" in clipped.message, clipped.message
+        for failure in (stepped, clipped):
+            assert "return it from configure_optimizers" in failure.message
 
 
 class Looks(Tuner):

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lora_parallel import ParallelConfig, load_adapter, parallelize, save_adapter
-from lora_parallel.inject import check_adapters, inject_adapter
-from lora_parallel.mesh import dp_rank, dp_size
-from lora_parallel.plan import resolve_plan
-from lora_parallel.styles import STYLES
+from lora_parallel.adapters.injection import check_adapters, inject_adapter
+from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.layers.styles import STYLES
+from lora_parallel.planning.plan import resolve_plan
 from tests.oracle import (
     SEVEN,
     Case,

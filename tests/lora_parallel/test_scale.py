@@ -28,7 +28,7 @@ def simulate(rank: int, world_size: int, tp: int) -> dict[str, int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize, read_plan
-    from lora_parallel.gather import local
+    from lora_parallel.distributed.gather import local
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     config = ParallelConfig(tp=tp)
@@ -52,6 +52,7 @@ def simulate(rank: int, world_size: int, tp: int) -> dict[str, int]:
 
 
 @pytest.mark.matrix
+@pytest.mark.processes
 def test_405b_on_512_ranks_is_planned_in_one_small_process():
     command = [sys.executable, "-m", "tests.lora_parallel.test_scale", "511"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from lora_parallel import grads, parallelize, plan, shard, tp_context
-from lora_parallel.names import clean_names
-from lora_parallel.proof import verify_ranks
-from lora_parallel.selection import Selection
-from lora_parallel.structure import find_structure
-from lora_parallel.styles import STYLES
-from lora_parallel.units import Unit
+from lora_parallel import parallelize
+from lora_parallel.distributed import gradients
+from lora_parallel.layers.module_names import clean_names
+from lora_parallel.layers.row_partition import RowPartition
+from lora_parallel.layers.styles import STYLES
+from lora_parallel.planning import plan
+from lora_parallel.tp import context
+from lora_parallel.tp.layer import TPLayer
+from lora_parallel.tracing.rank_simulation import verify_ranks
+from lora_parallel.tracing.structure import find_structure
 from tests.oracle import Case, causal_lm, on_mesh, reference, relative_error, sharded
 from tests.workers import Failure, attempt
 
@@ -30,11 +34,11 @@ CASES = {
 want = cache(lambda name: reference(CASES[name]).gradients)
 
 
-def chunked(selection: Selection) -> Selection:
+def chunked(partition: RowPartition) -> RowPartition:
     """The same number of rows on each rank, chunk after chunk."""
-    tp = len(selection.ranks)
-    return Selection.of(
-        [list(range(rank * selection.width, (rank + 1) * selection.width)) for rank in range(tp)], selection.size
+    tp = len(partition.ranks)
+    return RowPartition.of(
+        [list(range(rank * partition.width, (rank + 1) * partition.width)) for rank in range(tp)], partition.size
     )
 
 
@@ -43,36 +47,36 @@ def cut_fused_layers_in_chunks(patch: pytest.MonkeyPatch) -> None:
 
     def find(*args: Any, **kwargs: Any) -> Any:
         found = own(*args, **kwargs)
-        for flow in found.flows:
-            flow.sources = {name: chunked(selection) for name, selection in flow.sources.items()}
+        for layer_group in found.layer_groups:
+            layer_group.producers = {name: chunked(partition) for name, partition in layer_group.producers.items()}
         return found
 
     patch.setattr(plan, "find_structure", find)
 
 
 def skip_a_reduction(patch: pytest.MonkeyPatch) -> None:
-    own = grads.PartialGradients.manage
-    patch.setattr(grads.PartialGradients, "manage", lambda self, parameters: own(self, list(parameters)[1:]))
+    own = gradients.PartialGradients.manage
+    patch.setattr(gradients.PartialGradients, "manage", lambda self, parameters: own(self, list(parameters)[1:]))
 
 
 def take_a_partial_gradient_for_whole(patch: pytest.MonkeyPatch) -> None:
-    own = Unit._held
+    own = TPLayer._held
 
     def held(self: Any, tensor: Any) -> Any:
         self.style = replace(self.style, partial=self.style.partial - {"weight"})
         return own(self, tensor)
 
-    patch.setattr(Unit, "_held", held)
+    patch.setattr(TPLayer, "_held", held)
     by_name = "replicated_with_grad_allreduce"
     patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial=frozenset()))
 
 
 def forget_the_input_reduction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tp_context, "copy_to_tp", lambda x, group, where: x)
+    patch.setattr(context, "copy_to_tp", lambda x, group, where: x)
 
 
 def cut_a_tie(patch: pytest.MonkeyPatch) -> None:
-    own = shard.apply_style
+    own = sys.modules["lora_parallel.parallelize"].apply_style
 
     def apply(name: str, module: nn.Module, *args: Any) -> Any:
         result = own(name, module, *args)
@@ -80,7 +84,7 @@ def cut_a_tie(patch: pytest.MonkeyPatch) -> None:
             module.weight = nn.Parameter(module.weight.detach().clone())
         return result
 
-    patch.setattr(shard, "apply_style", apply)
+    patch.setattr(sys.modules["lora_parallel.parallelize"], "apply_style", apply)
 
 
 MISTAKES = {
@@ -168,12 +172,14 @@ def test_the_proof_fails_for_a_fused_layer_in_chunks(layer):
     """Shapes alone would not: a chunk has as many rows."""
     model = causal_lm("phi3")
     found = find_structure(model, clean_names(model), 2)
-    flow = next(flow for flow in found.flows if any(name.endswith(layer) for name in flow.sources))
-    twins = {real: twin for twin, real in ((t, r) for r, t in found.probe.twin_of.items())}
-    flow.attributes = {twins[module]: values for module, values in flow.attributes.items()}
-    assert verify_ranks(found.probe, [flow], 2, range(2)) is None
-    flow.sources = {name: chunked(selection) for name, selection in flow.sources.items()}
-    problem = verify_ranks(found.probe, [flow], 2, range(2))
+    layer_group = next(
+        layer_group for layer_group in found.layer_groups if any(name.endswith(layer) for name in layer_group.producers)
+    )
+    twins = {real: twin for twin, real in ((t, r) for r, t in found.tracer.twin_of.items())}
+    layer_group.attributes = {twins[module]: values for module, values in layer_group.attributes.items()}
+    assert verify_ranks(found.tracer, [layer_group], 2, range(2)) is None
+    layer_group.producers = {name: chunked(partition) for name, partition in layer_group.producers.items()}
+    problem = verify_ranks(found.tracer, [layer_group], 2, range(2))
     assert problem is not None
     assert "is not fed what it should be" in problem
 
@@ -181,7 +187,7 @@ def test_the_proof_fails_for_a_fused_layer_in_chunks(layer):
 def test_the_proof_fails_with_the_whole_models_head_count():
     model = causal_lm("phi3")
     found = find_structure(model, clean_names(model), 2)
-    flow = next(flow for flow in found.flows if flow.attributes)
-    flow.attributes = {}
-    assert verify_ranks(found.probe, [flow], 2, range(2)) is not None
+    layer_group = next(layer_group for layer_group in found.layer_groups if layer_group.attributes)
+    layer_group.attributes = {}
+    assert verify_ranks(found.tracer, [layer_group], 2, range(2)) is not None
     assert torch.is_grad_enabled()

@@ -1,0 +1,114 @@
+"""Shard the models that an Accelerator is given, and give its optimizers the sharded parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
+from lora_parallel import parallelize
+from lora_parallel.integration import (
+    HeldByName,
+    agreed,
+    check_alike,
+    described,
+    has_adapters,
+    parallelized,
+    refuse_stale,
+)
+
+__all__ = ["innermost", "prepare_models"]
+
+
+def prepare_models(
+    accelerator: Accelerator,
+    models: list[nn.Module],
+    optimizers: list[AcceleratedOptimizer],
+    evaluation_mode: bool = False,
+) -> None:
+    """Shard models and let their optimizers hold the sharded parameters. Collective.
+
+    Args:
+        accelerator: One that trains by us.
+        models: Models that the Accelerator is given, sharded or not.
+        optimizers: Optimizers that it is given with them.
+        evaluation_mode: Shard a model without adapters as it is.
+
+    Raises:
+        ValueError: An optimizer holds parameters of a model that is prepared without it, or earlier. On every rank.
+    """
+    """Shard the models that are not sharded yet, and give the optimizers their sharded parameters. Collective.
+
+    Args:
+        accelerator: An Accelerator that trains with `lora_parallel`; it keeps the models.
+        models: The models to prepare, sharded or not.
+        optimizers: The optimizers to prepare, as Accelerate has wrapped them.
+        evaluation_mode: Accept models without adapters, and add none.
+
+    Raises:
+        ValueError: An optimizer has stepped already, holds parameters that are in none of the models, or holds those
+            that a model had before it was sharded; or the optimizers differ between ranks.
+    """
+    parallelism = parallelism_of(accelerator)
+    assert parallelism is not None
+    new = nn.ModuleList(model for model in dict.fromkeys(models) if not parallelized(model))
+    sharded = {p for model in (*accelerator._models, *models) if parallelized(model) for p in model.parameters()}
+    fresh = [innermost(each) for each in optimizers]
+    with agreed():
+        if len(new):
+            remedy = (
+                "prepare the model before the optimizer steps, or make the optimizer from the prepared model's "
+                "parameters."
+            )
+            held = [HeldByName(each, new, sharded, remedy) for each in fresh]
+        else:
+            refuse_stale(
+                fresh, sharded, "Prepare both at once: model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+            held = []
+    injected = False
+    for model in new:
+        injected |= _shard(model, parallelism, evaluation_mode)
+    with agreed():
+        for each in held:
+            if injected:
+                each.restore_adapted(new)
+            else:
+                each.restore(new)
+    check_alike(optimizers=[described(each, nn.ModuleList(models)) for each in fresh])
+    accelerator._models.extend(model for model in models if model not in accelerator._models)
+
+
+def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool) -> bool:
+    """Parallelize a model, with the adapter of the plugin's `lora_config` if it has none and trains.
+
+    A model without adapters counts as frozen (a teacher or a reference, for instance) if none of its parameters trains,
+    or if it is prepared for evaluation. It then gets no adapter and needs none.
+
+    Returns:
+        True if an adapter was injected.
+    """
+    plugin, config = parallelism.plugin, parallelism.config
+    bare = not has_adapters(model)
+    frozen = bare and (evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()))
+    lora_config = plugin.lora_config if bare and not frozen else None
+    parallelize(
+        model,
+        parallelism.mesh,
+        config if not frozen else replace(config, require_adapters=False),
+        lora_config=lora_config,
+        autocast_adapter_dtype=plugin.autocast_adapter_dtype,
+    )
+    return lora_config is not None
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """Return the optimizer that Accelerate has wrapped, through any number of wrappers."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,122 @@
+"""Find out whether an Accelerator trains with `lora_parallel`, and adapt its process group, state and class.
+
+`patches.py` replaces methods of Accelerate by these functions; their argument `own` is the replaced method.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+from accelerate_plugin import detect
+from accelerate_plugin.accelerator import AcceleratorOverrides
+from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of, world_size
+from accelerate_plugin.plugin import LoRAParallelPlugin
+
+__all__ = ["accelerator_init", "prepare_backend", "state_init"]
+
+Own = Callable[..., Any]
+
+
+def prepare_backend(own: Own, self: PartialState, *args: Any, **kwargs: Any) -> Any:
+    """Choose the backend gloo for several processes on a machine without accelerators; Accelerate chooses none."""
+    backend, distributed_type = own(self, *args, **kwargs)
+    if distributed_type is DistributedType.NO and world_size() > 1 and _asked() and not detect.has_accelerator():
+        return "gloo", DistributedType.MULTI_CPU
+    return backend, distributed_type
+
+
+_choosing = False
+"""True while an Accelerator that trains with `lora_parallel` is being made."""
+
+
+def _asked() -> bool:
+    return _choosing or detect.asked_by_environment()
+
+
+def accelerator_init(own: Own, self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    """Make an Accelerator train with `lora_parallel` if its arguments or the environment ask for it.
+
+    Raises:
+        TypeError, ValueError: The arguments or the environment ask for something that is not supported, or for other
+            settings than an earlier Accelerator of this process.
+    """
+    global _choosing
+    bound = inspect.signature(own).bind(self, *args, **kwargs)
+    if _state_is_ours() and not isinstance(bound.arguments.get("fsdp_plugin"), LoRAParallelPlugin):
+        _make_ours(self)
+        bound.arguments.pop("fsdp_plugin", None)  # a later Accelerator shares the first one's state
+        own(*bound.args, **bound.kwargs)
+        return
+    chosen = detect.choose({name: value for name, value in bound.arguments.items() if name != "self"})
+    if chosen is None:
+        own(self, *args, **kwargs)
+        return
+    _make_ours(self)
+    bound.arguments.pop("torch_tp_plugin", None)
+    bound.arguments.update(fsdp_plugin=chosen.plugin, parallelism_config=chosen)
+    _choosing = True
+    try:
+        own(*bound.args, **bound.kwargs)
+    finally:
+        _choosing = False
+    present = parallelism_of(self)
+    if present is None or present.config != chosen.config or present.plugin.lora_config != chosen.plugin.lora_config:
+        raise ValueError(
+            "an Accelerator was made before with other settings, and all of a process share one state: give the first "
+            "one the LoRAParallelPlugin, and later ones the same or none."
+        )
+    if present.tp_size > 1:
+        _check_dispatch(self)
+
+
+def _make_ours(accelerator: Accelerator) -> None:
+    """Change the class of an Accelerator to a subclass of it in which `AcceleratorOverrides` comes first.
+
+    The class may be a subclass of Accelerator that the user wrote.
+    """
+    kind = type(accelerator)
+    if not issubclass(kind, AcceleratorOverrides):
+        accelerator.__class__ = type(f"LoRAParallel{kind.__name__}", (AcceleratorOverrides, kind), {})
+
+
+def _state_is_ours() -> bool:
+    return isinstance(AcceleratorState._shared_state.get("parallelism_config"), LoRAParallelism)
+
+
+def state_init(own: Own, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+    """Make Accelerate's state, then adapt it if it has a `LoRAParallelism`.
+
+    The state's type is then FSDP, also on a CPU and in a single process, and `num_processes` counts data-parallel
+    processes.
+    """
+    own(self, *args, **kwargs)
+    parallelism = self.__dict__.get("parallelism_config")
+    if not isinstance(parallelism, LoRAParallelism):
+        return
+    if self.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        self.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = parallelism.plugin
+    self.num_processes = parallelism.data_parallel_size
+
+
+def _check_dispatch(accelerator: Accelerator) -> None:
+    """Let each process read its own share of the batches under tensor parallelism, and refuse `dispatch_batches=True`.
+
+    A single process that dispatches the batches would not do so by tensor-parallel group.
+
+    Raises:
+        ValueError: `dispatch_batches` is True.
+    """
+    config = accelerator.dataloader_config
+    if config.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True is not supported with tensor parallelism: Accelerate would give every process the "
+            "same batch. Leave it None or False; each process then reads its own share."
+        )
+    config.dispatch_batches = False

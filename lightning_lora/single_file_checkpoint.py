@@ -1,0 +1,133 @@
+"""Write and read a checkpoint as one file, which users can ask for instead of a folder.
+
+The file holds the files of the folder, and a `state_dict` with full tensors for other programs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lora_parallel.integration import (
+    Scratch,
+    TrainState,
+    agreed,
+    check_free,
+    may_be_replaced,
+    open_checkpoint_folder,
+    state_dict_of,
+    sweep,
+    write_checkpoint,
+)
+
+__all__ = ["PACKED", "TRAINER", "save_in_one_file", "unpack", "unpacked"]
+
+TRAINER = "Trainer"
+"""Writer in meta.json of the checkpoints that Trainer's strategy writes and reads."""
+
+PACKED = "lora_parallel_files"
+"""Key in the file under which the folder's files are, by their path in the folder: each a tensor, uint8 [bytes]."""
+
+
+def save_in_one_file(path: Path, state: TrainState, extra: Mapping[str, Any], entries: dict[str, Any]) -> None:
+    """Write a checkpoint as the file `path`. Collective; rank 0 writes the file.
+
+    Args:
+        path: The file; a checkpoint that exists there is replaced.
+        state: The models and optimizers to save.
+        extra: As in `write_checkpoint`.
+        entries: The entries that Lightning puts into a checkpoint file. A `state_dict` is added, with the full trained
+            parameters, the buffers and other states.
+
+    Raises:
+        FileExistsError: There is something at `path` that is no checkpoint.
+        OSError: The file cannot be written; an older checkpoint at `path` is still there. All on every rank.
+    """
+    scratch = Scratch(path)
+    folder = scratch.path / path.name
+    rank = dist.get_rank()
+    try:
+        with agreed():
+            if not may_be_replaced(path):
+                check_free(path)
+            if rank == 0:
+                sweep(path.parent)
+                scratch.make()
+        write_checkpoint(folder, state, extra, TRAINER)
+        with agreed():
+            if rank == 0:
+                whole = state_dict_of(open_checkpoint_folder(folder, TRAINER, weights_only=False))
+                packed = {**entries, "state_dict": whole, PACKED: _files(folder)}
+                torch.save(packed, scratch.path / _FILE)
+                scratch.place_file(_FILE)
+    finally:
+        if rank == 0:
+            scratch.discard()
+
+
+_FILE = "packed"
+
+
+def _files(folder: Path) -> dict[str, Tensor]:
+    return {
+        str(file.relative_to(folder)): torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def unpacked(path: Path, weights_only: bool | None) -> tempfile.TemporaryDirectory[str] | None:
+    """Unpack a file that `save_in_one_file` wrote into a temporary folder; return None for any other file.
+
+    The folder is removed when the returned object is deleted.
+
+    Args:
+        path: The file.
+        weights_only: As in `torch.load`; None means True.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds Python objects (hyperparameters, perhaps) that weights_only=True does not read. If you "
+            f"trust the file, load with weights_only=False. Cause: {error}"
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint ({error}): it is damaged.") from error
+    if not isinstance(state, dict) or PACKED not in state:
+        return None
+    return unpack(state[PACKED], path)
+
+
+def unpack(files: Mapping[str, Tensor], path: object) -> tempfile.TemporaryDirectory[str]:
+    """Write the files that a one-file checkpoint holds to a temporary folder.
+
+    The folder is removed when the returned object is deleted.
+
+    Args:
+        files: The checkpoint's entry `PACKED`: the bytes of each file, by its path in the folder.
+        path: The checkpoint, for the error message.
+
+    Raises:
+        ValueError: The path of a file leads out of the folder. Nothing is written then.
+    """
+    for name in files:
+        parts = PurePath(name)
+        if parts.is_absolute() or ".." in parts.parts:
+            raise ValueError(f"{path} holds a file {name!r}, outside of its own folder: it is not to be trusted.")
+    folder = tempfile.TemporaryDirectory(prefix="checkpoint")
+    for name, data in files.items():
+        file = Path(folder.name) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data.cpu().numpy().tobytes())
+    return folder

@@ -1,0 +1,268 @@
+"""Implement the common part of Trainer's and Fabric's strategies: arguments, processes, the mesh, sharding a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from peft import LoraConfig, PeftConfig
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from lightning_lora.communication import Communication
+from lightning_lora.data import seed_workers
+from lightning_lora.namespace import Namespace
+from lightning_lora.precision import convert_base, sharded_precision
+from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
+from lora_parallel.integration import (
+    adopt_rank_zero,
+    agreed,
+    check_checkpoints,
+    defer_from_pretrained,
+    dp_rank,
+    dp_size,
+    has_deferred,
+    mesh_sizes,
+    read_weights,
+    state_of,
+    suggest_arguments,
+    tensors_of,
+)
+
+__all__ = ["BaseLogic"]
+
+
+@suggest_arguments
+class BaseLogic(Communication):
+    """Implement the part of a strategy that is the same for Trainer and for Fabric."""
+
+    lightning: ClassVar[Namespace]
+
+    # Attributes of Lightning's ParallelStrategy, in both namespaces.
+    accelerator: Any
+    cluster_environment: Any
+    parallel_devices: Any
+    global_rank: Any
+    local_rank: Any
+    node_rank: Any
+    _launcher: Any
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        replicate_size: int = 1,
+        lora_config: LoraConfig | None = None,
+        tp_plan: Literal["auto"] | dict[str, str] = "auto",
+        sequence_parallel: bool = False,
+        block_classes: Literal["auto"] | list[str] = "auto",
+        reshard_after_forward: bool = True,
+        activation_checkpointing: bool = False,
+        require_adapters: bool = True,
+        autocast_adapter_dtype: bool = True,
+        seed: int | None = None,
+        process_group_backend: str | None = None,
+        timeout_seconds: int = 1800,
+    ) -> None:
+        """Check and keep the options; processes are started later.
+
+        Args:
+            tensor_parallel_size: Number of processes that share each layer and see the same batch.
+            data_parallel_size: Number of batches that are computed at the same time, replicas included; "auto": the
+                number of processes divided by tensor_parallel_size.
+            replicate_size: Number of copies of the sharded model that the data-parallel processes form (HSDP); it must
+                divide data_parallel_size.
+            lora_config: Config of the adapter to inject into a model that has none.
+            tp_plan: "auto" for the model's own plan, or a mapping {glob of module names: style} that overrides it.
+            sequence_parallel: Give each tp rank a chunk of the tokens between layers that tensor parallelism splits.
+            block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own.
+            reshard_after_forward: Free a block's gathered weights between forward and backward.
+            activation_checkpointing: Recompute each block's activations in backward.
+            require_adapters: Refuse a model without adapters, and one whose base trains.
+            autocast_adapter_dtype: Keep adapters in float32 with `precision="bf16-true"`, as PEFT does.
+            seed: Seed of injected adapters and of LoRA dropout; None: the seed of `seed_everything`, else 0.
+            process_group_backend: Backend of torch.distributed; None: nccl on GPUs, gloo on CPUs.
+            timeout_seconds: Seconds after which a collective that a peer has not joined is an error.
+
+        Raises:
+            TypeError: A size is not an int, or `lora_config` is no PEFT config.
+            ValueError: Sizes do not fit together, or an option is not supported.
+        """
+        super().__init__()
+        dp_shard: Literal["auto"] | int = "auto"
+        for name, size in (("data_parallel_size", data_parallel_size), ("replicate_size", replicate_size)):
+            if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
+                raise TypeError(f"{name}={size!r}: give a positive int.")
+        if data_parallel_size != "auto":
+            if replicate_size < 1 or data_parallel_size % replicate_size:
+                raise ValueError(
+                    f"replicate_size={replicate_size} does not divide data_parallel_size={data_parallel_size}: it says "
+                    "how many copies the data-parallel processes form."
+                )
+            dp_shard = data_parallel_size // replicate_size
+        if lora_config is not None and not isinstance(lora_config, PeftConfig):
+            raise TypeError(f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig.")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ValueError(f"seed={seed!r}: give an int that is not negative, or None.")
+        self._lora_config = lora_config
+        self._autocast_adapter_dtype = autocast_adapter_dtype
+        self._seed = seed
+        self._process_group_backend = process_group_backend
+        self._options: dict[str, Any] = {
+            "tp": tensor_parallel_size,
+            "dp_shard": dp_shard,
+            "dp_replicate": replicate_size,
+            "tp_plan": tp_plan,
+            "sequence_parallel": sequence_parallel,
+            "block_classes": block_classes,
+            "reshard_after_forward": reshard_after_forward,
+            "activation_checkpointing": activation_checkpointing,
+            "require_adapters": require_adapters,
+            "timeout_seconds": timeout_seconds,
+        }
+        ParallelConfig(**self._options)  # bad options are an error here, not after the launch
+        self.num_nodes = 1
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def config(self) -> ParallelConfig:
+        """Return the engine's config, made of the options, the seed and the precision."""
+        seed = self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return ParallelConfig(**self._options, seed=seed, param_dtype=self._plugin.compute_dtype)
+
+    @property
+    def _plugin(self) -> Any:
+        """Return the precision plugin, for which Trainer and Fabric have different names."""
+        raise NotImplementedError
+
+    def _sharded(self, plugin: Any) -> Any:
+        """Return a precision plugin for sharded training in place of the one that Lightning chose."""
+        return sharded_precision(plugin if plugin is not None else self.lightning.Precision(), self.lightning)
+
+    # ------------------------------------------------------------------ processes and mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Return the device mesh with axes dp_replicate, dp_shard and tp.
+
+        Raises:
+            RuntimeError: The processes have not started yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "the device mesh exists once the processes have started: in Trainer's hooks, or after fabric.launch()."
+            )
+        return self._mesh
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        mesh_sizes(self.config, self.num_nodes * self.num_processes)  # before anything is launched
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = self.lightning.SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning the global rank and the number of processes, once devices and nodes are known."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for rank_zero_only in self.lightning.rank_zero_only:
+            rank_zero_only.rank = self.global_rank
+
+    def _connect(self) -> None:
+        """Set this process's ranks; on the first call, also join the process group and build the mesh."""
+        self.lightning.reset_seed()
+        self.set_world_ranks()
+        if self._mesh is not None:
+            return
+        self.lightning.init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend or self.lightning.default_backend(self.root_device),
+            timeout=timedelta(seconds=self._options["timeout_seconds"]),
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
+        self._mesh = build_mesh(self.config, self.root_device.type)
+
+    # ------------------------------------------------------------------ data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": dp_size(self.device_mesh), "rank": dp_rank(self.device_mesh)}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        seed_workers(dataloader, self.device_mesh, self.lightning.worker_init_function)
+        return dataloader
+
+    # ------------------------------------------------------------------ the model
+
+    @contextmanager
+    def _construction(self, empty_init: bool | None) -> Iterator[None]:
+        """Enter the context that models are built in: on meta or in CPU memory, in the precision's dtype.
+
+        The context sets no default device: a model that is built in memory is in the CPU's, and moves to the device
+        shard by shard.
+
+        Args:
+            empty_init: True: build everything on meta. None: let `from_pretrained` build on meta, so that each rank
+                reads its shard only, and build everything else in memory. False: build everything in memory.
+        """
+        deferral: AbstractContextManager[None] = nullcontext()
+        if empty_init is not False:
+            deferral = meta_init() if empty_init else defer_from_pretrained()
+        with deferral, self._plugin.module_init_context():
+            yield
+
+    def _check_meshes(self, models: Mapping[str, nn.Module]) -> None:
+        """Check that models which were parallelized before, and are used as they are, have a mesh of the same sizes."""
+        for name, model in models.items():
+            state = state_of(model)
+            if state is not None and state.mesh.shape != self.device_mesh.shape:
+                raise ValueError(
+                    f"{name} was parallelized over a mesh of {tuple(state.mesh.shape)} before; this one has "
+                    f"{tuple(self.device_mesh.shape)}. Use the same sizes, or build the model anew."
+                )
+
+    def _shard(self, module: nn.Module, models: Mapping[str, nn.Module]) -> None:
+        """Convert `module` to the precision's dtype, parallelize its models, and move the rest to the device.
+
+        Args:
+            module: The module that holds the models. Every rank takes rank 0's values of its other tensors.
+            models: The models inside `module`; those that are parallelized already are used as they are.
+
+        Raises:
+            ValueError: A tensor of `module` outside of its models is on meta and remembers no checkpoint; raised on
+                every rank.
+        """
+        inside = {id(tensor) for model in models.values() for tensor in tensors_of(model).values()}
+        beside = {name: tensor for name, tensor in tensors_of(module).items() if id(tensor) not in inside}
+        adopt_rank_zero(beside, self.device_mesh)
+        convert_base(module, self._plugin.stored_dtype, self._autocast_adapter_dtype)
+        for model in models.values():
+            if state_of(model) is None:
+                parallelize(
+                    model,
+                    self.device_mesh,
+                    self.config,
+                    lora_config=self._lora_config,
+                    autocast_adapter_dtype=self._autocast_adapter_dtype,
+                )
+        with agreed():  # every rank reads the rest in full, such as a frozen teacher whose from_pretrained was deferred
+            if has_deferred(module):
+                check_checkpoints(module, materialize=True)
+                read_weights(module, self.root_device.type)
+        module.to(self.root_device)

@@ -1,0 +1,349 @@
+"""Implement Trainer's strategy, for the classes in both Lightning namespaces.
+
+The code translates Lightning's hooks to engine calls and holds no maths and no placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
+from lightning_lora.find_models import find_roots
+from lightning_lora.namespace import TrainerNamespace
+from lightning_lora.precision import PrecisionLogic
+from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
+from lightning_lora.slurm_requeue import watch
+from lightning_lora.strategy_base import BaseLogic
+from lora_parallel import no_sync
+from lora_parallel.integration import (
+    Contents,
+    TrainState,
+    agreed,
+    collective_call,
+    explained,
+    load_models,
+    load_optimizers,
+    local,
+    local_path,
+    plain,
+    read_checkpoint,
+    refuse_stale,
+    restore_random_state,
+    resume_counting,
+    state_of,
+    write_checkpoint,
+)
+
+__all__ = ["StrategyLogic"]
+
+if TYPE_CHECKING:  # at run time the class is mixed into either namespace's ParallelStrategy
+    from lightning.pytorch.strategies import ParallelStrategy as Base
+else:
+    Base = object
+
+# Callbacks that copy, prune or unfreeze weights without the strategy's knowledge.
+_REFUSED_CALLBACKS = {
+    "StochasticWeightAveraging": "it copies the model and swaps weights, which sharded tensors do not allow",
+    "WeightAveraging": "it deep-copies the model, which sharded modules do not allow",
+    "ModelPruning": "it replaces parameters by masked copies",
+    "BaseFinetuning": "it unfreezes base weights in mid-training; set requires_grad before fit instead",
+}
+
+
+class StrategyLogic(BaseLogic, Base):
+    """Train LoRA adapters of a LightningModule's model under FSDP2 and tensor parallelism, as one device would.
+
+    The LightningModule's code needs no change. Its model may be built in `__init__` or in `configure_model`, with PEFT
+    layers or, if `lora_config` is given, without.
+    """
+
+    lightning: ClassVar[TrainerNamespace]
+
+    _roots: Mapping[str, nn.Module] = MappingProxyType({})
+    _models_from: Contents | None = None
+    _optimizers_from: Contents | None = None
+    _random_from: Contents | None = None
+    _unpacked: Any = None
+    _prediction: UnevenPrediction | None = None
+
+    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
+        """Check and keep the options of `BaseLogic` and of checkpoints.
+
+        Args:
+            args: Positional arguments for `BaseLogic`.
+            save_distributed_checkpoint: True: a checkpoint is a folder into which each rank writes its shards. False: a
+                checkpoint is one file, which rank 0 writes; its `state_dict` has the full trained parameters.
+            kwargs: Keyword arguments for `BaseLogic`.
+        """
+        super().__init__(*args, **kwargs)
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return True, so that Lightning injects a DistributedSampler into dataloaders."""
+        return True
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._connect()
+
+    @property
+    def precision_plugin(self) -> Any:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, PrecisionLogic) else self._sharded(plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None if plugin is None else self._sharded(plugin)
+
+    @property
+    def _plugin(self) -> Any:
+        return self.precision_plugin
+
+    # ------------------------------------------------------------------ the model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Enter the context of `_construction`: for `configure_model`, and for blocks under `trainer.init_module`."""
+        with agreed(), self._construction(empty_init):  # every rank enters it, so every rank raises the error of one
+            yield
+
+    @collective_call("Trainer's setup")
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        with agreed():
+            self._refuse_features(trainer)
+            if trainer.predicting:
+                check_shares(trainer.predict_loop, self.device_mesh)
+            self._roots = self._find_roots()
+            self._check_meshes(self._roots)
+        assert self.lightning_module is not None
+        self._shard(self.lightning_module, self._roots)
+        self._fill_model()
+        # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        sync_metrics(self.lightning_module, self.device_mesh)
+        self._prediction = UnevenPrediction(self.device_mesh, self.root_device)
+        self.barrier()
+        if trainer.state.fn == self.lightning.fitting:
+            watch(trainer, self.lightning, self.root_device)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == self.lightning.fitting:
+            self.lightning.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _find_roots(self) -> dict[str, nn.Module]:
+        assert self.lightning_module is not None
+        return find_roots(self.lightning_module, self._lora_config is not None, self._options["require_adapters"])
+
+    def _refuse_features(self, trainer: Any) -> None:
+        for callback in trainer.callbacks:
+            for kind in type(callback).__mro__:
+                if kind.__name__ in _REFUSED_CALLBACKS:
+                    raise ValueError(
+                        f"{type(self).__name__} does not support the callback {type(callback).__name__}: "
+                        f"{_REFUSED_CALLBACKS[kind.__name__]}. Remove it."
+                    )
+        if self._layer_sync is not None:
+            raise ValueError(
+                f"{type(self).__name__} does not support sync_batchnorm=True: batch norm layers are not converted. "
+                "Remove it."
+            )
+        if type(self.checkpoint_io) is not self.lightning.TorchCheckpointIO:
+            raise ValueError(
+                f"{type(self).__name__} writes checkpoints itself and does not support the plugin "
+                f"{type(self.checkpoint_io).__name__}. Remove it."
+            )
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        self.optimizers, self.lr_scheduler_configs = [], []
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        with agreed():
+            refuse_stale(
+                self.optimizers,
+                set(self.lightning_module.parameters()),
+                "Make it in configure_optimizers, from self.parameters().",
+            )
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate: within the context, `backward` reduces no gradients.
+
+        Lightning enters the context for all microbatches of a step but the last.
+        """
+        with ExitStack() as stack:
+            for model in self._roots.values():
+                stack.enter_context(no_sync(model))
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with explained():
+            return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the optimizer's step; torch's errors about sharded tensors get a remedy.
+
+        Lightning runs the hook `on_before_optimizer_step` within the step, in which users may read gradients of sharded
+        parameters.
+        """
+        with explained():
+            return super().optimizer_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._prediction is not None
+        step = super().predict_step
+        return self._prediction.step(lambda: step(*args, **kwargs))
+
+    def on_predict_end(self) -> None:
+        """Keep this rank in the sharded forward, after its last batch, until all ranks have predicted theirs."""
+        if self._prediction is not None:
+            with torch.no_grad():
+                self._prediction.finish()
+
+    # ------------------------------------------------------------------ the end
+
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is not None and trainer.state.status != self.lightning.interrupted:
+            self.barrier()  # a rank that exits while others communicate makes them fail
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Return False, so that Lightning reads a checkpoint before `setup`.
+
+        `setup` fills the tensors once the model is sharded.
+        """
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the parameters that train, by name, as the shards that they are."""
+        assert self.lightning_module is not None
+        return {name: p.detach() for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an empty dictionary: `save_checkpoint` writes optimizer states by parameter name."""
+        return {}
+
+    @collective_call("trainer.save_checkpoint")
+    def save_checkpoint(self, checkpoint_state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                f"{type(self).__name__}.save_checkpoint does not support storage_options={storage_options}."
+            )
+        name = self.broadcast(str(filepath))
+        with agreed():
+            path = local_path(name)
+        with agreed():
+            self._check_untouched(checkpoint_state.pop("state_dict"))
+        checkpoint_state = plain(checkpoint_state)
+        weights_only = checkpoint_state.pop("optimizer_states", None) is None
+        state = self._train_state({} if weights_only else self._optimizers_by_name())
+        extra = {"trainer": checkpoint_state, "weights_only": weights_only}
+        if self._save_distributed_checkpoint:
+            write_checkpoint(path, state, extra, TRAINER, replace=True)
+            return
+        save_in_one_file(path, state, extra, checkpoint_state)
+
+    def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that no hook has put values into `state_dict`: tensors are written from the module, not from there."""
+        own = self.lightning_module_state_dict()
+        foreign = [
+            name
+            for name, value in state_dict.items()
+            if name not in own
+            or not isinstance(value, Tensor)
+            or local(value).data_ptr() != local(own[name]).data_ptr()
+        ]
+        if foreign:
+            raise ValueError(
+                f"a hook (on_save_checkpoint, perhaps) put {len(foreign)} values into the checkpoint's state_dict "
+                f"(first: {foreign[0]}). {type(self).__name__} writes the trained parameters from the module, and "
+                "nothing from there: put them under a key of their own, checkpoint['mine'] = ..., as plain values and "
+                "full tensors."
+            )
+
+    def _train_state(self, optimizers: Mapping[str, Optimizer] = MappingProxyType({})) -> TrainState:
+        assert self.lightning_module is not None
+        return TrainState(self.lightning_module, optimizers)
+
+    def _optimizers_by_name(self) -> dict[str, Optimizer]:
+        return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
+
+    @collective_call("Trainer's loading of a checkpoint")
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        name = self.broadcast(str(checkpoint_path))
+        with agreed():
+            path = local_path(name)
+            folder = unpacked(path, weights_only) if path.is_file() else None
+        found = read_checkpoint(path if folder is None else Path(folder.name), TRAINER, weights_only)
+        self._unpacked = folder  # until everything is loaded
+        state: dict[str, Any] = found.record["trainer"]
+        state["state_dict"] = {}
+        if not found.record["weights_only"]:
+            state["optimizer_states"] = []
+        self._models_from = self._optimizers_from = found
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Fill the model if it is sharded already, as when `lr_find` restores in mid-run; else `setup` fills it."""
+        if self._roots and all(state_of(model) is not None for model in self._find_roots().values()):
+            self._fill_model()
+
+    def _fill_model(self) -> None:
+        """Load the models from the checkpoint that `load_checkpoint` has opened, once.
+
+        A later run without ckpt_path continues with the values in memory.
+        """
+        found, self._models_from = self._models_from, None
+        if found is not None:
+            for commit in load_models(found, self._train_state()):
+                commit()
+
+    @collective_call("Trainer's loading of optimizers")
+    def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
+        found = self._optimizers_from
+        assert found is not None
+        if len(found.optimizers) != len(self.optimizers):
+            raise ValueError(
+                f"{found.path} holds {len(found.optimizers)} optimizer states; configure_optimizers made "
+                f"{len(self.optimizers)}."
+            )
+        state = self._train_state(self._optimizers_by_name())
+        for commit in load_optimizers(found, state):
+            commit()
+        resume_counting(found, state)
+        restore_random_state(found.record["random"], self.device_mesh)
+        self._random_from = found
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Restore the random state again before the first batch of a run that resumes in mid-epoch.
+
+        Lightning has made a new dataloader iterator for the rest of the epoch, which draws from the random state. The
+        interrupted run made no iterator at this point.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        found, self._random_from = self._random_from, None
+        if found is not None and batch_idx > 0:
+            restore_random_state(found.record["random"], self.device_mesh)

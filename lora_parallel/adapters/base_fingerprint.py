@@ -1,0 +1,184 @@
+"""Compare the bases of two models on any meshes, by a fingerprint of each frozen weight (the base fingerprint)."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.adapters.inspection import adapter_parameters
+from lora_parallel.distributed.gather import local, region_of, reshard
+from lora_parallel.distributed.mesh import AXES
+from lora_parallel.layers.row_partition import RowPartition, partition_of
+from lora_parallel.state import state_of
+
+__all__ = ["base_fingerprints", "check_base", "fingerprints_of", "renew_fingerprints"]
+
+_SAMPLES = 16
+
+
+def base_fingerprints(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Return a fingerprint of each frozen weight, by its name without PEFT's additions. Collective.
+
+    A fingerprint is a hash of the weight's shape, its dtype and 16 of its values, at places that depend on its name.
+    That is enough to tell one model from another, or from the same one after further training, without reading all of
+    it. Each rank contributes the values that it owns, in one all-reduce.
+
+    Args:
+        model: A model on a mesh, or a whole one.
+        mesh: The model's mesh. None for a whole model; then nothing is communicated.
+        dtype: Compute the fingerprints that the weights would have after a cast to this dtype.
+    """
+    reshard(model)
+    adapters = adapter_parameters(model)
+    frozen = {
+        _plain(name): p
+        for name, p in model.named_parameters()
+        if not p.requires_grad and name not in adapters and p.numel()
+    }
+    arranged = {
+        parameter: selected
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and (selected := partition_of(module, key)) is not None
+    }
+    shapes = {name: _shape(parameter, arranged.get(parameter)) for name, parameter in frozen.items()}
+    sampled = [
+        _samples(name, shapes[name], parameter, arranged.get(parameter), mesh, dtype)
+        for name, parameter in frozen.items()
+    ]
+    if not sampled:
+        return {}
+    values = torch.stack(sampled)
+    if mesh is not None and dist.is_initialized():
+        dist.all_reduce(values)
+    return {
+        name: _digest(f"{shapes[name]} {dtype or parameter.dtype} {row}")
+        for (name, parameter), row in zip(frozen.items(), values.tolist(), strict=True)
+    }
+
+
+def fingerprints_of(model: nn.Module) -> dict[str, str]:
+    """Return the base fingerprints of a parallelized model, as they were when it was parallelized.
+
+    They are kept, as merging and unmerging an adapter changes the base by rounding. A model that was left on meta had
+    no values then: its fingerprints are computed now, which is collective.
+    """
+    state = state_of(model)
+    assert state is not None
+    if state.fingerprints is not None:
+        return state.fingerprints
+    trained = {_plain(name) for name in state.trained}
+    present = base_fingerprints(model, state.mesh)
+    return {name: each for name, each in present.items() if name not in trained}
+
+
+def renew_fingerprints(model: nn.Module, names: Iterable[str]) -> None:
+    """Compute the kept fingerprints of some parameters again, after these were given other values. Collective.
+
+    Args:
+        model: A model. Nothing is done if it keeps no fingerprints.
+        names: Names of the parameters.
+    """
+    state = state_of(model)
+    if state is not None and state.fingerprints is not None:
+        present = base_fingerprints(model, state.mesh)
+        plain = {_plain(name) for name in names}
+        state.fingerprints |= {name: each for name, each in present.items() if name in plain}
+
+
+def check_base(
+    stored: Mapping[str, str], present: Mapping[str, str], model: nn.Module, where: str, held: Iterable[str]
+) -> None:
+    """Check that the base is the one that adapters were trained on.
+
+    Args:
+        stored: The base fingerprints of the model that the adapters were trained on.
+        present: The base fingerprints of the present model.
+        model: The present model.
+        where: The file or folder that `stored` was read from, for the error message.
+        held: Names of parameters that are not compared, as their values are stored with the adapters.
+
+    Raises:
+        ValueError: A frozen weight is missing, or has other values, another shape or another dtype; or a weight is
+            frozen in the present model only.
+    """
+    names = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    exempt = {_plain(name) for name in held}
+    stored, present = (
+        {name: each for name, each in prints.items() if name not in exempt} for prints in (stored, present)
+    )
+    missing = [name for name in stored if name not in names]
+    other = [name for name in stored if name in present and present[name] != stored[name]]
+    more = [name for name in present if name not in stored]
+    if missing or other or more:
+        raise ValueError(
+            f"{where} was trained on another base model: of its {len(stored)} frozen weights {len(missing)} are not in "
+            f"this one (first: {missing[:1]}), {len(other)} have other values, shapes or dtypes (first: {other[:1]}); "
+            f"{len(more)} of this one's were not frozen there, or not there (first: {more[:1]})."
+        )
+
+
+def _plain(name: str) -> str:
+    for addition in ("base_model.model.", "base_layer.", "original_module."):
+        name = name.replace(addition, "")
+    return name
+
+
+def _shape(parameter: Tensor, selected: tuple[RowPartition, int] | None) -> tuple[int, ...]:
+    """Return the shape of a parameter in the model's checkpoint, before a row partition chose its rows."""
+    shape = list(parameter.shape)
+    if selected is not None:
+        shape[selected[1]] = selected[0].size
+    return tuple(shape)
+
+
+def _samples(
+    name: str,
+    shape: tuple[int, ...],
+    parameter: Tensor,
+    selected: tuple[RowPartition, int] | None,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Return the bits of the sampled values that this rank contributes, int64 [16], with zero for all others."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    flat = torch.randint(prod(shape), (_SAMPLES,), generator=generator)
+    bits = torch.zeros(_SAMPLES, dtype=torch.int64, device="cpu" if mesh is None else mesh.device_type)
+    mine = local(parameter)
+    if not mine.numel() or not _contributes(parameter, mesh):
+        return bits
+    unravelled = list(torch.unravel_index(flat, shape))
+    if selected is not None:
+        partition, dim = selected
+        unravelled[dim] = partition.inverse[unravelled[dim]]
+    places = [place - part.start for place, part in zip(unravelled, region_of(parameter), strict=True)]
+    inside = torch.ones(_SAMPLES, dtype=torch.bool)
+    for place, size in zip(places, mine.shape, strict=True):
+        inside &= (place >= 0) & (place < size)
+    chosen = mine[tuple(place[inside].to(mine.device) for place in places)].to(dtype or parameter.dtype)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chosen.element_size()]
+    bits[inside.to(bits.device)] = chosen.contiguous().view(width).to(bits.device, torch.int64).reshape(-1)
+    return bits
+
+
+def _contributes(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
+    """Return True if this rank is the one that contributes, among the ranks that hold the same shard."""
+    if mesh is None:
+        return True
+    sharded: set[str] = set()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        sharded = {n for n, p in zip(names, parameter.placements, strict=True) if not p.is_replicate()}
+    return all(axis in sharded or place == 0 for axis, place in zip(AXES, mesh.get_coordinate() or (), strict=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,131 @@
+"""Drop the same elements in LoRA dropout on any mesh.
+
+torch's dropout draws from one generator a rank, so its mask depends on how the batch and the layer are cut. Here a hash
+of (seed, module name, forward count, global row, token, feature) decides about each element, and none of these depends
+on the mesh. The hash is counter based, in the spirit of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
+(SC 2011).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.state import ForwardCount
+
+__all__ = ["TopologyInvariantDropout"]
+
+_GOLDEN, _MIX = 0x9E3779B1, 0x846CA68B
+
+
+def _int32(value: int) -> int:
+    """Return `value` modulo 2^32 as a signed 32-bit int."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift the bits of int32 numbers to the right and fill up with zeros (torch's shift fills up with the sign)."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _hash(x: Tensor, key: int) -> Tensor:
+    """Return a 32-bit hash of each int32 in `x`: the finaliser of MurmurHash3, after a step with the key."""
+    x = x * _int32(_GOLDEN) + _int32(key)
+    for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ _shift(x, bits)) * _int32(factor)
+    return x ^ _shift(x, 16)
+
+
+def _keys(seed: int, name: str, count: int) -> tuple[int, int, int]:
+    """Return three independent 32-bit keys (row, token, feature) for one module in one forward."""
+    digest = hashlib.blake2b(f"{seed}\0{name}\0{count}".encode(), digest_size=12).digest()
+    row, token, feature = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
+    return row, token, feature
+
+
+class TopologyInvariantDropout(nn.Module):
+    """Replace the `nn.Dropout` of a LoRA layer; the input is [rows, ..., features].
+
+    Args:
+        p: Probability of dropping an element.
+        name: Name of the LoRA layer without PEFT's additions, part of the key of the hash.
+        seed: Seed of the run, part of the key of the hash.
+        count: The model's forward count.
+        dp_rank: Index of the batch that this rank sees: row i of it is global row dp_rank * rows + i.
+        feature_offset: Global index of this rank's first feature, if the input is a slice of the features.
+    """
+
+    def __init__(
+        self, p: float, name: str, seed: int, count: ForwardCount, dp_rank: int, feature_offset: int = 0
+    ) -> None:
+        super().__init__()
+        self.p = p
+        self.name = name
+        self.seed = seed
+        self.count = count
+        self.dp_rank = dp_rank
+        self.feature_offset = feature_offset
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+    def dropped(self, shape: torch.Size, device: torch.device, count: int | None = None) -> Tensor:
+        """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped.
+
+        Args:
+            shape: The shape of the input.
+            device: The device of the mask.
+            count: The number of the training forward; None for the one that is being computed.
+        """
+        rows, tokens = shape[:-1][:1].numel(), shape[1:-1].numel()
+
+        def index(start: int, size: int) -> Tensor:
+            return torch.arange(start, start + size, dtype=torch.int32, device=device)
+
+        row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
+        return self.dropped_at(
+            row, index(0, tokens).expand(rows, tokens), shape[-1], self.count.current if count is None else count
+        ).view(shape)
+
+    def dropped_at(self, row: Tensor, token: Tensor, features: int, count: int) -> Tensor:
+        """Return the mask of tokens at any places of the global batch.
+
+        Args:
+            row: The global row of each token, int32 [...].
+            token: The index of each token in its row, int32 [...].
+            features: The number of features, from `feature_offset` on.
+            count: The number of the training forward.
+
+        Returns:
+            The mask, bool [number of tokens, features], True for the elements that are dropped.
+        """
+        row_key, token_key, feature_key = _keys(self.seed, self.name, count)
+        position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
+        index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)
+        feature = _hash(index, feature_key)
+        # Only this is computed for each element: a product of odd numbers, mixed once and compared with a threshold.
+        bits = (position | 1).view(-1, 1) * (feature | 1)
+        bits.bitwise_xor_(_shift(bits, 15)).mul_(_int32(_MIX))
+        threshold = round(self.p * 2**32) - 2**31
+        return bits < threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero a fraction `p` of the elements of `x` and scale the rest by 1 / (1 - p), while training.
+
+        Raises:
+            RuntimeError: The layer is called in training, but not by the forward of the parallelized model.
+        """
+        if not self.training or self.p == 0:
+            return x
+        if torch.is_grad_enabled() and not self.count.running and not in_backward():
+            raise RuntimeError(
+                f"the LoRA layer {self.name} was called in training, but not by the model's own forward, which counts "
+                "the steps that its dropout depends on: call the parallelized model, not a module inside it."
+            )
+        if self.p >= 1:
+            return x * 0
+        return x.masked_fill(self.dropped(x.shape, x.device), 0) * (1 / (1 - self.p))

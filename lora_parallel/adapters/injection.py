@@ -1,0 +1,232 @@
+"""Inject adapters that have the same values on any mesh: in full shape, from the seed, before anything is sharded."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig, PeftType, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import MultiheadAttention
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.adapters.inspection import peft_configs
+from lora_parallel.adapters.peft_private import check_needs_no_base, observe_layers
+from lora_parallel.config import ParallelConfig
+from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.torch_private import local_region
+from lora_parallel.layers.linear_classes import is_linear
+from lora_parallel.layers.module_names import clean_names
+from lora_parallel.lazy.materialize import allocate_adapters
+from lora_parallel.lazy.tracking import has_deferred
+from lora_parallel.state import ForwardCount
+
+__all__ = ["LateAdapter", "adapt_dropout", "check_adapters", "has_adapters", "inject_adapter", "seeded"]
+
+_REMEDY = (
+    "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "
+    "require_adapters=False to train without adapters."
+)
+
+_WORKS = (
+    "What works: LoRA, DoRA and rsLoRA on linear layers, Conv1D and embeddings, lora_bias, modules_to_save, "
+    "trainable_token_indices, bias='all' and 'lora_only'; other layers of LoRA's (convolutions, variants), computed in "
+    "full on every tp rank."
+)
+
+_FROM_DATA = {
+    "eva": "peft.initialize_lora_eva_weights(model, dataloader)",
+    "corda": "peft.tuners.lora.corda.preprocess_corda before peft.get_peft_model",
+    "lora_ga": "peft.tuners.lora.loraga.preprocess_loraga before peft.get_peft_model",
+    "loftq": "peft.get_peft_model with its quantiser, on the full-precision weights",
+}
+"""Initialisations that take more than the base weights and the seed, and the call by which PEFT gets what they take."""
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return True if the model has PEFT layers."""
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraConfig | None) -> None:
+    """Refuse a model whose adapters cannot be trained here, and one without adapters where they are required.
+
+    Args:
+        model: The model before it is sharded.
+        config: The parallel config, which says whether adapters are required.
+        lora_config: The config of the adapter that is to be injected, if any.
+
+    Raises:
+        TypeError: `lora_config` is not a config of LoRA.
+        ValueError: The model has no adapters and `lora_config` is None; or it has adapters and `lora_config` is given;
+            or an adapter is of a kind that is not supported, or names targets that the model does not have.
+    """
+    if lora_config is not None and getattr(lora_config, "peft_type", None) != PeftType.LORA:
+        raise TypeError(
+            f"lora_config is a {type(lora_config).__name__}: only LoRA is supported; give a peft.LoraConfig. {_WORKS}"
+        )
+    if lora_config is not None:
+        _check_initialisation(lora_config)
+    _check_attention(model)
+    present = has_adapters(model)
+    if lora_config is not None and not present:
+        _check_targets(model, lora_config)
+    for name, peft_config in peft_configs(model).items():
+        if peft_config.peft_type != PeftType.LORA:
+            kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+            raise ValueError(f"adapter {name!r} has PEFT type {kind}: only LORA is supported. {_WORKS}")
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, (LoraLayer, TrainableTokensLayer)):
+            raise ValueError(
+                f"the model has adapter layers of type {type(module).__module__}.{type(module).__name__}: only LoRA's "
+                f"are supported. {_WORKS}"
+            )
+    if present and lora_config is not None:
+        raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
+    if has_deferred(model):
+        for peft_config in [*peft_configs(model).values(), *([lora_config] if lora_config is not None else [])]:
+            check_needs_no_base(peft_config)
+    if not present and lora_config is None and config.require_adapters:
+        raise ValueError(
+            f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}"
+        )
+
+
+def _check_attention(model: nn.Module) -> None:
+    """Raise a ValueError for adapters that rewrite the base weights while FSDP2 holds them."""
+    for name, module in model.named_modules():
+        if isinstance(module, MultiheadAttention):
+            raise ValueError(
+                f"{name} adapts nn.MultiheadAttention, which PEFT merges into the base weights in each forward: not "
+                f"supported on a mesh. Leave it out of target_modules. {_WORKS}"
+            )
+
+
+def _check_initialisation(config: LoraConfig) -> None:
+    """Raise a ValueError for an adapter that cannot be made from the base weights and the seed."""
+    kind = config.init_lora_weights
+    remedy = _FROM_DATA.get(kind) if isinstance(kind, str) else None
+    if remedy is not None:
+        raise ValueError(
+            f"lora_config has init_lora_weights={kind!r}, which takes more than the base weights: make and initialise "
+            f"the PeftModel first ({remedy}), and give that to parallelize."
+        )
+
+
+def _check_targets(model: nn.Module, config: LoraConfig) -> None:
+    """Raise a ValueError for target modules that the model lacks: PEFT ignores them if another target matches."""
+    names = [name for name, _ in model.named_modules()]
+    targets = config.target_modules
+    lacking: list[str] = []
+    if isinstance(targets, str):
+        if targets != "all-linear" and not any(re.fullmatch(targets, name) for name in names):
+            lacking = [targets]
+    elif targets is not None:
+        lacking = sorted(each for each in targets if not any(f".{name}".endswith(f".{each}") for name in names))
+    if lacking:
+        last = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_linear(module)})
+        raise ValueError(
+            f"lora_config targets {', '.join(map(repr, lacking))}, which no module of {type(model).__name__} is called"
+            f"{'' if isinstance(targets, str) else ' or ends with'}: correct target_modules, or leave that out. The "
+            f"linear layers of the model are {', '.join(last) or 'none'}."
+        )
+
+
+def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocast_adapter_dtype: bool = True) -> None:
+    """Inject the adapter "default" into `model`, in place.
+
+    Its values and dtypes are those of `torch.manual_seed(seed)` followed by `peft.get_peft_model(model, lora_config)`
+    in one process. torch's random state afterwards is as before.
+
+    Args:
+        model: The whole model, before it is sharded.
+        lora_config: The adapter's config.
+        seed: The seed of the adapter's values.
+        autocast_adapter_dtype: As in `peft.get_peft_model`: the adapter of a 16-bit base is float32.
+
+    Raises:
+        ValueError: The config targets an `nn.MultiheadAttention`.
+    """
+    with seeded(seed):
+        # PEFT adapts `model` in place. The wrapper around it that PEFT returns is not needed.
+        get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
+    _check_attention(model)
+
+
+class LateAdapter:
+    """Inject an adapter's shapes before a model on meta is sharded, and draw its values after that.
+
+    So no rank ever holds more than one layer's adapter in full. The values are those of `inject_adapter`: PEFT draws
+    them in a copy of the model that stays on meta.
+
+    Args:
+        model: A model whose parameters are on meta. The adapter is injected in place.
+        lora_config: As in `inject_adapter`.
+        autocast_adapter_dtype: As in `inject_adapter`.
+    """
+
+    def __init__(self, model: nn.Module, lora_config: LoraConfig, autocast_adapter_dtype: bool) -> None:
+        self._twin = copy.deepcopy(model)
+        self._config = lora_config
+        self._layers: list[nn.Module] = []
+        with seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
+            get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
+
+    def draw(self, seed: int, device: str) -> None:
+        """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once.
+
+        Args:
+            seed: The seed of the values.
+            device: The device of the model's adapter parameters.
+        """
+        for layer in self._layers:
+            allocate_adapters(layer, device)
+        remaining = iter(self._layers)
+
+        def keep(drawn: nn.Module) -> None:
+            layer = next(remaining)
+            for name, values in drawn.named_parameters():
+                if not values.is_meta:
+                    mine = layer.get_parameter(name).detach()
+                    region = local_region(mine) if isinstance(mine, DTensor) else ...
+                    with torch.no_grad():
+                        local(mine).copy_(values[region])
+
+        with seeded(seed), observe_layers(keep):
+            get_peft_model(self._twin, copy.deepcopy(self._config))
+        del self._twin
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Start torch's random state from `seed` within the context, and restore the former state afterwards."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int) -> None:
+    """Replace the dropout of every LoRA layer by one whose mask does not depend on the mesh.
+
+    Args:
+        model: A model with PEFT layers, changed in place.
+        seed: The seed of the masks.
+        count: The model's forward count.
+        dp_rank: Index of the batch that this rank sees.
+    """
+    for module, name in clean_names(model).items():
+        if not isinstance(module, LoraLayer):
+            continue
+        for adapter, dropout in list(module.lora_dropout.items()):
+            if type(dropout) is nn.Dropout and dropout.p > 0:
+                key = name if adapter == "default" else f"{name}:{adapter}"
+                own = TopologyInvariantDropout(dropout.p, key, seed, count, dp_rank)
+                module.lora_dropout[adapter] = own.train(dropout.training)

@@ -1,0 +1,92 @@
+"""Find the adapters of a model, and the parameters and buffers that belong to each."""
+
+from __future__ import annotations
+
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from lora_parallel.distributed.gather import persistent_buffers
+
+__all__ = ["adapted_model", "adapter_parameters", "adapter_tensors", "check_unmerged", "peft_configs"]
+
+_MAGNITUDES = {"lora_magnitude_vector": None}
+
+
+def peft_configs(model: nn.Module) -> dict[str, PeftConfig]:
+    """Return the PEFT config of each adapter of the model, by adapter name."""
+    holder = adapted_model(model)
+    return {} if holder is None else dict(holder.peft_config)  # type: ignore[arg-type]
+
+
+def adapted_model(model: nn.Module) -> nn.Module | None:
+    """Return the outermost module in `model` that holds PEFT's configs, or None if there is none."""
+    for module in model.modules():
+        if isinstance(module, PeftModel) or isinstance(module.__dict__.get("peft_config"), dict):
+            return module
+    return None
+
+
+def check_unmerged(model: nn.Module) -> None:
+    """Check that no adapter is merged into the base: a merged base is not the one that the adapter was trained on.
+
+    Raises:
+        ValueError: An adapter is merged.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.merged_adapters:
+            raise ValueError(
+                f"the adapter {module.merged_adapters[0]!r} is merged into the base of {name}: call unmerge_adapter() "
+                "first."
+            )
+
+
+def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dict[str, nn.Parameter]:
+    """Return the parameters that belong to an adapter, by their name in `model`.
+
+    These are LoRA factors, the parameters that LoRA variants add, `modules_to_save` copies, and the biases that the
+    adapter's config trains.
+
+    Args:
+        model: A model, with or without PEFT layers.
+        adapter_name: The adapter's name; None for all adapters.
+    """
+    found: dict[str, nn.Parameter] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            continue
+        # PEFT does not list the magnitudes of embeddings.
+        for attribute in {**dict.fromkeys(module.adapter_layer_names), **_MAGNITUDES}:
+            start = f"{prefix}.{attribute}." if prefix else f"{attribute}."
+            for name, parameter in parameters.items():
+                if not name.startswith(start):
+                    continue
+                owner = name[len(start) :].split(".")[0]
+                if adapter_name is None or owner == adapter_name:
+                    found[name] = parameter
+    for adapter, config in peft_configs(model).items():
+        if adapter_name not in (None, adapter):
+            continue
+        bias = getattr(config, "bias", "none")
+        for name, parameter in parameters.items():
+            is_bias = name.endswith(".bias") or name == "bias"
+            if is_bias and (bias == "all" or (bias == "lora_only" and ".base_layer." in name)):
+                found[name] = parameter
+    return {name: parameters[name] for name in parameters if name in found}
+
+
+def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
+    """Return an adapter's parameters and the persistent buffers of its `modules_to_save` copies, by name in `model`."""
+    found: dict[str, Tensor] = dict(adapter_parameters(model, adapter_name))
+    for prefix, module in model.named_modules():
+        if not isinstance(module, AuxiliaryTrainingWrapper):
+            continue
+        for attribute in module.adapter_layer_names:
+            copies = getattr(module, attribute, None)
+            if not isinstance(copies, nn.ModuleDict) or adapter_name not in copies:
+                continue
+            for name, buffer in persistent_buffers(copies[adapter_name]).items():
+                found[".".join(filter(None, (prefix, attribute, adapter_name, name)))] = buffer
+    return found

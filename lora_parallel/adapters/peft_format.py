@@ -1,0 +1,134 @@
+"""Describe adapter folders in PEFT's own format: their files, and the key of each tensor.
+
+Source of the format: peft/utils/save_and_load.py and PeftModel.save_pretrained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft.utils import get_peft_model_state_dict
+from torch import Tensor, nn
+
+from lora_parallel.adapters.inspection import (
+    adapter_tensors,
+)
+from lora_parallel.distributed.rank_checks import agreed
+from lora_parallel.layers.module_names import embeddings_of, innermost
+
+__all__ = ["CARD", "CONFIG", "WEIGHTS", "check_config", "find_adapter", "keys_on_disk", "tensors_by_name"]
+
+WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
+
+
+def find_adapter(directory: str | os.PathLike[str], adapter_name: str) -> Path:
+    """Return the folder in which PEFT looks for an adapter.
+
+    This is the subfolder of the adapter's name if the adapter is not "default" and the subfolder holds weights, else
+    the directory itself.
+    """
+    inside = Path(directory) / adapter_name
+    return inside if adapter_name != "default" and (inside / WEIGHTS).is_file() else Path(directory)
+
+
+def check_config(folder: Path, own: PeftConfig) -> None:
+    """Check that an adapter folder holds an adapter like the model's.
+
+    Args:
+        folder: The adapter folder.
+        own: The config of the model's adapter.
+
+    Raises:
+        FileNotFoundError: The folder lacks the config or the weights.
+        ValueError: The folder's config cannot be read, or has another PEFT type, r, alpha or scaling.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is no PEFT adapter folder: it has no {name}.")
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        kind = config["peft_type"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG} is no PEFT config ({type(error).__name__}: {error}).") from error
+    if kind != PeftType.LORA.value:
+        raise ValueError(f"{folder} holds an adapter of PEFT type {kind!r}; only LORA is supported.")
+    if isinstance(own, LoraConfig):
+        for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+            theirs, ours = config.get(field, getattr(own, field)), getattr(own, field)
+            if theirs != ours:
+                raise ValueError(
+                    f"{folder} was trained with {field}={theirs!r}, the model's adapter has {field}={ours!r}: build "
+                    "the adapter with the folder's own config."
+                )
+
+
+def keys_on_disk(
+    model: nn.Module, holder: nn.Module, adapter_name: str, save_embedding_layers: Literal["auto"] | bool
+) -> dict[str, str]:
+    """Map each key that PEFT writes for an adapter to the name in `model` of its parameter or buffer. Collective.
+
+    PEFT chooses the keys, on rank 0, since it may look at the base model's folder. Besides the adapter's own tensors it
+    writes the weights of input and output embeddings that are adapted or whose vocabulary has been resized.
+
+    Args:
+        model: The model.
+        holder: The module in it that holds PEFT's configs.
+        adapter_name: The adapter's name.
+        save_embedding_layers: As in `PeftModel.save_pretrained`.
+
+    Raises:
+        RuntimeError: PEFT gives no key to a tensor of the adapter.
+    """
+    prefix = _name_of(model, holder)
+    names: dict[str, str] = {}
+    with agreed():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            parameters = tensors_by_name(model)
+            own = adapter_tensors(model, adapter_name)
+            embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
+            wanted = {**{name: parameters[name] for name in embeddings}, **own}
+            stand_ins: dict[str, Tensor] = {
+                name: torch.empty(parameter.shape, device="meta") for name, parameter in wanted.items()
+            }
+            state = get_peft_model_state_dict(
+                holder,
+                state_dict={name.removeprefix(prefix): tensor for name, tensor in stand_ins.items()},
+                adapter_name=adapter_name,
+                save_embedding_layers=save_embedding_layers,
+            )
+            by_tensor = {id(tensor): name for name, tensor in stand_ins.items()}
+            added = "" if isinstance(holder, PeftModel) else "base_model.model."
+            names = {f"{added}{key}": by_tensor[id(tensor)] for key, tensor in state.items()}
+            named = {id(parameters[name]) for name in names.values()}  # a tensor that tied layers share is written once
+            if lost := sorted(name for name, tensor in own.items() if id(tensor) not in named):
+                raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        shared = [names]
+        dist.broadcast_object_list(shared, src=0)
+        names = shared[0]
+    return names
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Map names to the parameters and buffers of a model. A tied weight is under each of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
+    """Return the names in `model` of the base weights of the input and output embeddings that `holder` declares."""
+    base = innermost(holder)
+    layers = [embeddings_of(base, side) for side in ("input", "output")]
+    inner = {getattr(layer, "base_layer", layer) for layer in layers if layer is not None}
+    return [f"{name}.weight" for name, module in model.named_modules() if module in inner]
+
+
+def _name_of(model: nn.Module, inner: nn.Module) -> str:
+    name = next(name for name, module in model.named_modules() if module is inner)
+    return f"{name}." if name else ""

@@ -1,0 +1,4 @@
+"""Save and load the state of training on any mesh: adapters, optimizers, counters, random state.
+
+In: models, optimizers and values of the caller's. Out: a folder, complete or not there; and back, sliced for each rank.
+"""

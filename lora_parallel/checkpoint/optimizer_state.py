@@ -1,0 +1,206 @@
+"""Divide an optimizer's state into shards and other values, by parameter name, and put it back together.
+
+torch's `get_optimizer_state_dict` is not used: it steps an optimizer that has no state, makes state for parameters that
+never got a gradient, and makes none where gradients are present.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lora_parallel.distributed.gather import local, region_of
+from lora_parallel.storage.weights_only import plain
+
+__all__ = ["OptimizerState", "check_optimizer", "optimizer_state", "restored"]
+
+Tensors = dict[str, dict[str, Tensor]]
+"""Tensors by the name of their parameter, then by the optimizer's key for them (such as "exp_avg")."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Hold an optimizer's state without the optimizer."""
+
+    tensors: Tensors = field(default_factory=dict)
+    """State tensors that have their parameter's shape, sharded as the parameter is."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    """Everything else, the same on every rank: the optimizer's class, its groups (parameter names, settings), values
+    that are no shards (step counts), values that belong to no parameter, and the dtype of each tensor in `tensors`.
+    """
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerState:
+    """Divide an optimizer's state into shards and other values. The shards share memory with the optimizer.
+
+    Args:
+        optimizer: The optimizer; its parameters may be sharded.
+        names: The name of each of its parameters.
+
+    Raises:
+        ValueError: The optimizer holds a parameter that is not in `names`, or a state that cannot be saved from shards.
+    """
+    tensors: Tensors = {}
+    values: dict[str, dict[str, Any]] = {}
+    kind = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"{kind} holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make it from "
+                    "the parameters of the model that parallelize returned."
+                )
+            name = names[parameter]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    tensors.setdefault(name, {})[key] = value.detach()
+                elif any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
+                    raise ValueError(
+                        f"{kind} keeps the state {key!r} of {name} in a {type(value).__name__} that is not of the "
+                        f"parameter's shape {tuple(parameter.shape)}, and the parameter is sharded: it cannot be told "
+                        "what of it belongs to which rank, so it cannot be saved."
+                    )
+                else:
+                    values.setdefault(name, {})[key] = (
+                        value.cpu().clone() if isinstance(value, Tensor) else plain(value)
+                    )
+    shared = {key: plain(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    for key, value in shared.items():
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"{kind} keeps a state {key!r} of no parameter that holds a tensor: it cannot be told what of it "
+                "belongs to which rank, so it cannot be saved. Keep plain values there."
+            )
+    groups = [
+        {
+            "parameters": [names[parameter] for parameter in group["params"]],
+            "settings": copy.deepcopy({key: plain(value) for key, value in group.items() if key not in _OF_PARAMETERS}),
+        }
+        for group in optimizer.param_groups
+    ]
+    dtypes = {name: {key: value.dtype for key, value in states.items()} for name, states in tensors.items()}
+    return OptimizerState(
+        tensors, {"class": kind, "groups": groups, "values": values, "shared": shared, "tensors": dtypes}
+    )
+
+
+_OF_PARAMETERS = ("params", "param_names")
+
+
+def _is_part(value: Any, parameter: nn.Parameter) -> bool:
+    if isinstance(value, DTensor):
+        return True
+    return isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.numel() > 1
+
+
+def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> None:
+    """Check that a saved record fits an optimizer.
+
+    Args:
+        optimizer: The optimizer to fill.
+        names: The name of each of its parameters.
+        record: The `record` of an `OptimizerState`.
+
+    Raises:
+        ValueError: The record is of another class, of other groups or of other parameters in them, or holds a state
+            that cannot be divided as its parameter is.
+    """
+    kind, groups = type(optimizer).__name__, record["groups"]
+    if record["class"] != kind:
+        raise ValueError(f"the optimizer that was saved is a {record['class']}, the one to fill a {kind}.")
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the {kind} that was saved has {len(groups)} parameter groups, the one to fill "
+            f"{len(optimizer.param_groups)}: make it with the same groups."
+        )
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        mine, theirs = {names.get(parameter, "?") for parameter in group["params"]}, set(saved["parameters"])
+        if mine != theirs:
+            raise ValueError(
+                f"parameter group {index} of the {kind} has {len(mine - theirs)} parameters that the saved one lacks "
+                f"(first: {sorted(mine - theirs)[:1]}) and lacks {len(theirs - mine)} of it (first: "
+                f"{sorted(theirs - mine)[:1]}): make it with the same groups."
+            )
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        name = names[parameter]
+        for key, value in record["values"].get(name, {}).items():
+            if any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"the {kind} that was saved keeps the state {key!r} of {name} in tensors that are not of the "
+                    "parameter's shape: they were saved on one rank, and cannot be divided among several. Resume on "
+                    "one rank, or leave the optimizer out."
+                )
+
+
+def restored(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    record: Mapping[str, Any],
+    read: Callable[[str, str, tuple[slice, ...]], Tensor],
+) -> Callable[[], None]:
+    """Read a saved state for this rank's shards; return a function that puts it into the optimizer.
+
+    Args:
+        optimizer: An optimizer that `check_optimizer` accepts. Only the returned function changes it.
+        names: The name of each of its parameters.
+        record: The `record` of an `OptimizerState`, saved on any mesh.
+        read: A function that returns the values of a region of a full state tensor, given the name of its parameter,
+            its key and the region.
+    """
+    state: dict[Tensor, dict[str, Any]] = {}
+    for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
+        for parameter in group["params"]:
+            name = names[parameter]
+            found: dict[str, Any] = {}
+            for key, value in record["values"].get(name, {}).items():
+                found[key] = _on_device(key, value, parameter, saved["settings"])
+            for key, dtype in record["tensors"].get(name, {}).items():
+                found[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+                if local(found[key]).numel():
+                    local(found[key]).copy_(read(name, key, region_of(parameter)))
+            if found:
+                state[parameter] = found
+
+    def put() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        optimizer.state.update(copy.deepcopy(record["shared"]))
+        for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
+            group.update(copy.deepcopy(saved["settings"]))
+
+    return put
+
+
+def restored_bytes(names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> int:
+    """Return how many bytes a saved state takes on this rank once it is restored.
+
+    Args:
+        names: The name of each of the optimizer's parameters.
+        record: The `record` of an `OptimizerState`.
+    """
+    parts = {name: local(parameter).numel() for parameter, name in names.items()}
+    shards = [parts[name] * dtype.itemsize for name, of in record["tensors"].items() for dtype in of.values()]
+    whole = [leaf.nbytes for leaf in tree_leaves(record["values"]) if isinstance(leaf, Tensor)]
+    return sum(shards) + sum(whole)
+
+
+def _on_device(key: str, value: Any, parameter: nn.Parameter, settings: Mapping[str, Any]) -> Any:
+    """Copy a saved value to the device where torch's `Optimizer.load_state_dict` would put it.
+
+    Step counts stay on the CPU unless the optimizer's kernels need them on the device ("capturable" or "fused"). The
+    saved settings decide that, since the optimizer continues with them.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" and not (settings.get("capturable") or settings.get("fused")):
+        return value.clone()
+    return value.to(parameter.device, copy=True)

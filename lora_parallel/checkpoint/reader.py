@@ -1,0 +1,345 @@
+"""Read a checkpoint: each rank reads its own slices, and no model or optimizer is changed before everything fits."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from lora_parallel.adapters.base_fingerprint import check_base, fingerprints_of
+from lora_parallel.adapters.inspection import check_unmerged, peft_configs
+from lora_parallel.adapters.load_adapter import read_adapter
+from lora_parallel.adapters.peft_format import find_adapter
+from lora_parallel.checkpoint.background import wait_for_save
+from lora_parallel.checkpoint.calls import of_another, written_here
+from lora_parallel.checkpoint.integrity import check_bytes
+from lora_parallel.checkpoint.layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
+from lora_parallel.checkpoint.meta import alteration, damage, read_meta
+from lora_parallel.checkpoint.optimizer_state import check_optimizer, restored
+from lora_parallel.checkpoint.train_state import TrainState
+from lora_parallel.distributed.gather import local, region_of
+from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.lazy.files import DcpDirectory, Reader
+from lora_parallel.lazy.graph import Region, whole
+from lora_parallel.storage.atomic import restore_replaced
+
+__all__ = [
+    "Contents",
+    "is_checkpoint",
+    "load_models",
+    "load_optimizers",
+    "open_checkpoint_folder",
+    "read_checkpoint",
+    "resume_counting",
+    "state_dict_of",
+]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Hold what was read from a checkpoint on disk when it was opened."""
+
+    path: Path
+    meta: dict[str, Any]
+    record: dict[str, Any]
+    """Contents of extra.pt."""
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """Return the record of each optimizer (see `OptimizerState`), by optimizer name; empty if none was saved."""
+        return self.record["optimizers"]
+
+    def adapter_folder(self, model: str) -> Path:
+        return adapter_folder(self.path, model, self.record["models"])
+
+    def held_by(self, model: str) -> list[str]:
+        """List the parameters of a model that its adapter folders hold, by their names in that model."""
+        start = f"{model}." if model else ""
+        return [each.removeprefix(start) for each in self.meta["parameters"].values() if each.startswith(start)]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return True if there is a checkpoint at `path`: its meta.json, which is written last, is there."""
+    return (path / META).is_file()
+
+
+def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -> Contents:
+    """Open a checkpoint as `open_checkpoint_folder` does, on every rank or on none. Collective.
+
+    A save in flight is completed first, and a replacement of `path` that was cut short is undone.
+
+    Args:
+        path: As in `open_checkpoint_folder`.
+        writer: As in `open_checkpoint_folder`.
+        weights_only: As in `open_checkpoint_folder`.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: `open_checkpoint_folder` refuses the checkpoint, or ranks read different checkpoints. All on every
+            rank.
+    """
+    wait_for_save()
+    with agreed():
+        if dist.get_rank() == 0:
+            restore_replaced(path)
+    with agreed():
+        meta = _complete(path, writer)
+    check_bytes(path, meta)
+    with agreed():
+        found = Contents(path, meta, _record(path, weights_only))
+    # Ranks may have picked different checkpoints as the newest, or mounted the same one at different paths: compare
+    # names and digests, and no paths.
+    digest = hashlib.blake2b((path / META).read_bytes(), digest_size=6).hexdigest()
+    check_alike(checkpoint=f"{found.meta['name']} ({digest})")
+    return found
+
+
+def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = None) -> Contents:
+    """Open a checkpoint and check all of its files, on this rank alone.
+
+    Args:
+        path: The checkpoint.
+        writer: The front end that reads; it can only read checkpoints that it wrote.
+        weights_only: As in `torch.load`; None means True.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: There is no complete checkpoint of this format at `path`, or it is damaged or of another writer.
+    """
+    meta = _complete(path, writer)
+    fault = alteration(path, meta)
+    if fault is not None:
+        raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
+    return Contents(path, meta, _record(path, weights_only))
+
+
+def _complete(path: Path, writer: str) -> dict[str, Any]:
+    """Return the meta.json of a checkpoint, after a check that it is complete and of this format and writer."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {path}.")
+    if not is_checkpoint(path):
+        raise ValueError(
+            written_here(path, writer)
+            or f"{path} is not a checkpoint that this library wrote (a folder with {META}). Load what another one "
+            "wrote into the model before training."
+        )
+    try:
+        stated = json.loads((path / META).read_text()).get("format")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path / META} is damaged ({error}).") from error
+    if stated not in range(1, FORMAT + 1):
+        raise ValueError(
+            f"{path} has checkpoint format {stated!r}; this version reads formats 1 to {FORMAT}. Use the version that "
+            "wrote it, or a later one."
+        )
+    meta = read_meta(path)
+    fault = damage(path, meta)
+    if fault is not None:
+        raise ValueError(f"the checkpoint {path} is incomplete: {fault}. Resume from another one.")
+    if meta["writer"] != writer:
+        raise ValueError(of_another(path, meta["writer"], writer))
+    return meta
+
+
+def _record(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read extra.pt and check that it has all entries of `_ENTRIES`."""
+    try:
+        record = torch.load(path / EXTRA, map_location="cpu", weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path / EXTRA} holds Python objects (hyperparameters, perhaps) that weights_only=True does not read. "
+            f"If you trust the file, load with weights_only=False. Cause: {error}"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a seek to a damaged offset
+            raise
+        raise ValueError(f"{path / EXTRA} cannot be read ({error}): it is damaged. Resume from another one.") from error
+    lacking = [key for key in _ENTRIES if key not in record] if isinstance(record, dict) else list(_ENTRIES)
+    if lacking:
+        raise ValueError(f"{path / EXTRA} is damaged: it lacks {lacking[0]!r}.")
+    return record
+
+
+_ENTRIES = ("models", "adapters", "forward_counts", "optimizers", "random", "buffers", "other_state")
+
+
+def state_dict_of(found: Contents) -> dict[str, Any]:
+    """Return the saved module's state dict, as far as the checkpoint holds it, with full tensors, in one process.
+
+    The checkpoint holds trained parameters, buffers and other states; the frozen base is not among them.
+    """
+    return {**_whole_tensors(found.path), **found.record["buffers"], **found.record["other_state"]}
+
+
+def _whole_tensors(path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, dict[str, str]] = {}
+    for place, name in read_meta(path)["parameters"].items():
+        file, _, key = place.rpartition(":")
+        files.setdefault(file, {})[key] = name
+    for file, names in files.items():
+        with safe_open(path / file, framework="pt") as stored:
+            tensors |= {name: stored.get_tensor(key) for key, name in names.items()}
+    source = DcpDirectory(path / STATE)
+    leaves = source.list() if source.path.is_dir() else {}
+    loose = [key for key in leaves if key.startswith(loose_key(""))]
+    if loose:
+        with source.open() as reader:
+            tensors |= {key.removeprefix(loose_key("")): reader(key, whole(leaves[key].shape)) for key in loose}
+    return tensors
+
+
+def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
+    """Read the models' adapters, other trained parameters, buffers and other states. Collective.
+
+    Returns:
+        Functions that put the values into the models. Calling them is collective.
+
+    Raises:
+        ValueError: The base, the adapters, the other trained parameters, the buffers or the other states are not those
+            of the checkpoint; raised on every rank.
+    """
+    present = {name: fingerprints_of(model) for name, model in state.models.items()}
+    with agreed():
+        for name, model in state.models.items():
+            check_unmerged(model)
+            if name not in found.record["models"]:
+                raise ValueError(f"{found.path} holds no model {name!r}; it holds {found.record['models']}.")
+            saved, here = found.record["adapters"][name], list(peft_configs(model))
+            if sorted(saved) != sorted(here):
+                raise ValueError(f"{found.path} holds the adapters {sorted(saved)}, the model has {sorted(here)}.")
+            check_base(found.meta["fingerprints"][name], present[name], model, str(found.path), found.held_by(name))
+    adapters = [
+        read_adapter(model, find_adapter(found.adapter_folder(name), adapter), adapter, same_dtypes=True)
+        for name, model in state.models.items()
+        for adapter in peft_configs(model)
+    ]
+    with agreed():
+        values = [*_read_loose(found, state), *_read_buffers(found, state)]
+        others = _other_state(found, state)
+
+    def commit() -> None:
+        for adapter in adapters:
+            adapter.put()
+        with torch.no_grad():
+            for target, value in values:
+                target.copy_(value)
+        if others:
+            with agreed():
+                state.load_other_state(others)
+
+    return [commit]
+
+
+def _elsewhere(found: Contents, state: TrainState) -> tuple[str, ...]:
+    """Return the prefixes of names in models that were saved and are not in `state`.
+
+    A front end may load only some of the saved models; names with these prefixes are then skipped.
+    """
+    return tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+
+
+def _read_buffers(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
+    here = state.buffers()
+    elsewhere = _elsewhere(found, state)
+    stored = {name: value for name, value in found.record["buffers"].items() if not name.startswith(elsewhere)}
+    wrong = [name for name in stored if name not in here or here[name].shape != stored[name].shape]
+    if wrong or here.keys() - stored.keys():
+        raise ValueError(
+            f"the buffers in {found.path} are not the model's: {(wrong or sorted(here.keys() - stored.keys()))[0]} is "
+            "not in both, or has another shape."
+        )
+    return [(here[name], value) for name, value in stored.items()]
+
+
+def _other_state(found: Contents, state: TrainState) -> dict[str, Any]:
+    here = state.other_state()
+    elsewhere = _elsewhere(found, state)
+    stored = {name: value for name, value in found.record["other_state"].items() if not name.startswith(elsewhere)}
+    if stored.keys() != here.keys():
+        raise ValueError(
+            f"the state dict has other entries than in {found.path}: {sorted(stored.keys() ^ here.keys())[0]} is not "
+            "in both."
+        )
+    return stored
+
+
+def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
+    loose = state.loose_parameters()
+    elsewhere = _elsewhere(found, state)
+    source = DcpDirectory(found.path / STATE)
+    stored = {
+        key.removeprefix(loose_key("")): leaf
+        for key, leaf in (source.list() if source.path.is_dir() else {}).items()
+        if key.startswith(loose_key("")) and not key.removeprefix(loose_key("")).startswith(elsewhere)
+    }
+    for name, leaf in stored.items():
+        here = loose.get(name)
+        if here is not None and (leaf.shape, leaf.dtype) != (tuple(here.shape), here.dtype):
+            raise ValueError(
+                f"{name} has shape {leaf.shape} and dtype {leaf.dtype} in {found.path}, the model's has "
+                f"{tuple(here.shape)} and {here.dtype}."
+            )
+    if stored.keys() != loose.keys():
+        raise ValueError(
+            f"other parameters train than in {found.path}: {len(loose.keys() - stored.keys())} are not in it (first: "
+            f"{sorted(loose.keys() - stored.keys())[:1]}), {len(stored.keys() - loose.keys())} of it do not train here "
+            f"(first: {sorted(stored.keys() - loose.keys())[:1]})."
+        )
+    if not loose:
+        return []
+    with source.open() as reader:
+        return [
+            (local(p), reader(loose_key(name), region_of(p)) if local(p).numel() else local(p))
+            for name, p in loose.items()
+        ]
+
+
+def load_optimizers(found: Contents, state: TrainState) -> list[Callable[[], None]]:
+    """Read the optimizers' states. Collective.
+
+    Returns:
+        Functions that put the states into the optimizers, one for each.
+
+    Raises:
+        ValueError: The checkpoint holds no state for an optimizer, or one that does not fit it; raised on every rank.
+    """
+    names = state.parameter_names()
+    source = DcpDirectory(found.path / STATE)
+    commits = []
+    with agreed():
+        for name, optimizer in state.optimizers.items():
+            if name not in found.optimizers:
+                raise ValueError(f"{found.path} holds no state of optimizer {name!r}.")
+            check_optimizer(optimizer, names, found.optimizers[name])
+        for name, optimizer in state.optimizers.items():
+            record = found.optimizers[name]
+            with source.open() if record["tensors"] else nullcontext(_no_tensors) as reader:
+                commits.append(restored(optimizer, names, record, partial(_read_state, reader, name)))
+    return commits
+
+
+def _read_state(reader: Reader, optimizer: str, parameter: str, key: str, region: Region) -> Tensor:
+    return reader(optimizer_key(optimizer, parameter, key), region)
+
+
+def _no_tensors(key: str, region: Region) -> Tensor:
+    raise AssertionError(f"nothing is stored, {key} neither")
+
+
+def resume_counting(found: Contents, state: TrainState) -> None:
+    """Set each model's count of training forwards, on which dropout masks depend, to the saved count."""
+    for name, each in state.states.items():
+        each.forward_count.done = found.record["forward_counts"][name]

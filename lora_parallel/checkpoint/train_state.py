@@ -1,0 +1,92 @@
+"""Collect the state that a checkpoint holds: that of models, and of the optimizers of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lora_parallel.adapters.inspection import adapter_parameters
+from lora_parallel.distributed.gather import persistent_buffers
+from lora_parallel.state import ParallelState, parallelized, state_of
+
+__all__ = ["TrainState"]
+
+_EXTRA_STATE = "_extra_state"
+"""Ending of the state dict key under which torch stores what a module's `get_extra_state` returns."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Hold parallelized models and their optimizers, by name."""
+
+    module: nn.Module
+    """A parallelized model, or a module that holds several; parameters are stored by their names in this module."""
+
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
+    """Optimizers by the names that their states are stored under."""
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Return the parallelized models by their names in `module`."""
+        return parallelized(self.module)
+
+    @property
+    def states(self) -> dict[str, ParallelState]:
+        """Return the `ParallelState` of each model, by the names of the models."""
+        found = {name: state_of(model) for name, model in self.models.items()}
+        return {name: state for name, state in found.items() if state is not None}
+
+    @property
+    def parallel(self) -> ParallelState:
+        """Return the `ParallelState` of the first model; all models have the same mesh."""
+        return next(iter(self.states.values()))
+
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """Map each parameter to its name in `module`."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers (running statistics, counters), by name; every rank holds them in full."""
+        return persistent_buffers(self.module)
+
+    def other_state(self) -> dict[str, Any]:
+        """Return this rank's entries of the state dict that are neither parameters nor buffers, by name.
+
+        Such entries are extra states of modules (`get_extra_state`) and persistent states of metrics.
+        """
+        # Calls nn.Module's method: an override may take other arguments, or leave entries out or rename them.
+        everything = nn.Module.state_dict(self.module, keep_vars=True)
+        named = {**dict(self.module.named_parameters(remove_duplicate=False)), **self.buffers()}
+        known = {id(tensor) for tensor in named.values()}
+        return {name: value for name, value in everything.items() if name not in named and id(value) not in known}
+
+    def load_other_state(self, values: Mapping[str, Any]) -> None:
+        """Load the entries that `other_state` returned into the modules that they came from."""
+        device = self.parallel.mesh.device_type
+        # Modules move their extra state to a device themselves.
+        placed = {
+            name: value if name.endswith(_EXTRA_STATE) else tree_map_only(Tensor, lambda each: each.to(device), value)
+            for name, value in values.items()
+        }
+        nn.Module.load_state_dict(self.module, placed, strict=False)
+
+    def loose_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters that belong to no adapter, by name.
+
+        A parameter counts as trained if it trains now, or trained when the model was parallelized and was frozen since.
+        """
+        held = {parameter for model in self.models.values() for parameter in adapter_parameters(model).values()}
+        trained = {
+            parameter
+            for model_name, model in self.models.items()
+            for name, parameter in model.named_parameters()
+            if name in self.states[model_name].trained
+        }
+        return {
+            name: p for name, p in self.module.named_parameters() if (p.requires_grad or p in trained) and p not in held
+        }

@@ -1,0 +1,346 @@
+"""Write a checkpoint: collect it on all ranks, write it to a folder beside its place, and rename that folder.
+
+The writing can go on in the background.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lora_parallel.adapters.base_fingerprint import fingerprints_of
+from lora_parallel.adapters.inspection import check_unmerged, peft_configs
+from lora_parallel.adapters.peft_format import CARD, WEIGHTS
+from lora_parallel.adapters.save_adapter import GatheredAdapter, gather_adapter
+from lora_parallel.checkpoint.background import background_group, finish_in_background, wait_for_save
+from lora_parallel.checkpoint.integrity import ChecksummedWriter
+from lora_parallel.checkpoint.layout import (
+    EXTRA,
+    FORMAT,
+    LAYOUT,
+    STATE,
+    adapter_folder,
+    loose_key,
+    optimizer_key,
+)
+from lora_parallel.checkpoint.meta import checksum, read_meta, write_meta
+from lora_parallel.checkpoint.optimizer_state import OptimizerState, optimizer_state
+from lora_parallel.checkpoint.retention import complete_checkpoints, prune
+from lora_parallel.checkpoint.rng_state import gather_random_states
+from lora_parallel.checkpoint.train_state import TrainState
+from lora_parallel.distributed.gather import reshard
+from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.torch_private import is_rectangle
+from lora_parallel.storage.atomic import Scratch, check_free, is_taken, sweep
+from lora_parallel.storage.weights_only import check_plain, plain
+
+__all__ = ["may_be_replaced", "write_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+@torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
+def write_checkpoint(
+    path: Path,
+    state: TrainState,
+    extra: Mapping[str, Any],
+    writer: str,
+    *,
+    replace: bool = False,
+    keep_last: int | None = None,
+    async_save: bool = False,
+) -> Path:
+    """Write a checkpoint as `save_checkpoint` does, for front ends. Collective.
+
+    Args:
+        path: The checkpoint to write, an absolute path.
+        state: The models and optimizers to save.
+        extra: The front end's own entries for extra.pt.
+        writer: The front end's name in meta.json; only the same front end can read the checkpoint.
+        replace: Replace a checkpoint at `path` (see `may_be_replaced`) once the new one is complete.
+        keep_last: As in `save_checkpoint`.
+        async_save: As in `save_checkpoint`.
+    """
+    wait_for_save()
+    extra = plain(extra)
+    _check_extra(extra)
+    check_alike(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
+    save = _Save(path, state, writer, replace, keep_last)
+    try:
+        with agreed():
+            save.begin()
+        with agreed():
+            save.check_seen()
+        tensors = save.collect(extra)
+        if async_save:
+            written = None
+            if tensors:  # DCP writes from copies, and its collectives have a process group of their own
+                group = background_group(save.timeout_seconds)
+                written = dcp.async_save(tensors, storage_writer=save.state_writer, process_group=group)
+            finish_in_background(partial(_finish, save, written))
+            return path
+        if tensors:
+            _write_state(tensors, save)
+        with agreed():
+            save.finish()
+    except BaseException:
+        save.discard()
+        raise
+    return path
+
+
+class _Save:
+    """Collect one checkpoint and write it. Rank 0 writes all files but the shards in state/."""
+
+    def __init__(self, path: Path, state: TrainState, writer: str, replace: bool, keep_last: int | None) -> None:
+        self._state, self._writer, self._replace, self._keep_last = state, writer, replace, keep_last
+        self._scratch = Scratch(path)
+        self._rank = dist.get_rank()
+        self._adapters: list[tuple[Path, GatheredAdapter]] = []
+        self._optimizers: dict[str, OptimizerState] = {}
+        self._other_state: dict[str, Any] = {}
+        self._record = b""
+        self._meta: dict[str, Any] = {}
+        self.state_writer = ChecksummedWriter(self.folder / STATE)
+        """Writer of every rank's shards, which also holds the checksums of their files."""
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder to write in, which is beside the checkpoint's place."""
+        return self._scratch.path
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Return the timeout of collectives, in seconds."""
+        return self._state.parallel.config.timeout_seconds
+
+    def begin(self) -> None:
+        """Take the states to save from the optimizers and modules, check them, and make the folder on rank 0."""
+        target = self._scratch.target
+        for model in self._state.models.values():
+            check_unmerged(model)
+            reshard(model)  # a forward may have left full parameters in place of the shards that optimizers hold
+        names = self._state.parameter_names()
+        self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
+        others = plain(self._state.other_state())
+        self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), others)
+        for name, value in self._other_state.items():
+            _check_other(name, value)
+        if self._rank != 0:
+            return
+        if not (self._replace and may_be_replaced(target)):
+            check_free(target)
+        if target.parent not in _swept:
+            sweep(target.parent)
+            _swept.add(target.parent)
+        self._scratch.make()
+
+    def check_seen(self) -> None:
+        """Check that this rank sees the folder that rank 0 made."""
+        if not self._scratch.lock.exists():
+            raise OSError(
+                f"this rank does not see the folder that rank 0 made for {self._scratch.target}: save to a file system "
+                "that all nodes share."
+            )
+
+    def collect(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Gather what rank 0 writes; return the tensors of which each rank writes its shards. Collective.
+
+        Args:
+            extra: The front end's own entries for extra.pt.
+        """
+        models, mesh, states = self._state.models, self._state.parallel.mesh, self._optimizers
+        parameters: dict[str, str] = {}
+        for name, model in models.items():
+            for adapter in peft_configs(model):
+                folder, gathered = adapter_folder(self.folder, name, models), gather_adapter(model, adapter)
+                self._adapters.append((folder, gathered))
+                file = (gathered.folder(folder) / WEIGHTS).relative_to(self.folder)
+                own = {key: f"{name}.{each}" if name else each for key, each in gathered.names.items()}
+                parameters |= {f"{file}:{key}": each for key, each in own.items()}
+        record = {
+            **extra,
+            "models": list(models),
+            "adapters": {name: list(peft_configs(model)) for name, model in models.items()},
+            "forward_counts": {name: state.forward_count.done for name, state in self._state.states.items()},
+            "optimizers": {name: state.record for name, state in states.items()},
+            "random": gather_random_states(mesh),
+            "buffers": {name: buffer.detach().cpu() for name, buffer in self._state.buffers().items()},
+            "other_state": self._other_state,
+        }
+        self._meta = {
+            "format": FORMAT,
+            "name": self._scratch.target.name,
+            "writer": self._writer,
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "base": {name: _base_name(model) for name, model in models.items()},
+            "parameters": parameters,
+            "fingerprints": {name: fingerprints_of(model) for name, model in models.items()},
+            "versions": {name: version(name) for name in ("torch", "peft", "lightning-lora") if _installed(name)},
+        }
+        tensors = {loose_key(name): p.detach() for name, p in self._state.loose_parameters().items()}
+        for name, each in states.items():
+            for parameter, kept in each.tensors.items():
+                tensors.update({optimizer_key(name, parameter, key): tensor for key, tensor in kept.items()})
+        with agreed():
+            _check_rectangles(tensors)
+            if self._rank == 0:  # serialise now: values may change before a background save writes them
+                written = io.BytesIO()
+                torch.save(record, written)
+                self._record = written.getvalue()
+                own = {key: value for key, value in record.items() if key not in extra}
+                check_plain("an optimizer has settings or states that", own, "use plain values and tensors.")
+        return tensors
+
+    def finish(self) -> None:
+        """Write everything but the shards, which must be written already, and put the checkpoint in its place.
+
+        Ranks other than 0 do nothing.
+        """
+        if self._rank != 0:
+            return
+        for folder, adapter in self._adapters:
+            adapter.write(folder)
+        (self.folder / EXTRA).write_bytes(self._record)
+        # Users may edit or remove a model card, so it is not among the files that are checked.
+        files = [
+            each
+            for each in sorted(self.folder.rglob("*"))
+            if each.is_file() and each != self._scratch.lock and each.name != CARD
+        ]
+        self._meta["files"] = {str(file.relative_to(self.folder)): file.stat().st_size for file in files}
+        shards = {f"{STATE}/{name}": written for name, written in self.state_writer.checksums.items()}
+        own = [name for name in self._meta["files"] if name not in shards]
+        self._meta["checksums"] = {**{name: checksum(self.folder / name) for name in own}, **shards}
+        before = complete_checkpoints(self._scratch.target.parent)
+        self._meta["number"] = max((read_meta(each)["number"] for each in before), default=0) + 1
+        write_meta(self.folder, self._meta)
+        self._keep_others()
+        self._scratch.place(self._replace)
+        if self._keep_last is not None:
+            prune(self._scratch.target.parent, self._keep_last)
+
+    def _keep_others(self) -> None:
+        """Copy the user's own files from the checkpoint that is replaced into the new one."""
+        target = self._scratch.target
+        for path in target.iterdir() if target.is_dir() and not target.is_symlink() else ():
+            if path.name not in LAYOUT:
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, self.folder / path.name)
+
+    def discard(self) -> None:
+        """Remove the unfinished folder, on rank 0."""
+        if self._rank == 0:
+            self._scratch.discard()
+
+
+def may_be_replaced(path: Path) -> bool:
+    """Return True if a front end whose users expect it may replace what is at `path`.
+
+    It may replace nothing or an empty folder, a checkpoint of this library, a file that is named *.ckpt, and a link to
+    one of the last two.
+    """
+    if path.is_symlink():
+        return _is_ours(path.resolve()) if path.exists() else path.suffix == _SUFFIX
+    return not is_taken(path) or _is_ours(path)
+
+
+_SUFFIX = ".ckpt"
+"""Ending of the names that Lightning's users give to checkpoints."""
+
+
+def _is_ours(path: Path) -> bool:
+    """Return True if `path` is a checkpoint of this library, or a file that is named *.ckpt.
+
+    The contents of meta.json are checked, because other programs write files of that name too.
+    """
+    if path.is_file():
+        return path.suffix == _SUFFIX
+    try:
+        read_meta(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """Check that `extra` holds no DTensor: rank 0's shard would be saved, and every rank would load it. Collective."""
+    with agreed():
+        for key, value in extra.items():
+            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"{key!r} holds a DTensor, of which only rank 0's shard would be saved: save its full_tensor()."
+                )
+
+
+def _check_other(name: str, value: Any) -> None:
+    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+        raise ValueError(
+            f"{name} in the state dict is or holds a DTensor and is no parameter, and of it only rank 0's shard would "
+            "be saved: keep it as a plain tensor that all ranks have, or in a buffer that is not persistent."
+        )
+    check_plain(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
+
+
+_swept: set[Path] = set()
+"""Folders that this process has cleared of leftovers of killed processes; each is cleared once."""
+
+
+def _write_state(tensors: dict[str, Tensor], save: _Save) -> None:
+    try:
+        dcp.save(tensors, storage_writer=save.state_writer)
+    except dcp.CheckpointException as error:  # raised on every rank
+        raise OSError(f"the train state cannot be written to {save.folder}: {error}") from error
+
+
+def _check_rectangles(tensors: dict[str, Tensor]) -> None:
+    """Check that this rank's shards are rectangles of the full tensors, the only form that torch DCP can describe.
+
+    A shard of several fused matrices, each of which is split by itself, consists of several rectangles.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and not is_rectangle(tensor):
+            raise ValueError(
+                f"this rank's shard of {name} ({tensor.placements}) is not one rectangle of the full tensor "
+                f"{tuple(tensor.shape)}: torch's checkpoints would store other rows than it holds. Parallelize the "
+                "layer with a style of this library."
+            )
+
+
+def _base_name(model: nn.Module) -> str | None:
+    config = getattr(model, "config", None)
+    return getattr(model, "name_or_path", None) or getattr(config, "name_or_path", None) or None
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _finish(save: _Save, written: Any) -> None:
+    try:
+        if written is not None:
+            written.result()
+        save.finish()
+    except BaseException as error:
+        save.discard()
+        _log.error("the checkpoint %s was not written: %s", save.folder, error)
+        if isinstance(error, dcp.CheckpointException):
+            raise OSError(f"the train state cannot be written to {save.folder}: {error}") from error
+        raise

@@ -1,0 +1,107 @@
+"""Gather sharded tensors into full ones on rank 0's CPU, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.distributed.torch_private import local_region
+
+__all__ = ["class_of", "gather_on_rank_zero", "local", "persistent_buffers", "region_of", "reshard"]
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`, detached from autograd; it shares the memory of `tensor`."""
+    data = tensor.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every FSDP unit's sharded parameters back in place, if a forward has left gathered ones there."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def region_of(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the region of the full tensor that this rank's part of `tensor` covers, one slice a dim."""
+    data = tensor.detach()
+    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Map the name of each buffer that a state dict of `module` contains to the buffer."""
+    return {
+        f"{prefix}.{key}" if prefix else key: buffer
+        for prefix, inner in module.named_modules()
+        for key, buffer in inner._buffers.items()
+        if buffer is not None and key not in inner._non_persistent_buffers_set
+    }
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class before `fully_shard`, which puts a subclass of its own in the place of the class."""
+    kind = type(module)
+    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
+
+
+def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full copies of `tensors` on the CPU of rank 0, and an empty dict on other ranks. Collective.
+
+    Each rank announces which region of each tensor it holds, and sends this region; rank 0 puts the regions in place.
+    So any placement of FSDP2 and tensor parallelism is gathered in one message per bucket of tensors, where
+    `DTensor.full_tensor` takes one message per mesh axis and leaves the result on every rank.
+    """
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    regions: list[dict[str, tuple[slice, ...]]] = [{} for _ in range(world)]
+    dist.all_gather_object(regions, {name: region_of(tensor) for name, tensor in detached.items()})
+    gathered: dict[str, Tensor] = {}
+    for bucket in _buckets(detached):
+        mine = torch.cat([local(detached[name]).reshape(-1).view(torch.uint8) for name in bucket])
+        counts = [sum(_count(region[name]) * detached[name].element_size() for name in bucket) for region in regions]
+        padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
+        parts = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
+        dist.gather(padded, parts, dst=0)
+        if parts is None:
+            continue
+        for name in bucket:
+            gathered[name] = torch.empty(detached[name].shape, dtype=detached[name].dtype)
+        for part, region in zip(parts, regions, strict=True):
+            start, flat = 0, part.cpu()
+            for name in bucket:
+                end = start + _count(region[name]) * detached[name].element_size()
+                target = gathered[name][region[name]]
+                target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
+                start = end
+    return gathered
+
+
+def _count(region: tuple[slice, ...]) -> int:
+    count = 1
+    for part in region:
+        count *= part.stop - part.start
+    return count
+
+
+def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    bucket: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        whole = tensor.numel() * tensor.element_size()  # bytes of the full tensor: ranks must agree on the buckets
+        if bucket and size + whole > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += whole
+    if bucket:
+        yield bucket

@@ -1,0 +1,274 @@
+"""Sum gradients that are partial over tp in one message, accumulate gradients, and clip them across the mesh.
+
+The sums over dp and over tp commute. FSDP2 reduce-scatters an adapter gradient over dp while it is still a partial sum
+over tp. The result has 1 / dp of the bytes, and one all-reduce over tp then finishes the gradients of all adapters
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.distributed.collectives import all_reduce
+from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.gradient_hooks import PostponedHooks
+from lora_parallel.distributed.torch_private import queue_after_backward
+
+__all__ = ["PartialGradients", "clip_grad_norm_", "keep_elsewhere"]
+
+_ELSEWHERE = "_lora_parallel_gradient"
+
+
+def keep_elsewhere(parameter: nn.Parameter, waits: Callable[[], str | None]) -> None:
+    """Make clipping ask if gradients of `parameter` wait elsewhere than in `.grad`, where clipping would miss them.
+
+    Args:
+        parameter: Any parameter.
+        waits: Function that returns an error message with the remedy if gradients of `parameter` wait elsewhere, else
+            None.
+    """
+    setattr(parameter, _ELSEWHERE, waits)
+
+
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those `parameters` that have one.
+
+    Raises:
+        ValueError: Gradients of a parameter wait elsewhere than in `.grad` (see `keep_elsewhere`).
+    """
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for owner in owners:
+        instead = getattr(owner, _ELSEWHERE, lambda: None)()
+        if instead is not None:
+            raise ValueError(instead)
+    return [owner.grad for owner in owners if owner.grad is not None]
+
+
+class PartialGradients:
+    """Collect the gradients that are partial sums over tp, and sum them at the end of a synchronised backward pass.
+
+    The gradient of such a parameter is declared `Replicate` over tp at the boundary of local compute, although each
+    rank's values are partial, so that neither DTensor nor FSDP2 reduces it by itself. At the end of each backward pass
+    the gradient accumulated in `.grad` is taken out. If the pass is a synchronised one (outside of `no_sync`), all
+    gradients taken out so far are summed over tp in one flat message per dtype, and added to the gradients that were
+    finished before. So no gradient is reduced twice, however many backward passes add to it.
+
+    The gradient accumulated in `.grad` may have another part, which every rank has in full: the gradient of a loss term
+    of the parameter itself. The partial part is therefore multiplied by the number of tp ranks where it is computed,
+    and the mean over tp is taken.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.synchronise = True
+        """True if the next backward pass finishes the sum over tp; `no_sync` sets it to False."""
+
+        self.ahead: Callable[[], None] = lambda: None
+        """Function that is called as a backward pass begins, before the gradients in `.grad` are set aside."""
+
+        self.ranks = 1 if group is None else group.size()
+        self._group = group
+        self._parameters: list[nn.Parameter] = []
+        self._finished: dict[int, Tensor | None] | None = None
+        self._pending: dict[int, Tensor] = {}
+        self._hooks = PostponedHooks()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are collected here: the sharded ones that the optimizer sees."""
+        return self._parameters
+
+    def manage(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Collect the gradients of `parameters` from now on."""
+        self._parameters = list(parameters)
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """Return the local tensor of `parameter` (a DTensor) for compute whose gradient will be partial over tp."""
+        return _PartialLocal.apply(parameter, self)
+
+    def drop(self) -> None:
+        """Forget all gradients collected so far, after an error has ended a backward pass early."""
+        self._finished = None
+        self._pending.clear()
+        self._hooks.restore()
+
+    def begin(self) -> None:
+        """Set the finished gradients in `.grad` aside and postpone users' hooks, as a backward pass begins.
+
+        The first partial gradient of a pass calls it at the latest; further calls in the same pass do nothing.
+        """
+        if self._finished is not None:
+            return
+        self.ahead()
+        if not self._parameters:
+            return
+        self._finished = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._hooks.postpone(self._parameters)
+        queue_after_backward(self._end)
+
+    def _end(self) -> None:
+        finished, self._finished = self._finished, None
+        assert finished is not None
+        for index, parameter in enumerate(self._parameters):
+            partial, parameter.grad = parameter.grad, finished[index]
+            if partial is not None:
+                known = self._pending.get(index)
+                self._pending[index] = partial if known is None else known + partial
+        self._hooks.restore()
+        if self.synchronise:
+            summed = [self._parameters[index] for index in sorted(self._pending)]
+            self._reduce()
+            self._hooks.call(summed)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        assert self._group is not None
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index in sorted(self._pending):
+            by_dtype.setdefault(self._pending[index].dtype, []).append(index)
+        for indices in by_dtype.values():
+            shards = [local(self._pending[index]) for index in indices]
+            flat = torch.cat([shard.reshape(-1) for shard in shards])
+            flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self.ranks
+            for index, shard, summed in zip(indices, shards, flat.split([s.numel() for s in shards]), strict=True):
+                shard.copy_(summed.view_as(shard))
+                parameter = self._parameters[index]
+                parameter.grad = (
+                    self._pending[index] if parameter.grad is None else parameter.grad.add_(self._pending[index])
+                )
+        self._pending.clear()
+
+
+class _PartialLocal(torch.autograd.Function):
+    """Return a DTensor's local tensor in forward; in backward multiply its partial gradient by the number of tp ranks.
+
+    The gradient becomes a DTensor with the placements of the parameter, see `PartialGradients`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, gradients: PartialGradients) -> Tensor:
+        ctx.spec = (parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+        ctx.gradients = gradients
+        plain = parameter.to_local()
+        return plain.view_as(plain)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None]:
+        ctx.gradients.begin()
+        mesh, placements, shape, stride = ctx.spec
+        scaled = grads[0] * ctx.gradients.ranks
+        return DTensor.from_local(scaled, mesh, placements, run_check=False, shape=shape, stride=stride), None
+
+
+@contextmanager
+def backward_sync(model: nn.Module, gradients: PartialGradients | None, enabled: bool) -> Iterator[None]:
+    """Make backward passes of `model` within the context reduce gradients over every mesh axis, or over none.
+
+    Args:
+        model: The sharded model.
+        gradients: The gradients of `model` that are partial over tp; None if there are none.
+        enabled: True to reduce gradients, False to accumulate them.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def set_sync(value: bool) -> None:
+        for unit in units:
+            unit.set_requires_gradient_sync(value, recurse=False)
+        if gradients is not None:
+            gradients.synchronise = value
+
+    set_sync(enabled)
+    try:
+        yield
+    finally:
+        set_sync(True)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip gradients by their norm as `torch.nn.utils.clip_grad_norm_`, for parameters on any mix of meshes.
+
+    Every element of every gradient counts once, whichever mesh axes its tensor is sharded or replicated over. Clipping
+    costs one all-reduce of a few numbers for each process group that any gradient is sharded over.
+
+    Args:
+        parameters: Tensors or DTensors with finished gradients, the same on all ranks; those without a gradient are
+            skipped.
+        max_norm: The largest norm that the gradients may have afterwards.
+        norm_type: The p of the p-norm; `inf` for the largest absolute value.
+
+    Returns:
+        The norm before clipping: a plain scalar tensor, equal on all ranks.
+
+    Raises:
+        ValueError: A gradient is still a partial sum; gradients of a pool's tenant wait for the step of its optimizer;
+            or `norm_type` is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: give a positive number or inf.")
+    grads = _gradients(parameters)
+    if not grads:
+        return torch.zeros(())
+    by_groups: dict[tuple[str, ...], list[Tensor]] = {}
+    groups: dict[str, ProcessGroup] = {}
+    for grad in grads:
+        names = []
+        if isinstance(grad, DTensor):
+            for axis, placement in enumerate(grad.placements):
+                if placement.is_partial():
+                    raise ValueError(
+                        f"a gradient of shape {tuple(grad.shape)} is a partial sum ({placement}): call backward "
+                        "outside no_sync before clipping."
+                    )
+                if not placement.is_replicate() and grad.device_mesh.size(axis) > 1:
+                    group = grad.device_mesh.get_group(axis)
+                    groups[group.group_name] = group
+                    names.append(group.group_name)
+        by_groups.setdefault(tuple(names), []).append(local(grad))
+    first = local(grads[0])
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    infinite = norm_type == float("inf")
+    keys = list(by_groups)  # in the parameters' order, which is the same on all ranks; the groups' names are not
+    totals = torch.stack([_power_sum(by_groups[key], norm_type, dtype, first.device) for key in keys])
+    for name, group in groups.items():
+        rows = torch.tensor([index for index, key in enumerate(keys) if name in key], device=totals.device)
+        part = totals[rows].contiguous()
+        dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        totals[rows] = part
+    norm = totals.max() if infinite else totals.sum() ** (1 / norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for tensors in by_groups.values():
+        torch._foreach_mul_(tensors, scale.to(tensors[0].device))
+    return norm
+
+
+def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the sum of |x|^p over all elements of this rank's `tensors`, or the largest |x| if p is infinite."""
+    held = [tensor.to(dtype) for tensor in tensors if tensor.numel() > 0]
+    if not held:
+        return torch.zeros((), dtype=dtype, device=device)
+    norm = torch.nn.utils.get_total_norm(held, norm_type).to(device)
+    return norm if norm_type == float("inf") else norm**norm_type
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp gradients as `torch.nn.utils.clip_grad_value_`, for parameters on any mix of meshes.
+
+    Clamping works on each element by itself, and therefore needs no communication.
+    """
+    for grad in _gradients(parameters):
+        local(grad).clamp_(-clip_value, clip_value)

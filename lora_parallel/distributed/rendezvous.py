@@ -1,0 +1,341 @@
+"""Wait for all ranks in calls that every rank must make, and name the ranks that are missing or make other calls.
+
+A rank that comes alone logs which ranks it waits for, long before a collective would time out. Each rank announces its
+call in the store that the process group was made with, under the number of the call, and waits until every rank has
+announced a call under the same number. A store, unlike a collective, can tell which ranks have come. Calls that are too
+frequent for this wait in their collective as usual, and use the store only after they have waited for long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from lora_parallel.distributed.torch_private import default_store
+
+__all__ = ["collective_call", "is_awaited_by", "is_done", "limit_waiting", "meet", "place_of_call", "wait_for"]
+
+_log = logging.getLogger(__name__)
+
+TELL_SECONDS = (10.0, 30.0, 60.0, 300.0)
+"""Seconds of waiting after which a rank logs which ranks it waits for; after the last, each time the wait doubles."""
+
+_LIBRARIES = frozenset(
+    {
+        *("lora_parallel", "lightning_lora", "accelerate_plugin", "torch", "transformers", "peft", "accelerate", "trl"),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "contextlib", "functools"),
+    }
+)
+"""Packages whose frames are not part of the user's program, see `place_of_call`.
+
+contextlib and functools are among them, because they call functions of the others.
+"""
+
+_REMEDY = "Make the same calls in the same order on every rank."
+
+_NAMED = 16
+"""Largest number of ranks that a message lists."""
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """Hold the entry that a rank writes into the store: its call, and the place of the call in the user's program."""
+
+    what: str
+    place: str
+    given_up_after: float | None = None
+    """Seconds after which the rank stopped waiting for the others; None if it still waits or went on."""
+
+    def __str__(self) -> str:
+        return f"{self.what} (called at {self.place})"
+
+
+@dataclass
+class _Meetings:
+    """Hold the announcements of one process group: a meeting is one call that all its ranks announce."""
+
+    group: Any
+    store: Any
+    timeout: float
+    number: int = 0
+    """Number of meetings so far, which is also the number of the next one."""
+
+    past: list[str] = field(default_factory=list)
+    """Keys in the store, of earlier meetings, that this rank removes once every rank has left those meetings."""
+
+    def read(self, number: int) -> dict[int, _Announcement]:
+        """Map each rank that has come to meeting `number` so far to its announcement."""
+        keys = {rank: f"{number}/{rank}" for rank in range(self.group.size())}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get(list(keys.values())) if keys else []
+        return {rank: _Announcement(**json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+
+    def write(self, number: int, announcement: _Announcement) -> None:
+        """Announce the call of this rank in meeting `number` to the other ranks."""
+        self.store.set(f"{number}/{self.group.rank()}", json.dumps(vars(announcement)))
+
+    def leave(self, number: int, complete: bool) -> None:
+        """Note the keys of meeting `number` that this rank is to remove later.
+
+        If the meeting is `complete` (every rank has come), remove the keys of the meetings before it: every rank has
+        left them.
+        """
+        if complete:
+            for key in self.past:
+                self.store.delete_key(key)
+            self.past.clear()
+        names = ["call", "arrived", "open"] if self.group.rank() == 0 else []
+        self.past += [f"{number}/{name}" for name in (self.group.rank(), *names)]
+
+
+_meetings: _Meetings | None = None
+_inside: ContextVar[bool] = ContextVar("inside a collective call", default=False)
+
+
+def _current() -> _Meetings | None:
+    """Return the meetings of the default process group, or None if this rank has no other rank to meet."""
+    global _meetings
+    # A fake group has one process, whatever its size.
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    if _meetings is None or _meetings.group is not dist.group.WORLD:
+        store = default_store()
+        _meetings = _Meetings(dist.group.WORLD, dist.PrefixStore("lora_parallel", store), store.timeout.total_seconds())
+    return _meetings
+
+
+def limit_waiting(seconds: float) -> None:
+    """Limit the time that ranks wait for each other to `seconds`, and to the timeout of the process group."""
+    meetings = _current()
+    if meetings is not None:
+        meetings.timeout = min(seconds, meetings.store.timeout.total_seconds())
+
+
+@contextmanager
+def collective_call(what: str) -> Iterator[None]:
+    """Run a call that every rank must make, once all ranks have come to it; around a block, or as a decorator.
+
+    Calls inside of the call are not announced: every rank that makes the outer call makes them too. So the call counts
+    as one on every rank, also if it fails.
+
+    Args:
+        what: The name of the call, as the user knows it.
+
+    Raises:
+        RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
+        TimeoutError: Some ranks have not come in time.
+    """
+    if _inside.get():
+        yield
+        return
+    meet(what)
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def is_awaited_by(ranks: Iterable[int]) -> bool:
+    """Return True if one of `ranks` waits for this rank in a call that every rank must make."""
+    meetings = _current()
+    if meetings is None:
+        return False
+    mine = meetings.group.rank()
+    return any(meetings.store.check([f"{meetings.number}/{rank}"]) for rank in ranks if rank != mine)
+
+
+def meet(what: str, remedy: str = _REMEDY) -> None:
+    """Wait until every rank has come to the same call. Collective.
+
+    Args:
+        what: The name of the call, which must be the same on every rank.
+        remedy: The end of the error for ranks that make different calls: a sentence that says what to do.
+
+    Raises:
+        RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
+        TimeoutError: Some ranks have not come in time.
+    """
+    meetings = _current()
+    if meetings is None:
+        return
+    number = meetings.number
+    meetings.number += 1
+    mine = _Announcement(what, place_of_call())
+    complete = False
+    try:
+        complete = _wait(meetings, number, mine)
+        if not complete:
+            _raise_unlike(meetings.read(number), meetings.group.rank(), remedy)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{mine} waits for the other ranks, and the store of the process group is gone, as when rank 0 has ended: "
+            f"every rank must call {what}. Cause: {error}"
+        ) from error
+    finally:
+        meetings.leave(number, complete)
+
+
+def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
+    """Announce a call, and wait until every rank has announced the same call.
+
+    The wait also ends when a rank announces another call or stops waiting. A rank's number of requests to the store
+    does not depend on the number of ranks: the rank that comes last, or that comes with another call, sets the key
+    "open", which all ranks poll. The first rank that sets the key decides if the calls count as alike or unlike.
+
+    Returns:
+        True if every rank has announced this call.
+    """
+    store, size, rank = meetings.store, meetings.group.size(), meetings.group.rank()
+    opened = f"{number}/open"
+    meetings.write(number, mine)
+    if store.compare_set(f"{number}/call", "", mine.what).decode() != mine.what:
+        store.compare_set(opened, "", _UNLIKE)
+    elif store.add(f"{number}/arrived", 1) == size:
+        store.compare_set(opened, "", _ALIKE)
+    start, reminders = time.monotonic(), _reminders()
+    reminder = next(reminders)
+    try:
+        while not store.check([opened]):
+            waited = time.monotonic() - start
+            if waited >= meetings.timeout:
+                raise TimeoutError(
+                    f"rank {rank} waited {waited:.0f} s for {_missing(meetings, number)} in {mine}: every rank must "
+                    "call it."
+                )
+            if waited >= reminder:
+                _log.warning(_WAITING, _missing(meetings, number), mine)
+                reminder = next(reminders)
+            time.sleep(min(max(waited / 20, 0.0005), 0.5))
+    except BaseException:
+        # Without this a rank that comes later would read in the announcement that this rank still waits.
+        meetings.write(number, replace(mine, given_up_after=time.monotonic() - start))
+        store.compare_set(opened, "", _UNLIKE)
+        raise
+    return store.get(opened).decode() == _ALIKE
+
+
+_ALIKE, _UNLIKE = "alike", "unlike"
+
+
+def wait_for(work: dist.Work, what: str, device: str) -> None:
+    """Wait for a collective of the default group, as `work.wait()` does, and log now and then which ranks are missing.
+
+    Args:
+        work: The object that the collective returned with `async_op=True`.
+        what: The name of the call that the collective is part of, as the user knows it.
+        device: The type of device that the tensors of the collective are on.
+    """
+    start, reminders, meetings = time.monotonic(), _reminders(), _current()
+    told = False
+    while not is_done(work, device, start + next(reminders)):
+        if meetings is not None:
+            _tell_of_collective(meetings, _Announcement(what, place_of_call()))
+            told = True
+    if meetings is not None and told:
+        meetings.store.delete_key(f"waits/{meetings.group.rank()}")
+
+
+def is_done(work: dist.Work, device: str, until: float) -> bool:
+    """Wait for a collective, at most until the time `until`; return True if the collective has finished.
+
+    Args:
+        work: The object that the collective returned with `async_op=True`.
+        device: The type of device that the tensors of the collective are on.
+        until: The time of the monotonic clock at which to stop waiting.
+    """
+    start = time.monotonic()
+    left = max(until - start, 0.001)
+    if device == "cpu":
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False  # a wait for gloo's work may be repeated after a timeout
+        return True
+    while not work.is_completed():  # a wait with a timeout would abort NCCL's work
+        waited = time.monotonic() - start
+        if waited >= left:
+            return False
+        time.sleep(0 if waited < 0.001 else min(waited / 20, 0.5))
+    work.wait()
+    return True
+
+
+def _tell_of_collective(meetings: _Meetings, mine: _Announcement) -> None:
+    """Log which ranks do not wait in a collective, and the call that each of them waits in instead if it is known."""
+    meetings.store.set(f"waits/{meetings.group.rank()}", "")
+    time.sleep(0.5)  # other ranks that wait began at about the same time: let them say so first
+    ranks = range(meetings.group.size())
+    missing = [rank for rank in ranks if not meetings.store.check([f"waits/{rank}"])]
+    elsewhere = {rank: call for rank, call in meetings.read(meetings.number).items() if rank in missing}
+    if missing:
+        told = "".join(f"; rank {rank} waits in {call}" for rank, call in elsewhere.items())
+        _log.warning(_WAITING + told.replace("%", "%%"), _named(missing), mine)
+
+
+_WAITING = "waiting for %s in %s: every rank must call it"
+
+
+def _reminders() -> Iterator[float]:
+    """Yield the seconds of waiting after which to log the next reminder."""
+    yield from TELL_SECONDS
+    yield from (TELL_SECONDS[-1] * 2**times for times in itertools.count(1))
+
+
+def _missing(meetings: _Meetings, number: int) -> str:
+    """Return a text that names the ranks that have not come to meeting `number`."""
+    there = meetings.read(number)
+    missing = [rank for rank in range(meetings.group.size()) if rank not in there]
+    return _named(missing)
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) <= _NAMED:
+        return f"ranks {ranks}"
+    return f"{len(ranks)} ranks, of which the first are {ranks[:_NAMED]}"
+
+
+def _raise_unlike(everyone: dict[int, _Announcement], rank: int, remedy: str) -> NoReturn:
+    """Raise an error that says which ranks are in different calls, or which rank has stopped waiting."""
+    for other, theirs in everyone.items():
+        if theirs.given_up_after is not None:
+            raise RuntimeError(
+                f"rank {other} waited {theirs.given_up_after:.0f} s in {theirs} and stopped; rank {rank} came later, "
+                f"with {everyone[rank]}: every rank must call it."
+            )
+    first = min(everyone)
+    other = next(each for each in everyone if everyone[each].what != everyone[first].what)
+    raise RuntimeError(
+        f"ranks make different calls: rank {first} {everyone[first]}, rank {other} {everyone[other]}. {remedy}"
+    )
+
+
+def place_of_call() -> str:
+    """Return the file and line of the innermost frame of the user's program: of no package in `_LIBRARIES`."""
+    frame: FrameType | None = sys._getframe(1)
+    ours = frame
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _LIBRARIES and not frame.f_code.co_filename.startswith("<frozen"):
+            break
+        frame = frame.f_back
+    found = frame or ours
+    assert found is not None
+    file, here = found.f_code.co_filename, os.path.join(os.getcwd(), "")
+    return f"{file.removeprefix(here)}:{found.f_lineno}"

@@ -1,0 +1,294 @@
+"""Wrap every use of a private API of torch, in one place.
+
+Each function says why it uses the private API, and which public API is missing.
+`tests/lora_parallel/distributed/test_torch_private.py` tests that each private API still means the same, so that an
+upgrade that changes one fails there and not in a training run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+__all__ = [
+    "all_gather_stacked",
+    "all_reduce_sum",
+    "backward_pass",
+    "compute_for_dtensors",
+    "default_store",
+    "drop_gathered_gradients",
+    "file_of",
+    "gathered_parameters",
+    "gradient_hooks",
+    "in_backward",
+    "is_rectangle",
+    "local_region",
+    "no_torch_function",
+    "on_gradients_of",
+    "one_gloo_thread",
+    "post_accumulate_hooks",
+    "queue_after_backward",
+    "reduce_scatter_sum",
+    "reduces_gradients",
+    "set_timeout",
+    "storageless",
+]
+
+
+def in_backward() -> bool:
+    """Return True if the calling thread is inside a backward pass; a module called then is recomputed, not called anew.
+
+    torch has no public function for this (pytorch/pytorch#107247 asks for one); FSDP2 asks the same way.
+    """
+    return backward_pass() != -1
+
+
+def backward_pass() -> int:
+    """Return the unique number of the backward pass that the calling thread is inside of; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass in progress has accumulated every gradient.
+
+    DDP and FSDP2 use the same queue. Callbacks run in the order in which they were queued, so one that is queued after
+    FSDP2's own sees reduce-scattered gradients. This function may be called only inside a backward pass.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def post_accumulate_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """Return the hooks that `register_post_accumulate_grad_hook` has registered on `parameter`, by number.
+
+    The dict is torch's own, or a new empty one. FSDP2, which calls these hooks itself, reads the same attribute; there
+    is no public way to list the hooks.
+    """
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def gradient_hooks(parameter: Tensor) -> int:
+    """Return the number of hooks that `register_hook` has registered on `parameter`; torch has no public way to ask."""
+    return len(getattr(parameter, "_backward_hooks", None) or ())
+
+
+def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
+    """Call `check` before every backward pass in this process that is asked for the gradients of given tensors.
+
+    `loss.backward(inputs=...)` and `torch.autograd.grad(...)` both call `torch.autograd._engine_run_backward`, which is
+    replaced here; so does a `grad` that was imported by name. autograd has no public hook that runs before a backward
+    pass, and none that knows which gradients the pass was asked for.
+
+    Args:
+        check: Function of the tensors (or `GradientEdge`s), and of a bool that is True if their gradients are to be
+            accumulated in `.grad`.
+    """
+    own = getattr(torch.autograd, "_engine_run_backward", None)
+    if own is None:
+        return
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else ()
+        if inputs:
+            check(inputs, kwargs.get("accumulate_grad", False))
+        return own(outputs, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
+
+
+def _groups_of(unit: FSDPModule) -> list[Any]:
+    """Return the groups in which FSDP2 holds the parameters of `unit`; before torch 2.13 there is at most one."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
+    """Return the gathered parameters that FSDP2 puts in the place of the sharded parameters of `unit`.
+
+    The public `module.parameters()` returns them only while they are in place.
+    """
+    held = (getattr(each, "_unsharded_param", None) for group in _groups_of(unit) for each in group.fsdp_params)
+    return [parameter for parameter in held if parameter is not None]
+
+
+def reduces_gradients(unit: FSDPModule) -> bool:
+    """Return True if FSDP2 finishes the gradients of `unit` in a backward pass.
+
+    `set_requires_gradient_sync` and `set_requires_all_reduce` set this; there is no public way to read it.
+    """
+    return all(group.reduce_grads and group.all_reduce_grads for group in _groups_of(unit))
+
+
+def drop_gathered_gradients(unit: FSDPModule) -> None:
+    """Drop the gradients that backward passes without a reduction have left on the gathered parameters of `unit`.
+
+    The documentation of `reset_iter_state` says that it drops them, but it does not.
+    """
+    for group in _groups_of(unit):
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+
+
+def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
+    """Make `function(operator, args, kwargs)` compute `operator` wherever it is given a DTensor, in this process.
+
+    The function is entered in torch's own table of operators that follow no sharding rule. `register_sharding`, which
+    is public, can only choose the placements that inputs are moved to, and has no effect on an operator that has been
+    used before.
+
+    Returns:
+        False if this version of torch has no such table.
+    """
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is None:
+        return False
+    handlers[operator] = function
+    return True
+
+
+def local_region(tensor: DTensor) -> tuple[slice, ...]:
+    """Return the region of the full tensor that this rank's shard of `tensor` holds, one slice a dim.
+
+    Strided shards (FSDP2 on top of tensor parallelism) and uneven ones are included; an empty shard gives empty slices.
+    torch's checkpoint planner uses the same private function; `torch.distributed.tensor` exports none that knows
+    `_StridedShard`.
+    """
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in shape:
+        return tuple(slice(0, n) for n in tensor.to_local().shape)
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def strided_shard(dim: int, cuts: int) -> Placement:
+    """Return the placement over dp, as FSDP2 chooses it, of a tensor that `cuts` tp ranks split along the same dim."""
+    return _StridedShard(dim, split_factor=cuts)
+
+
+def is_rectangle(tensor: DTensor) -> bool:
+    """Return True if this rank's shard of `tensor` is one rectangle of the full tensor, as torch's checkpoints assume.
+
+    If FSDP2 and tensor parallelism shard the same dim, FSDP2's placement is `_StridedShard`. The shard is one rectangle
+    if the split factor of that placement is the number of parts into which the following mesh axes split the dim. With
+    another factor (a packed weight: several matrices, each split by itself) the shard is several rectangles.
+    """
+    sizes = tensor.device_mesh.shape
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            following = zip(sizes[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
+            cuts = prod(size for size, other in following if isinstance(other, Shard) and other.dim == placement.dim)
+            if placement.split_factor != cuts:
+                return False
+    return True
+
+
+def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return every rank's `tensor`, stacked to [ranks, ...], by a functional (out of place) collective.
+
+    torch 2.13 renames `all_gather_tensor` to `all_gather_single`; there is no public functional collective.
+    """
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    return funcol.wait_tensor(gather(tensor.unsqueeze(0), 0, group))
+
+
+def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of `tensor` over the ranks of `group`, by a functional (out of place) collective."""
+    return funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
+
+
+def reduce_scatter_sum(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over `group`, by a functional collective.
+
+    torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single`.
+    """
+    scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    summed = scatter(stacked.flatten(0, 1), "sum", 0, group)
+    return funcol.wait_tensor(summed).view(stacked.shape[1:])
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Set the timeout of a process group that exists already.
+
+    `init_device_mesh` makes its groups with torch's default timeout.
+    """
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def default_store() -> Any:
+    """Return the store that the default process group was made with, over which its ranks found each other.
+
+    torch usually makes the store from the environment, and has no public way to read it. The store's `timeout`, which
+    is public, is the one that the process group was made with.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def file_of(result: WriteResult) -> str:
+    """Return the file, in the folder of a torch checkpoint, that a piece of a tensor was written to.
+
+    torch's interface leaves the type of `storage_data` to each writer; the type that the file writer uses has no public
+    name.
+    """
+    return result.storage_data.relative_path
+
+
+@contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Give each gloo group that is made within the context one worker thread, not two.
+
+    Two threads write the name of the collective that has finished into one string, without a lock. If the name is
+    longer than 15 characters, as that of a functional all-gather is, the threads can corrupt the heap
+    (docs/upstream/gloo_threads.md). torch ignores the options that it is given for gloo, so the class of which it makes
+    a group is replaced.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    c10d: Any = dist.distributed_c10d
+    gloo: Any = c10d.ProcessGroupGloo
+
+    class OneThread(gloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            usual = gloo(dist.HashStore(), 0, 1, timeout).options  # for its devices, which the environment selects
+            options = gloo._Options()
+            options._threads, options._timeout, options._devices = 1, timeout, usual._devices
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OneThread
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = gloo
+
+
+def storageless(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """Make a tensor of the subclass `kind` that has a shape and a dtype but no memory; its `device` is the CPU.
+
+    Every tensor subclass with `__torch_dispatch__` is made like this (torch.utils._python_dispatch, DTensor); there is
+    no public constructor.
+    """
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""Value of `__torch_function__` for a tensor subclass that handles operations in `__torch_dispatch__` only.
+
+torch's documentation assigns it so.
+"""

@@ -1,0 +1,166 @@
+"""Export a base with its adapters merged in, from shards to a folder that plain `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import safe_open
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from lora_parallel.adapters.inspection import check_unmerged
+from lora_parallel.distributed.gather import class_of, reshard
+from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.export.merged_model import MergedModel
+from lora_parallel.export.merged_weights import MergedWeight, check_one_active, merged_weights
+from lora_parallel.export.safetensors_writer import write_safetensors
+from lora_parallel.layers.module_names import innermost
+from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.lazy.files import INDEX
+from lora_parallel.lazy.graph import Leaf
+from lora_parallel.lazy.lazy_tensor import LazyTensor
+from lora_parallel.loading.transformers_quantisers import reverted
+from lora_parallel.state import state_of
+from lora_parallel.storage.atomic import Scratch, check_free, local_path
+
+__all__ = ["export_merged"]
+
+_SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
+"""Pattern of the sizes, as text, that huggingface_hub accepts, such as "5GB"; a size of zero does not match."""
+
+
+@collective_call("export_merged")
+@torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
+def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
+    """Write the model with its active adapters merged into the base, as `merge_and_unload` and `save_pretrained` would
+    in one process. Collective.
+
+    Each rank merges the part of a weight that it holds; rank 0 receives and writes a few megabytes at a time, so no
+    rank ever holds a full tensor beside its shard. The model in memory does not change. A model without adapters is
+    written as it is.
+
+    Args:
+        model: The model that `parallelize` returned.
+        directory: The folder to write. It must be empty or not exist.
+        max_shard_size: The maximum size of a safetensors file, as in transformers' `save_pretrained`.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        FileExistsError: `directory` exists and is not empty.
+        ValueError: The model was not parallelized; it has adapter layers that cannot be merged part by part or are
+            merged already; it has tenants, and none or several of them are active; `max_shard_size` is no positive
+            size; or ranks call with different arguments.
+        OSError: The folder cannot be written. All on every rank.
+    """
+    with agreed():
+        target = local_path(directory)
+        _check_size(max_shard_size)
+    check_alike(directory=str(target), max_shard_size=max_shard_size)
+    scratch, writer = Scratch(target), not dist.is_initialized() or dist.get_rank() == 0
+    reshard(model)
+    try:
+        with agreed():
+            state = state_of(model)
+            if state is None:
+                raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+            check_unmerged(model)
+            if state.pooled:
+                check_one_active(model)
+            base = innermost(model)
+            weights = merged_weights(base)
+            if writer:
+                check_free(target)
+                scratch.make()
+        source = MergedModel(Path(class_of(base).__name__), weights)
+        leaves = source.list()
+        with agreed():
+            stored = _as_saved(base, leaves, weights)
+            files = split_state_dict_into_shards_factory(
+                stored,
+                get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
+        total = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+        with tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=not writer) as progress:
+            for name, keys in files.filename_to_tensors.items():
+                failure = write_safetensors(
+                    scratch.path / name, {key: stored[key].node for key in keys}, writer, progress.update
+                )
+                with agreed():
+                    if failure is not None:
+                        raise failure
+        with agreed():
+            if writer:
+                if files.is_sharded:
+                    index = {"metadata": {"total_size": total}, "weight_map": files.tensor_to_filename}
+                    (scratch.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+                _write_configs(base, scratch.path)
+                _check(scratch.path, stored, files.tensor_to_filename)
+                scratch.place()
+    except BaseException:
+        scratch.discard()
+        raise
+    return target
+
+
+def _check_size(size: Any) -> None:
+    if isinstance(size, str):
+        positive = _SIZE.fullmatch(size) is not None
+    else:
+        positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if not positive:
+        raise ValueError(f"max_shard_size={size!r}: give a positive number of bytes, or a text such as '5GB'.")
+
+
+def _as_saved(
+    base: nn.Module, merged: Mapping[str, Leaf], weights: Mapping[str, MergedWeight]
+) -> dict[str, LazyTensor]:
+    """Return the merged weights as lazy tensors, by the names and in the shapes that checkpoints of the model have.
+
+    Args:
+        base: The base model.
+        merged: The tensors that a `MergedModel` lists, by their names in the merged model.
+        weights: The description of each of these tensors, by the same names.
+    """
+    stored = {name: LazyTensor(leaf) for name, leaf in merged.items()}
+    for name, weight in weights.items():
+        if weight.selected is not None:
+            partition, dim = weight.selected
+            stored[name] = partition.restored(stored[name], dim)  # type: ignore[assignment]
+        if weight.transposed:
+            stored[name] = stored[name].T  # type: ignore[assignment]
+    return dict(reverted(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
+
+
+def _write_configs(base: nn.Module, folder: Path) -> None:
+    config = copy.deepcopy(getattr(base, "config", None))
+    if hasattr(config, "save_pretrained"):
+        config.architectures = [class_of(base).__name__]  # type: ignore[union-attr]
+        config.dtype = str(base.dtype).removeprefix("torch.")  # type: ignore[union-attr]
+        if any(isinstance(module, QuantisedLayer) for module in base.modules()):
+            del config.quantization_config  # type: ignore[union-attr]
+        config.save_pretrained(folder)  # type: ignore[union-attr]
+    generation = getattr(base, "generation_config", None)
+    if hasattr(generation, "save_pretrained") and base.can_generate():  # type: ignore[operator]
+        generation.save_pretrained(folder)  # type: ignore[union-attr]
+
+
+def _check(folder: Path, stored: Mapping[str, LazyTensor], files: Mapping[str, str]) -> None:
+    for key, tensor in stored.items():
+        with safe_open(folder / files[key], framework="pt") as file:
+            if key not in file.keys() or tuple(file.get_slice(key).get_shape()) != tuple(tensor.shape):  # noqa: SIM118
+                raise RuntimeError(f"{folder / files[key]} does not hold {key}: nothing was put in place.")

@@ -1,0 +1,217 @@
+"""List the tensors of a base with its adapters merged in, and the adapters that are to be merged into each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from peft.tuners.lora import Embedding, Linear, LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lora_parallel.distributed.gather import class_of
+from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.layers.row_partition import RowPartition, partition_of
+
+__all__ = ["MergedWeight", "active_adapters", "check_one_active", "merged_weights"]
+
+
+@dataclass(frozen=True)
+class MergedWeight:
+    """Describe one tensor of the merged model."""
+
+    tensor: Tensor
+    layer: LoraLayer | None = None
+    """LoRA layer whose adapters are to be merged into the tensor; None if there are none to merge."""
+
+    selected: tuple[RowPartition, int] | None = None
+    """Row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is."""
+
+    quantised: QuantisedLayer | None = None
+    """Layer whose weight `tensor` is, as bytes; None if the tensor is not quantised."""
+
+    dense_dtype: torch.dtype | None = None
+    """Dtype that a quantised weight is written in; None if the tensor is not quantised."""
+
+    @property
+    def transposed(self) -> bool:
+        """Return True if the weight is [in, out] in the merged model and [out, in] here.
+
+        That is so for a quantised `Conv1D`, whose weight bitsandbytes transposes.
+        """
+        return issubclass(getattr(self.quantised, "source_cls", nn.Linear), Conv1D)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the tensor that adapters are merged into; [out, in] if it is quantised."""
+        layer = self.quantised
+        return tuple(self.tensor.shape) if layer is None else (layer.out_features, layer.in_features)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the tensor has in the merged model."""
+        return self.dense_dtype or self.tensor.dtype
+
+
+def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
+    """List the parameters and persistent buffers of the merged model, by their names in it.
+
+    A tied tensor is listed once, under the first of its names.
+
+    Raises:
+        ValueError: An adapter cannot be merged part by part, or is on only one of two layers with a tied weight.
+    """
+    found: dict[str, MergedWeight] = {}
+    seen: dict[int, tuple[str, bool]] = {}
+    for prefix, module in base.named_modules():
+        if _is_left_out(base, prefix):
+            continue
+        quantised = module if isinstance(module, QuantisedLayer) else None
+        persistent = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for key, tensor in (*module._parameters.items(), *persistent.items()):
+            if tensor is None or (quantised is not None and key in quantised.scales):
+                continue
+            name = _plain(f"{prefix}.{key}" if prefix else key)
+            layer = _adapted_by(base, prefix, key)
+            merged = layer is not None and bool(active_adapters(layer))
+            if id(tensor) in seen:
+                first, first_merged = seen[id(tensor)]
+                if merged or first_merged:
+                    raise ValueError(
+                        f"{name} and {first} are one weight, and an adapter is on one of them only: merging it would "
+                        "change both. Save the adapter (save_adapter) and merge it where it is used."
+                    )
+                continue
+            seen[id(tensor)] = name, merged
+            if merged:
+                assert layer is not None
+                _check_kind(name, layer)
+            weight = MergedWeight(tensor, layer if merged else None, partition_of(module, key))
+            if quantised is not None and key == "weight":
+                weight = replace(weight, quantised=quantised, dense_dtype=_dense_dtype(base))
+            found[name] = weight
+    _check_all_merged(base, found)
+    return found
+
+
+def _check_all_merged(base: nn.Module, weights: Mapping[str, MergedWeight]) -> None:
+    """Check that each active adapter is on a tensor of the merged model, since any other would be left out.
+
+    Raises:
+        ValueError: An adapter is on something else.
+    """
+    merged = {weight.layer for weight in weights.values()}
+    for prefix, module in base.named_modules():
+        if not isinstance(module, LoraLayer) or module in merged or _is_left_out(base, prefix):
+            continue
+        if active_adapters(module):
+            _refuse(_plain(prefix), f"a {class_of(base.get_submodule(prefix)).__name__} layer")
+
+
+def _is_left_out(base: nn.Module, prefix: str) -> bool:
+    """Return True if the merged model does not have a module.
+
+    Such a module is part of an adapter, or belongs to a layer that PEFT copies for `modules_to_save`: it is the layer's
+    original where an active adapter has a copy of it, or the copy of an adapter that is not active.
+    """
+    parts = prefix.split(".") if prefix else []
+    for depth in range(len(parts)):
+        owner = base.get_submodule(".".join(parts[:depth]))
+        part = parts[depth]
+        if isinstance(owner, ModulesToSaveWrapper):
+            copies = [name for name in owner.active_adapters if name in owner.modules_to_save]
+            if part == "original_module":
+                if copies:
+                    return True
+            elif part != "modules_to_save" or depth + 1 == len(parts) or parts[depth + 1] not in copies:
+                return True
+        elif isinstance(owner, BaseTunerLayer) and part != "base_layer":
+            return True
+    return False
+
+
+def _plain(name: str) -> str:
+    """Return a name without what PEFT adds: `base_layer`, `original_module` and `modules_to_save.<adapter>`."""
+    parts = name.split(".")
+    plain: list[str] = []
+    skip = 0
+    for part in parts:
+        if skip:
+            skip -= 1
+        elif part == "modules_to_save":
+            skip = 1
+        elif part not in ("base_layer", "original_module"):
+            plain.append(part)
+    return ".".join(plain)
+
+
+def _adapted_by(base: nn.Module, prefix: str, key: str) -> LoraLayer | None:
+    """Return the LoRA layer whose adapters change a parameter, or None.
+
+    With PEFT's `target_parameters` several LoRA layers may be nested around one module; each changes one parameter.
+
+    Args:
+        base: The base model.
+        prefix: The name of the module that holds the parameter.
+        key: The name of the parameter in that module.
+    """
+    while prefix.endswith(".base_layer"):
+        prefix = prefix.removesuffix(".base_layer")
+        owner = base.get_submodule(prefix)
+        if isinstance(owner, LoraLayer) and key == getattr(owner, "parameter_name", "weight"):
+            return owner
+    return None
+
+
+def _dense_dtype(base: nn.Module) -> torch.dtype:
+    """Return the dtype that transformers' own `dequantize` gives to quantised weights."""
+    dtype = getattr(getattr(base, "config", None), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def active_adapters(layer: LoraLayer) -> list[str]:
+    """List the adapters of a layer that `merge_and_unload` would merge."""
+    held = {*layer.lora_A, *layer.lora_embedding_A}
+    return [name for name in layer.active_adapters if name in held]
+
+
+def check_one_active(model: nn.Module) -> None:
+    """Check that exactly one of the tenants on a base is active.
+
+    Raises:
+        ValueError: No tenant is active, or several are, whose sum would be merged.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    active = sorted({name for layer in layers for name in active_adapters(layer)})
+    if layers and len(active) != 1:
+        tenants = sorted({name for layer in layers for name in layer.lora_A})
+        raise ValueError(
+            f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), which "
+            "makes one of them active."
+        )
+
+
+def _check_kind(name: str, layer: LoraLayer) -> None:
+    problem = None
+    kind: Any = class_of(layer)  # type: ignore[arg-type]
+    if kind not in (Linear, Embedding, ParamWrapper) and not isinstance(layer.get_base_layer(), QuantisedLayer):
+        problem = f"a {kind.__name__} layer"
+    for adapter in active_adapters(layer):
+        if adapter in layer.lora_variant:
+            problem = type(layer.lora_variant[adapter]).__name__
+        elif layer.lora_bias.get(adapter):
+            problem = "lora_bias=True"
+    if problem is not None:
+        _refuse(name, problem)
+
+
+def _refuse(name: str, problem: str) -> NoReturn:
+    raise ValueError(
+        f"export_merged: the adapter of {name} ({problem}) cannot be merged part by part. Save the adapter "
+        "(save_adapter) and merge it in one process with PEFT's merge_and_unload."
+    )

@@ -1,0 +1,251 @@
+"""Compare the order in which FSDP2's units communicate, which has to be the same on every rank.
+
+FSDP2 pairs the collectives of two ranks by their order alone. A rank that runs another block than its peers (LayerDrop,
+a branch that the data decides) receives rows of the peers' block, of the same shape, and computes with them without an
+error.
+
+So every gather and every reduction of a unit is a step, and so is the beginning of a forward. In the first pass the
+ranks compare each step before they take it. In later passes each rank compares its steps with those of the pass before,
+by itself. It takes the usual step, which all ranks took in that pass, without asking, so that training costs nothing
+more. A rank that is about to take another step asks all other ranks first, and goes on if they are about to take the
+same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lora_parallel.distributed.gather import class_of
+from lora_parallel.distributed.rendezvous import is_awaited_by, is_done, meet
+
+__all__ = ["ModelOrder", "UnitOrder", "compare_order", "refuse_layer_drop"]
+
+# torch 2.13 renames both functions.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+PATIENCE = 3.0
+"""Seconds in a collective after which a rank checks if another rank asks about a step."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Hold a place in a pass: the step that was last taken from this place, and steps that were taken before it."""
+
+    usual: str | None = None
+    following: _Place | None = None
+    others: dict[str, _Place] | None = None
+
+    def take(self, step: str) -> _Place:
+        """Make `step` the usual step from this place, and return the place that the step leads to."""
+        if self.usual != step:
+            others = self.others or {}
+            if self.usual is not None and self.following is not None:
+                others[self.usual] = self.following
+            self.usual, self.following = step, others.pop(step, None) or _Place()
+            self.others = others or None
+        assert self.following is not None
+        return self.following
+
+
+class UnitOrder:
+    """Record the steps of this process's passes, and its place in the current pass.
+
+    The record is equal on all ranks, because each step was. One record serves all models: if two ranks ran two models
+    in different orders, FSDP2 would pair the units of one model with those of the other.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[str, _Place] = {}
+        self._place: _Place | None = None
+        self._accumulates = False
+        self._models = 0
+
+    def number(self) -> int:
+        """Count one more model, and return its number."""
+        self._models += 1
+        return self._models
+
+    def begin(self, kind: str, accumulates: bool) -> None:
+        """Begin a forward.
+
+        Args:
+            kind: The name of this kind of forward; forwards whose steps differ have different names.
+            accumulates: True if the next forward adds to the same gradients. The steps of the next forward then follow
+                those of this one in the same pass, so that a fixed number of such forwards has usual steps throughout.
+        """
+        self.take(kind)
+        if not self._accumulates:
+            self._place = self._starts.setdefault(kind, _Place())
+        self._accumulates = accumulates
+
+    def take(self, step: str) -> None:
+        """Take a step, once it is certain that every rank takes it. Collective, unless it is the usual step.
+
+        Raises:
+            RuntimeError: Other ranks take another step; raised on every rank.
+        """
+        place = self._place or _Place()
+        if place.usual != step:
+            meet(step, _REMEDY)
+        self._place = place.take(step)
+
+    def wait(self, work: dist.Work, step: str, group: dist.ProcessGroup) -> None:
+        """Wait for the collective of a step that was taken; stop if a rank of `group` asks about another step.
+
+        Raises:
+            RuntimeError: A rank of `group` takes another step; raised on every rank.
+        """
+        awaited = False
+        while not is_done(work, "cpu", time.monotonic() + PATIENCE):
+            # Two checks in a row must find such a rank: one that has taken this step, and asks about a later one, has
+            # let this collective end by the second check.
+            awaited, before = is_awaited_by(dist.get_process_group_ranks(group)), awaited
+            if awaited and before:
+                meet(step, _REMEDY)
+
+    def forget_place(self) -> None:
+        """Forget the place in the pass, after a pass that has ended early, so that ranks compare the next step."""
+        self._place, self._accumulates = None, False
+
+
+_REMEDY = (
+    "Ranks with different batches must run the same blocks in the same order: turn LayerDrop off, and let no data "
+    "decide which blocks run; or leave data parallelism off. They must make as many forwards and backward passes, too: "
+    "a batch that one rank leaves out (a loss that is not finite, a shorter dataloader) is left out by all."
+)
+
+
+@dataclass(slots=True)
+class ModelOrder:
+    """Enter the steps of one model in the order of all models."""
+
+    order: UnitOrder
+    called: str
+    gathers: bool
+    """True if the model's parameters are sharded. Ranks with whole replicas do not communicate without gradients."""
+
+    def begin(self, kind: str, accumulates: bool) -> None:
+        """Begin a forward of the model (see `UnitOrder.begin`), unless the units do not communicate in it."""
+        if self.gathers or torch.is_grad_enabled():
+            self.order.begin(f"forward of {self.called} {kind}", accumulates)
+
+    def all_reduce(self, what: str, tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Reduce a tensor in place, over one group after the other, as a step of its own."""
+        step = f"{what} of {self.called}"
+        self.order.take(step)
+        for group in groups:
+            work = dist.all_reduce(tensor, op, group=group, async_op=True)
+            if tensor.device.type == "cpu":
+                self.order.wait(work, step, group)
+            else:
+                work.wait()
+
+
+class _Allocates:
+    """Allocate buffers as FSDP2 does by default: the half of its interface for communication that stays as it is."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Allocates):
+    """Gather a unit's parameters, as a step of the order."""
+
+    def __init__(self, order: UnitOrder, unit: str) -> None:
+        self._order = order
+        self._step = f"gather of {unit}"
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if group.size() > 1:
+            self._order.take(self._step)
+        blocks = not async_op and output_tensor.device.type == "cpu"
+        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or blocks)
+        if not blocks:
+            return work
+        self._order.wait(work, self._step, group)
+        return None
+
+
+class _Reduction(_Allocates):
+    """Reduce a unit's gradients, as a step of the order; over replicas alone if no mesh axis shards the unit."""
+
+    def __init__(self, order: UnitOrder, unit: str) -> None:
+        self._order = order
+        self._step = f"reduction of {unit}"
+        self._allocated = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # FSDP2 calls this twice per reduction, for its input and its output. No other function of this class is always
+        # called before the reduction.
+        if not self._allocated:
+            self._order.take(self._step)
+        self._allocated = not self._allocated
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        blocks = not async_op and output_tensor.device.type == "cpu"
+        work = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op or blocks)
+        if not blocks:
+            return work
+        self._order.wait(work, self._step, group)
+        return None
+
+
+_orders: WeakKeyDictionary[Any, UnitOrder] = WeakKeyDictionary()
+"""Order of the units of each default process group."""
+
+
+def compare_order(model: nn.Module, dp_shard: int) -> ModelOrder:
+    """Make the FSDP units of a model, which are sharded over `dp_shard` ranks, compare their order between ranks."""
+    order = _orders.setdefault(dist.group.WORLD, UnitOrder())
+    number = order.number()
+    called = class_of(model).__name__ + (f" (model {number})" if number > 1 else "")
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
+            comm.set_custom_all_gather(_Gather(order, unit))
+            comm.set_custom_reduce_scatter(_Reduction(order, unit))
+    return ModelOrder(order, called, gathers=dp_shard > 1)
+
+
+def refuse_layer_drop(model: nn.Module) -> None:
+    """Check that a transformers model does not drop layers at random in training (LayerDrop).
+
+    Raises:
+        ValueError: The model drops layers; each data-parallel rank would drop different ones.
+    """
+    modules = {name: m for name, m in model.named_modules() if isinstance(getattr(m, "layerdrop", None), float | int)}
+    held = {f"{name}.layerdrop" if name else "layerdrop": m.layerdrop for name, m in modules.items() if m.training}
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
+    for config in configs.values():
+        for key, value in getattr(config, "__dict__", {}).items():
+            # Modules that have the attribute took it from these keys, and may have been given another value since.
+            copied = bool(modules) and key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+            if key.endswith("layerdrop") and isinstance(value, float | int) and not copied:
+                held[f"config.{key}"] = value
+    for name, value in held.items():
+        if value > 0:
+            raise ValueError(
+                f"{name} is {value}: LayerDrop skips layers at random in training, others on every data-parallel rank, "
+                f"and FSDP2 would give each rank the rows of the layers of others. Set {name} to 0.0, or leave data "
+                "parallelism off (dp_shard=1, dp_replicate=1)."
+            )

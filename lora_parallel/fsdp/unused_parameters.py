@@ -1,0 +1,203 @@
+"""Complete the gradients of trained parameters that a backward pass does not reach on every data-parallel rank.
+
+The data may decide which layers inside of a block are used: experts in a loop, a head for each task, another adapter on
+each rank. FSDP2 reduces the gradients that a rank has, packed one after the other. Ranks that have gradients of
+different parameters would therefore add them up without an error. Here every rank sends zeros for the parameters that
+it did not reach (as DDP's `find_unused_parameters` does), and one all-reduce of a byte per parameter tells which
+parameters no rank has reached. These get no gradient at all, as in one process, so that an optimizer skips them and
+applies no weight decay to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.gradient_hooks import PostponedHooks
+from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.mesh import AXES
+from lora_parallel.distributed.torch_private import queue_after_backward, reduces_gradients
+from lora_parallel.fsdp.unit_order import ModelOrder
+
+__all__ = ["UnusedParameters"]
+
+
+class UnusedParameters:
+    """Note which trained parameters of a model the backward passes of a step reach, and send zeros for the others.
+
+    Args:
+        model: The sharded model.
+        mesh: The mesh of the model.
+        partial_gradients: The model's gradients that are partial over tp; they are summed after the zeros of parameters
+            that no rank has reached are removed.
+        order: The order of the model's FSDP units; None if it has none.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, partial_gradients: PartialGradients, order: ModelOrder | None
+    ) -> None:
+        self._order = order
+        self._groups = [mesh.get_group(axis) for axis in AXES if axis != "tp" and mesh[axis].size() > 1]
+        self._trained = [p for p in model.parameters() if p.requires_grad] if order and self._groups else []
+        self._device = mesh.device_type
+        over_tp = set(partial_gradients.parameters)
+        self._whole = {parameter: index for index, parameter in enumerate(self._trained) if parameter not in over_tp}
+        """Trained parameters whose gradients are finished once they are reduced over dp, mapped to their numbers."""
+
+        self._used: set[int] = set()
+        self._had_gradient: list[bool] | None = None
+        self._forgets_units = False
+        self._hooks = PostponedHooks()
+        index_of = {parameter: index for index, parameter in enumerate(self._trained)}
+        units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
+        self._units = [unit for unit in units if unit.held]
+        partial_gradients.ahead = self.begin
+
+    def begin_forward(self) -> None:
+        """Forget, as a forward with gradients begins after a finished step, which units ran in that step."""
+        if self._forgets_units and torch.is_grad_enabled():
+            self._forgets_units = False
+            for unit in self._units:
+                unit.send_zeros(False)
+
+    def begin(self) -> None:
+        """Prepare for a backward pass: note which parameters have a gradient, postpone users' hooks, fill in zeros.
+
+        The first gradient of a pass calls it at the latest; further calls in the same pass do nothing.
+        """
+        if self._had_gradient is None and any(unit.watched for unit in self._units):
+            self._had_gradient = [parameter.grad is not None for parameter in self._trained]
+            self._hooks.postpone(self._whole)
+            for unit in self._units:
+                unit.fill()
+            queue_after_backward(self._end)
+
+    def drop(self) -> None:
+        """Forget all notes about the current step, after an error has ended the step early."""
+        self._used.clear()
+        self._had_gradient = None
+        self._hooks.restore()
+        for unit in self._units:  # ranks may have run different units before the error
+            unit.send_zeros(False)
+
+    def _reach(self, index: int, parameter: Tensor) -> None:
+        """Note that a gradient has reached trained parameter `index`; `parameter` is its gathered form."""
+        self.begin()
+        self._used.add(index)
+
+    def _has_more(self, index: int) -> bool:
+        """Return True if a parameter filled with zeros also has the gradient of a loss term of the parameter itself."""
+        gradient = self._trained[index].grad
+        return gradient is not None and bool(local(gradient).any())
+
+    def _end(self) -> None:
+        """Remove the gradients of parameters that no rank has reached, and call users' hooks of the others. Collective.
+
+        It is called after FSDP2's own last callback, which waits for FSDP2's reductions.
+        """
+        had, self._had_gradient = self._had_gradient, None
+        assert had is not None
+        assert self._order is not None
+        self._hooks.restore()
+        reduced = {index for unit in self._units if reduces_gradients(unit.module) for index in unit.watched}
+        if not reduced:  # all ranks accumulate gradients and reduce none
+            return
+        self._forgets_units = True
+        all_used = reduced <= self._used  # the usual case, in which the host need not wait for the accelerator
+        by_any = torch.ones(len(had), dtype=torch.uint8, device=self._device)
+        if not all_used:
+            by_any.copy_(torch.tensor([index in self._used or self._has_more(index) for index in range(len(had))]))
+        self._order.all_reduce("use of the parameters", by_any, dist.ReduceOp.MAX, self._groups)
+        unused = set() if all_used else {index for index, used in enumerate(by_any.tolist()) if not used} & reduced
+        for index in unused:
+            parameter = self._trained[index]
+            # An earlier gradient, to which zeros were added, stays.
+            if not (parameter in self._whole and had[index]):
+                parameter.grad = None
+        self._used -= reduced
+        finished = reduced - unused
+        self._hooks.call([parameter for parameter, index in self._whole.items() if index in finished])
+
+
+class _Unit:
+    """Watch which gathered parameters of one FSDP unit gradients reach, and fill in zeros for the others.
+
+    Args:
+        module: The FSDP unit.
+        index_of: The numbers of the parameters that train, by parameter.
+        reach: Function that is called with the number of a parameter, and the gathered parameter, when a gradient has
+            reached it.
+    """
+
+    def __init__(self, module: FSDPModule, index_of: Mapping[nn.Parameter, int], reach: Any) -> None:
+        self.module = module
+        self.held = [
+            (owner, key, index_of[parameter])
+            for owner in _modules_of(cast(nn.Module, module))
+            for key, parameter in owner._parameters.items()
+            if parameter is not None and parameter in index_of
+        ]
+        self.watched: set[int] = set()
+        """Numbers of the parameters in `held` that still train: a pool of tenants freezes the base that it is given."""
+
+        self._gathered: list[Tensor | None] = [None] * len(self.held)
+        self._reach = reach
+        self._runs = False
+        if self.held:
+            cast(nn.Module, module).register_forward_pre_hook(self._begin)
+
+    @torch.compiler.disable
+    def _begin(self, *call: Any) -> None:
+        """Watch the unit's parameters, as its forward begins and after FSDP2 has gathered them."""
+        if not torch.is_grad_enabled():
+            return
+        self.send_zeros(True)
+        for place, (owner, key, index) in enumerate(self.held):
+            gathered = owner._parameters[key]
+            if gathered is not None and gathered.requires_grad and gathered is not self._gathered[place]:
+                self._gathered[place] = gathered
+                self.watched.add(index)
+                gathered.register_post_accumulate_grad_hook(partial(self._reach, index))
+
+    def send_zeros(self, runs: bool) -> None:
+        """Start or stop sending zeros for parameters of the unit that are not reached.
+
+        No zeros are sent for a unit that no rank runs, as for batches of another kind.
+
+        Args:
+            runs: True if the unit runs in the current step.
+        """
+        if runs != self._runs:
+            self._runs = runs
+            if hasattr(self.module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+                self.module.set_reduce_scatter_unused_params(runs, recurse=False)
+
+    def fill(self) -> None:
+        """Put zeros in gathered parameters without a gradient, in backward passes for which FSDP2 cannot send them.
+
+        These are all passes if torch is older than 2.13, and passes without a reduction. FSDP2's own zeros have the
+        gathered parameter's dtype, while passes without a reduction leave gradients in reduce_dtype: every parameter
+        must have a gradient after such a pass.
+        """
+        if not self._runs:
+            return
+        if not hasattr(self.module, "set_reduce_scatter_unused_params") or not reduces_gradients(self.module):
+            for gathered in self._gathered:
+                if gathered is not None and gathered.grad is None:
+                    gathered.grad = torch.zeros_like(gathered)
+
+
+def _modules_of(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules whose parameters FSDP2 gathers together: `unit` and those below it, without inner units."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _modules_of(child)

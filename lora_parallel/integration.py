@@ -1,0 +1,99 @@
+"""The names of the engine that front ends use besides the public ones of `lora_parallel`.
+
+A front end imports `lora_parallel` and this module, and no other of the engine's: what moves inside the engine is no
+matter to it then. These names may change between minor releases.
+"""
+
+from __future__ import annotations
+
+from lora_parallel.adapters.base_fingerprint import base_fingerprints, check_base
+from lora_parallel.adapters.injection import has_adapters
+from lora_parallel.adapters.inspection import adapter_parameters, peft_configs
+from lora_parallel.adapters.load_adapter import load_adapter
+from lora_parallel.adapters.peft_format import check_config
+from lora_parallel.arguments import suggest_arguments
+from lora_parallel.checkpoint.calls import of_another
+from lora_parallel.checkpoint.meta import read_meta
+from lora_parallel.checkpoint.reader import (
+    Contents,
+    is_checkpoint,
+    load_models,
+    load_optimizers,
+    open_checkpoint_folder,
+    read_checkpoint,
+    resume_counting,
+    state_dict_of,
+)
+from lora_parallel.checkpoint.rng_state import restore_random_state
+from lora_parallel.checkpoint.train_state import TrainState
+from lora_parallel.checkpoint.writer import may_be_replaced, write_checkpoint
+from lora_parallel.distributed.gather import gather_on_rank_zero, local, reshard
+from lora_parallel.distributed.gradients import clip_grad_value_
+from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes
+from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.export.save_pretrained import write_pretrained
+from lora_parallel.lazy.materialize import read_weights
+from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
+from lora_parallel.loading.meta_init import defer_from_pretrained
+from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
+from lora_parallel.runtime.optimizer_params import HeldByName, described, refuse_stale
+from lora_parallel.runtime.refusals import explained
+from lora_parallel.state import parallelized, state_of
+from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
+from lora_parallel.storage.weights_only import check_plain, plain
+
+__all__ = [
+    "Contents",
+    "HeldByName",
+    "Scratch",
+    "TrainState",
+    "adapter_parameters",
+    "adopt_rank_zero",
+    "agreed",
+    "base_fingerprints",
+    "check_alike",
+    "check_base",
+    "check_checkpoints",
+    "check_config",
+    "check_free",
+    "check_plain",
+    "clip_grad_value_",
+    "collective_call",
+    "defer_from_pretrained",
+    "described",
+    "dp_rank",
+    "dp_size",
+    "explained",
+    "gather_on_rank_zero",
+    "has_adapters",
+    "has_deferred",
+    "is_checkpoint",
+    "load_adapter",
+    "load_models",
+    "load_optimizers",
+    "local",
+    "local_path",
+    "may_be_replaced",
+    "mesh_sizes",
+    "of_another",
+    "open_checkpoint_folder",
+    "parallelized",
+    "peft_configs",
+    "plain",
+    "read_checkpoint",
+    "read_meta",
+    "read_weights",
+    "refuse_stale",
+    "remove_folder",
+    "reshard",
+    "restore_random_state",
+    "resume_counting",
+    "state_dict_of",
+    "state_of",
+    "suggest_arguments",
+    "sweep",
+    "tensors_of",
+    "write_checkpoint",
+    "write_pretrained",
+]

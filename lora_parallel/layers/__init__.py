@@ -1,0 +1,5 @@
+"""Describe single layers: what a tensor parallel style does to each tensor, which rows a rank computes with.
+
+In: a module, perhaps with PEFT's layers around it. Out: its name, its tensors with their roles, the reason why it
+cannot be cut. Nothing here is changed or communicated.
+"""

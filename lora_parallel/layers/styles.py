@@ -1,0 +1,193 @@
+"""Define the tensor parallel styles: the placement of each tensor of a layer, which `tp/apply_style.py` applies.
+
+The names are those of Hugging Face's `tp_plan`, so a plan from any transformers config works as it is. A layer and its
+LoRA factors are one tensor parallel layer: with W = base weight [out, in], A = lora_A [r, in], B = lora_B [out, r],
+input x [..., in], s = the LoRA scale,
+
+- colwise: W and B are split by rows, A is whole. x W^T + s (x A^T) B^T is then a slice of the output on each rank, and
+  the LoRA branch needs no collective. The gradient of A is a partial sum over tp.
+- rowwise: W and A are split by columns, B is whole. The base output and the LoRA output of a rank are partial sums of
+  the same output: they are added first and reduced once. The gradient of B is a partial sum over tp.
+- DoRA's magnitude [out] is split by rows if the output features are split, else whole with a partial gradient.
+
+InfiniTrain and torchtitan's LoRA have the same layout; the layouts of PEFT and Megatron-Bridge cost extra collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+__all__ = ["STYLES", "WAYS_OF_EXPERTS", "Style", "fed_all", "fed_tokens", "giving_tokens", "style_named"]
+
+Enter = Literal["keep", "copy", "split", "mask", "tokens", "experts"]
+Leave = Literal["keep", "reduce", "gather", "tokens"]
+
+
+@dataclass(frozen=True)
+class Style:
+    """Define the placement of each tensor of a layer on the tp axis, and the layout of the layer's input and output."""
+
+    weight: Placement
+    """Placement of the base weight: [out, in], or [vocabulary, hidden] of an embedding."""
+
+    bias: Placement
+    """Placement of the base bias [out]. If a rank's output is a partial sum, the bias is added after the reduction."""
+
+    lora_A: Placement
+    """Placement of `lora_A` [r, in], or of an embedding's `lora_embedding_A` [r, vocabulary]."""
+
+    lora_B: Placement
+    """Placement of `lora_B` [out, r], or of an embedding's `lora_embedding_B` [hidden, r]."""
+
+    enter: Enter
+    """Layout of the input, and what is done to it before the layer's own forward.
+
+    - "keep": the input is used as it is.
+    - "copy": the input is whole; its gradient is summed over tp.
+    - "split": the input is whole; each rank takes a slice of its features.
+    - "mask": the input is token ids; each rank looks up the ids whose rows it holds.
+    - "tokens": the input is a chunk of the tokens; all chunks are gathered.
+    - "experts": the inputs are activations, routing weights and indices of experts (see `tp/experts.py`).
+    """
+
+    leave: Leave
+    """Layout of the output, and what is done to it after the layer's own forward.
+
+    - "keep": the output is used as it is.
+    - "reduce": the output is a partial sum; it is summed over tp.
+    - "gather": the output is a slice; the slices of all ranks are gathered.
+    - "tokens": the output is a partial sum; each rank gets the sum for its chunk of the tokens.
+    """
+
+    partial: frozenset[str]
+    """Roles of the tensors whose gradient on one rank is a partial sum over tp."""
+
+    even: bool
+    """True if the split width must be a multiple of tp, because code outside of the layer computes on the slices."""
+
+    name: str = ""
+
+    @property
+    def magnitude(self) -> Placement:
+        """Return the placement of DoRA's magnitude [out], a factor of the output."""
+        return self.bias
+
+    @property
+    def output(self) -> Placement:
+        """Return the placement of a parameter with which a subclass of `nn.Linear` changes each output feature.
+
+        If this is `Shard`, the parameter is cut along `LayerTensor.dim`.
+        """
+        return self.bias
+
+    @property
+    def addend(self) -> Placement:
+        """Return the placement of a tensor that the layer's own forward adds to the output.
+
+        If a rank's output is a partial sum, only the first rank of the tp axis adds it.
+        """
+        return self.bias
+
+    @property
+    def input(self) -> Placement:
+        """Return the placement of a parameter with which a subclass of `nn.Linear` changes each input feature.
+
+        If this is `Shard`, the parameter is cut along `LayerTensor.dim`.
+        """
+        return _ROWS if self.lora_A == _COLUMNS and self.enter != "mask" else _WHOLE
+
+    @property
+    def other(self) -> Placement:
+        """Return the placement of a parameter without a dim of features: whole on every rank."""
+        return _WHOLE
+
+    @property
+    def empty(self) -> Placement:
+        """Return the placement of a parameter without elements: whole on every rank."""
+        return _WHOLE
+
+
+_ROWS, _COLUMNS, _WHOLE = Shard(0), Shard(1), Replicate()
+_OF_OUTPUT_SLICES = frozenset({"lora_A", "input", "other"})
+_OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "output", "addend", "other"})
+_OF_EXPERTS = frozenset({"lora_A", "lora_B", "addend", "other"})
+
+STYLES: dict[str, Style] = {
+    "colwise": Style(_ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_OF_OUTPUT_SLICES, even=True),
+    # One weight that holds two matrices, gate and up.
+    "packed_colwise": Style(
+        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_OF_OUTPUT_SLICES, even=True
+    ),
+    "colwise_gather_output": Style(
+        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="gather", partial=_OF_OUTPUT_SLICES, even=False
+    ),
+    "rowwise": Style(
+        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="keep", leave="reduce", partial=_OF_PARTIAL_SUMS, even=True
+    ),
+    "rowwise_split_input": Style(
+        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="split", leave="reduce", partial=_OF_PARTIAL_SUMS, even=False
+    ),
+    "embedding_rowwise": Style(
+        _ROWS, _WHOLE, _COLUMNS, _WHOLE, enter="mask", leave="reduce", partial=_OF_PARTIAL_SUMS, even=False
+    ),
+    # A table with one column for each head (T5's relative positions): each rank looks up the columns of its heads.
+    "embedding_colwise": Style(
+        _COLUMNS, _WHOLE, _WHOLE, _ROWS, enter="keep", leave="keep", partial=_OF_OUTPUT_SLICES, even=True
+    ),
+    # A layer whose input and output are slices (Qwen3's q_norm on this rank's heads): whole weights, partial gradients.
+    "replicated_with_grad_allreduce": Style(
+        _WHOLE,
+        _WHOLE,
+        _WHOLE,
+        _WHOLE,
+        enter="keep",
+        leave="keep",
+        partial=frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS,
+        even=False,
+    ),
+    # A module of experts (see `tp/experts.py`): each rank holds a slice of every expert, or some whole experts.
+    "moe_tp_experts": Style(
+        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial=_OF_EXPERTS, even=False
+    ),
+    "ep_dispatch_experts": Style(
+        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial=_OF_EXPERTS, even=False
+    ),
+    "replicate": Style(_WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial=frozenset(), even=False),
+}
+
+
+STYLES = {name: replace(style, name=name) for name, style in STYLES.items()}
+
+WAYS_OF_EXPERTS = {"moe_tp_experts": "features", "ep_dispatch_experts": "experts"}
+"""Kind of share that each tp rank has, by style: "features" for a slice of every expert, "experts" for some experts."""
+
+
+def fed_tokens(style: Style) -> Style:
+    """Return the style of a colwise layer whose input is a chunk of the tokens (sequence parallelism)."""
+    return replace(style, enter="tokens")
+
+
+def fed_all(style: Style) -> Style:
+    """Return the style of a colwise layer in a module whose input is already all tokens."""
+    return replace(style, enter="keep")
+
+
+def giving_tokens(style: Style) -> Style:
+    """Return the style of a rowwise layer whose output is a chunk of the tokens; its bias is added to that chunk."""
+    return replace(style, leave="tokens", partial=style.partial | {"bias"})
+
+
+def style_named(name: str, where: str) -> Style:
+    """Return the style called `name`.
+
+    Raises:
+        ValueError: No style has this name; `where` tells the reader which plan entry asked for it.
+    """
+    try:
+        return STYLES[name]
+    except (KeyError, TypeError):
+        known = ", ".join(sorted(STYLES))
+        raise ValueError(f"tp_plan: {where} asks for the style {name!r}, which is not one of: {known}.") from None

@@ -1,0 +1,284 @@
+"""Represent tensors that are not in memory as graphs of nodes, and find what to read for a region of a node.
+
+A node is a tensor of a checkpoint, a rearrangement of other nodes, or the result of a computation on other nodes. A
+region of a rearrangement is traced back to regions of the tensors in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Block",
+    "Cast",
+    "Concat",
+    "Derived",
+    "Leaf",
+    "Node",
+    "Permute",
+    "Piece",
+    "Read",
+    "Region",
+    "Select",
+    "Slice",
+    "Unsqueeze",
+    "describe",
+    "leaves",
+    "read",
+    "read_blocks",
+    "whole",
+    "with_part",
+]
+
+Region = tuple[slice, ...]
+"""A rectangle of a tensor: one slice with start and stop for each dim."""
+
+Read = Callable[..., Tensor]
+"""Function like `read`, which brings a node, or a region of it, into memory."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Describe one rectangle of a leaf to read, and its place in the region that was asked for."""
+
+    leaf: Leaf | Derived
+    region: Region
+    """The region of the leaf to read."""
+
+    target: Region
+    """The region of the result to write, relative to the start of the region that was asked for."""
+
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    """Functions to apply, in this order, to the block that was read."""
+
+
+class Node(Protocol):
+    """Represent a tensor that is not in memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the tensor."""
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """Return the nodes that this node is made of; a leaf has none."""
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        """Yield the pieces to read for a region of this node."""
+
+
+class Derived(Node, Protocol):
+    """Represent a node whose values are computed from the values of other nodes."""
+
+    def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
+        """Yield the inputs that a region of this node needs, each with the region of the input."""
+
+    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+        """Yield the values of regions of this node, on any device, computed from inputs that `read` brings into memory.
+
+        Args:
+            regions: All regions that are wanted, so that work which they share is done once.
+            read: Function that reads a node, or a region of a node.
+            device: Device for expensive computations.
+        """
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """Return the region that is the whole tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def _inside(region: Region) -> Region:
+    return tuple(slice(0, part.stop - part.start) for part in region)
+
+
+def with_part(region: Region, dim: int, part: slice) -> Region:
+    """Return `region` with its slice of `dim` replaced by `part`."""
+    return (*region[:dim], part, *region[dim + 1 :])
+
+
+def _shifted(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
+class Block:
+    """Represent a node that is no rearrangement: each region is read, or computed, in one piece."""
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        """Yield the region as one piece; yield nothing if the region is empty."""
+        if all(part.stop > part.start for part in region):
+            yield Piece(self, region, _inside(region))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Leaf(Block):
+    """Represent a tensor of a checkpoint."""
+
+    source: Any
+    """The `Source` that holds the tensor (see `lora_parallel.lazy.files`)."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Concatenate nodes along an existing dim."""
+
+    inputs: tuple[Node, ...]
+    dim: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        wanted, start = region[self.dim], 0
+        for part in self.inputs:
+            end = start + part.shape[self.dim]
+            low, high = max(start, wanted.start), min(end, wanted.stop)
+            if low < high:
+                for piece in part.pieces(with_part(region, self.dim, slice(low - start, high - start))):
+                    moved = _shifted(piece.target[self.dim], low - wanted.start)
+                    yield replace(piece, target=with_part(piece.target, self.dim, moved))
+            start = end
+
+
+@dataclass(frozen=True)
+class _OfOne:
+    parent: Node
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.parent,)
+
+
+@dataclass(frozen=True)
+class Slice(_OfOne):
+    """Take the slice of a node that begins at `start` of `dim`; its length is in `shape`."""
+
+    dim: int
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        yield from self.parent.pieces(with_part(region, self.dim, _shifted(region[self.dim], self.start)))
+
+
+@dataclass(frozen=True)
+class Permute(_OfOne):
+    """Put the dims of a node in another order."""
+
+    dims: tuple[int, ...]
+    """Dim i of the result is dim dims[i] of the parent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        asked = tuple(region[self.dims.index(dim)] for dim in range(len(self.dims)))
+        for piece in self.parent.pieces(asked):
+            yield replace(
+                piece,
+                target=tuple(piece.target[dim] for dim in self.dims),
+                steps=(*piece.steps, lambda block: block.permute(self.dims)),
+            )
+
+
+@dataclass(frozen=True)
+class Unsqueeze(_OfOne):
+    """Insert a dim of size 1 into a node."""
+
+    dim: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        if region[self.dim].start == region[self.dim].stop:
+            return
+        for piece in self.parent.pieces(region[: self.dim] + region[self.dim + 1 :]):
+            yield replace(
+                piece,
+                target=(*piece.target[: self.dim], slice(0, 1), *piece.target[self.dim :]),
+                steps=(*piece.steps, lambda block: block.unsqueeze(self.dim)),
+            )
+
+
+@dataclass(frozen=True)
+class Select(_OfOne):
+    """Take one index of a dim of a node, and remove the dim."""
+
+    dim: int
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        one = slice(self.index, self.index + 1)
+        for piece in self.parent.pieces((*region[: self.dim], one, *region[self.dim :])):
+            yield replace(
+                piece,
+                target=piece.target[: self.dim] + piece.target[self.dim + 1 :],
+                steps=(*piece.steps, lambda block: block.squeeze(self.dim)),
+            )
+
+
+@dataclass(frozen=True)
+class Cast(_OfOne):
+    """Convert a node to another dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self, region: Region) -> Iterator[Piece]:
+        for piece in self.parent.pieces(region):
+            yield replace(piece, steps=(*piece.steps, lambda block: block.to(self.dtype)))
+
+
+def leaves(node: Node) -> Iterator[Leaf]:
+    """Yield all tensors of the checkpoint that `node` is made of, also those that some regions do not need."""
+    if isinstance(node, Leaf):
+        yield node
+    for each in node.inputs:
+        yield from leaves(each)
+
+
+def describe(node: Node) -> str:
+    """Return the file and the name of a node's first leaf, for an error message."""
+    first = next(leaves(node))
+    return f"{first.source.path}: {first.key}"
+
+
+def read(node: Node, region: Region | None = None, device: str = "cpu") -> Tensor:
+    """Read a region of one node into memory; `lora_parallel.lazy.materialize` reads many nodes, file by file."""
+    region = whole(node.shape) if region is None else region
+    result = torch.empty([part.stop - part.start for part in region], dtype=node.dtype, device=device)
+    for piece in node.pieces(region):
+        (block,) = read_blocks(piece.leaf, [piece.region], device)
+        for step in piece.steps:
+            block = step(block)
+        result[piece.target] = block
+    return result
+
+
+def read_blocks(leaf: Leaf | Derived, regions: Sequence[Region], device: str = "cpu") -> Iterator[Tensor]:
+    """Yield regions of a leaf, whose file is opened for this, or of a derived node, which is computed on `device`."""
+    if not isinstance(leaf, Leaf):
+        yield from leaf.blocks(regions, read, device)
+        return
+    with leaf.source.open() as reader:
+        for region in regions:
+            yield reader(leaf.key, region)

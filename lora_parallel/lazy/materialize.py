@@ -1,0 +1,226 @@
+"""Read the weights of a sharded model: from each file, each rank reads the rectangles that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from lora_parallel.distributed.gather import local, region_of
+from lora_parallel.lazy.files import Source
+from lora_parallel.lazy.graph import Derived, Leaf, Node, Piece, Region, describe, read_blocks
+from lora_parallel.lazy.tracking import forget, stored_of
+
+__all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Describe one read of this rank."""
+
+    parameter: str
+    """Name in the model of the parameter or buffer that the read is for."""
+
+    file: str | None
+    """The file, or the directory of a torch DCP checkpoint; None if no checkpoint is remembered for the parameter."""
+
+    key: str
+    """Name of the tensor in the file."""
+
+    region: tuple[tuple[int, int], ...]
+    """Range (start, stop) of each dim of the tensor in the file."""
+
+    bytes: int
+    """Number of bytes of the file that are read."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Describe a parameter or buffer on meta, with all modules that hold it (tied weights have several)."""
+
+    name: str
+    tensor: Tensor
+    holders: tuple[tuple[nn.Module, str], ...]
+    node: Node | None
+
+    @property
+    def region(self) -> Region:
+        """Return the region of the full tensor that this rank holds."""
+        return region_of(self.tensor)
+
+    def pieces(self) -> Iterator[Piece]:
+        if self.node is not None and local(self.tensor).numel():
+            yield from self.node.pieces(self.region)
+
+
+def _wanted(model: nn.Module) -> list[_Wanted]:
+    names: dict[int, str] = {}
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    tensors: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for container in (module._parameters, module._buffers):
+            for key, tensor in container.items():
+                if tensor is not None and tensor.is_meta:
+                    names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    holders.setdefault(id(tensor), []).append((module, key))
+                    tensors[id(tensor)] = tensor
+    return [
+        _Wanted(
+            names[at],
+            tensors[at],
+            tuple(holders[at]),
+            next((stored_of(m)[key].node for m, key in holders[at] if key in stored_of(m)), None),
+        )
+        for at in tensors
+    ]
+
+
+def unfilled(model: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers on meta that no checkpoint fills."""
+    return [wanted.name for wanted in _wanted(model) if wanted.node is None]
+
+
+def read_plan(model: nn.Module) -> list[Read]:
+    """List the parts of files that this rank reads to fill the tensors on meta. Nothing is read, nothing is sent.
+
+    Args:
+        model: A model that was built under `meta_init`. After `parallelize(..., materialize=False)` the plan of each
+            rank is for its shard; before, it is for the whole model.
+
+    Returns:
+        The reads in the order of the model's parameters. A parameter without a remembered checkpoint (of a model from
+        `from_config`) is read from an imagined file with the parameter's own name and dtype.
+    """
+    plan: list[Read] = []
+    for wanted in _wanted(model):
+        if wanted.node is None:
+            region = wanted.region if local(wanted.tensor).numel() else ()
+            plan.append(
+                _read(wanted.name, None, wanted.name, region, local(wanted.tensor).numel(), wanted.tensor.dtype)
+            )
+            continue
+        for piece in wanted.pieces():
+            parts = [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf, piece.region)
+            for part in parts:
+                assert isinstance(part.leaf, Leaf)
+                count = prod(each.stop - each.start for each in part.region)
+                plan.append(_read(wanted.name, part.leaf.source, part.leaf.key, part.region, count, part.leaf.dtype))
+    return plan
+
+
+def _read(name: str, source: Source | None, key: str, region: Region, count: int, dtype: torch.dtype) -> Read:
+    file = None if source is None else str(source.path)
+    return Read(name, file, key, tuple((part.start, part.stop) for part in region), count * dtype.itemsize)
+
+
+def _inputs(derived: Derived, region: Region) -> Iterator[Piece]:
+    for node, needed in derived.needs(region):
+        for piece in node.pieces(needed):
+            yield from [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf, piece.region)
+
+
+def read_weights(model: nn.Module, device: str) -> None:
+    """Allocate memory on `device` for the tensors on meta that a checkpoint fills, and read this rank's part into it.
+
+    Files are opened one after the other and read in their own order; beside the shards, memory holds one slice at a
+    time, or the inputs of one computed tensor. Tied weights stay one parameter. Adapters and other tensors that no
+    checkpoint holds stay on meta.
+
+    Raises:
+        ValueError, OSError: A file cannot be read.
+    """
+    by_source: dict[Source | None, list[tuple[Piece, Tensor]]] = {}
+    for wanted in _wanted(model):
+        if wanted.node is None:
+            continue
+        filled = _allocate(wanted, device)
+        for piece in wanted.pieces():
+            source = piece.leaf.source if isinstance(piece.leaf, Leaf) else None
+            by_source.setdefault(source, []).append((piece, filled))
+    total = sum(_bytes(piece) for work in by_source.values() for piece, _ in work)
+    # Computed tensors (source None) come last: to compute one opens the files of its inputs.
+    ordered = sorted(by_source, key=lambda source: (source is None, str(source.path) if source else ""))
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="Reading weights", disable=_rank() != 0 or not total
+    ) as progress:
+        for source in ordered:
+            if source is None:
+                for work in _by_leaf(by_source[source]):
+                    blocks = read_blocks(work[0][0].leaf, [piece.region for piece, _ in work], device)
+                    for block, (piece, filled) in zip(blocks, work, strict=True):
+                        _place(block, piece, filled)
+                        progress.update(_bytes(piece))
+                continue
+            order = {key: index for index, key in enumerate(source.list())}
+            with source.open() as reader:
+                for piece, filled in sorted(by_source[source], key=lambda each: order[each[0].leaf.key]):  # type: ignore[union-attr]
+                    _place(reader(piece.leaf.key, piece.region), piece, filled)  # type: ignore[union-attr]
+                    progress.update(_bytes(piece))
+    forget(model)
+
+
+def _by_leaf(work: list[tuple[Piece, Tensor]]) -> list[list[tuple[Piece, Tensor]]]:
+    """Group the pieces of each derived node, so that the node is computed once."""
+    found: dict[int, list[tuple[Piece, Tensor]]] = {}
+    for each in work:
+        found.setdefault(id(each[0].leaf), []).append(each)
+    return list(found.values())
+
+
+def _place(block: Tensor, piece: Piece, filled: Tensor) -> None:
+    for step in piece.steps:
+        block = step(block)
+    target = filled[piece.target]
+    if block.shape != target.shape:  # copy_ would broadcast
+        raise ValueError(
+            f"{describe(piece.leaf)} gave a block of shape {tuple(block.shape)} where {tuple(target.shape)} was asked "
+            "for: the file has changed since the model was built."
+        )
+    target.copy_(block)
+
+
+def _bytes(piece: Piece) -> int:
+    return prod(part.stop - part.start for part in piece.region) * piece.leaf.dtype.itemsize
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def allocate_adapters(layer: nn.Module, device: str) -> None:
+    """Allocate uninitialised memory on `device` for the adapters of a LoRA layer that are on meta."""
+    for wanted in _wanted(layer):
+        if "lora_" in wanted.name:
+            _allocate(wanted, device)
+
+
+def _allocate(wanted: _Wanted, device: str) -> Tensor:
+    """Put uninitialised memory for this rank's part in all modules that hold the tensor, and return the memory."""
+    filled = torch.empty(local(wanted.tensor).shape, dtype=wanted.tensor.dtype, device=device)
+    tensor = _like(wanted.tensor, filled)
+    for module, key in wanted.holders:
+        container = module._parameters if key in module._parameters else module._buffers
+        container[key] = tensor  # type: ignore[assignment]
+    return filled
+
+
+def _like(tensor: Tensor, filled: Tensor) -> Tensor:
+    """Return `filled` as the same kind of tensor as `tensor`: a parameter or a buffer, a DTensor or a plain tensor."""
+    data = filled
+    sharded = tensor.detach()
+    if isinstance(sharded, DTensor):
+        data = DTensor.from_local(
+            filled,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data

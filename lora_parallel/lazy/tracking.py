@@ -1,0 +1,340 @@
+"""Remember, for each parameter and buffer of a model on meta, the lazy tensor that will fill it.
+
+Until the model is sharded, its parameters are `LazyParameter`s, each with the node that will fill it. Then `settle`
+replaces them by plain tensors on meta, which torch's sharding replaces again; from then on the modules that hold the
+tensors remember the lazy tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from lora_parallel.lazy.files import Source
+from lora_parallel.lazy.graph import Node, describe, leaves, read
+from lora_parallel.lazy.lazy_parameter import LazyParameter
+from lora_parallel.lazy.lazy_tensor import LazyTensor
+
+__all__ = [
+    "Checkpoint",
+    "accept_memory",
+    "check_checkpoints",
+    "check_fit",
+    "check_fresh",
+    "checkpoints_in",
+    "defer",
+    "forget",
+    "fresh_of",
+    "has_deferred",
+    "is_deferred",
+    "keep_settings",
+    "read_whole",
+    "rearrange_stored",
+    "remember",
+    "settle",
+    "sources_of",
+    "stored_of",
+    "without_values",
+]
+
+_STORED, _FRESH, _CHECKPOINT = "_lora_parallel_stored", "_lora_parallel_fresh", "_lora_parallel_checkpoint"
+_DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"
+_EXPECTED = "_lora_parallel_expected"
+
+
+@dataclass
+class Checkpoint:
+    """Describe the checkpoint that a model on meta came from."""
+
+    path: str
+    """The checkpoint as the user named it: a folder, a file or a name on the hub."""
+
+    revision: str | None = None
+    dtype: torch.dtype | None = None
+    """The dtype that `from_pretrained` was told to load in."""
+
+    key_mapping: dict[str, str] | None = None
+    """The `key_mapping` argument of `from_pretrained`."""
+
+    problem: Exception | None = field(default=None, repr=False)
+    """The error that was found, if any. `parallelize` raises it on every rank, so that no rank waits for another."""
+
+
+def defer(parameter: Tensor) -> Tensor:
+    """Return a tensor on meta that stands for a parameter or buffer, with the same shape, dtype and requires_grad.
+
+    Each call with the same `nn.Parameter` returns the same object, so tied weights stay tied.
+    """
+    if _TWIN in parameter.__dict__:
+        return parameter.__dict__[_TWIN]
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    if not isinstance(parameter, nn.Parameter):
+        return empty
+    deferred = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    setattr(deferred, _DEFERRED, True)
+    setattr(parameter, _TWIN, deferred)
+    return deferred
+
+
+def is_deferred(parameter: Tensor) -> bool:
+    """Return True if the parameter is on meta because `meta_init` put it there."""
+    return isinstance(parameter, LazyParameter) or (parameter.is_meta and getattr(parameter, _DEFERRED, False))
+
+
+def without_values(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are on meta.
+
+    Args:
+        model: Any model.
+        known: Replacements for other objects in the model, by the ids of these objects, as for `copy.deepcopy`.
+    """
+    memo = dict(known)
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = bare = defer(tensor)
+        keep_settings(tensor, bare)
+    return copy.deepcopy(model, memo)
+
+
+def keep_settings(old: Tensor | None, new: Tensor) -> None:
+    """Copy to `new` the settings that a quantiser has set on the weight `old` and that PEFT reads."""
+    for key in ("compress_statistics", "quant_type"):
+        if hasattr(old, key):
+            setattr(new, key, getattr(old, key))
+
+
+def has_deferred(model: nn.Module) -> bool:
+    """Return True if a parameter or buffer of the model is still on meta."""
+    return any(p.is_meta for p in model.parameters()) or any(b.is_meta for b in model.buffers())
+
+
+def stored_of(module: nn.Module) -> dict[str, LazyTensor]:
+    """Map names of the parameters and buffers that `module` itself holds to the lazy tensors that will fill them."""
+    held = {**module._parameters, **module._buffers}
+    waiting = {key: LazyTensor(tensor.node) for key, tensor in held.items() if isinstance(tensor, LazyParameter)}
+    return {**module.__dict__.get(_STORED, {}), **waiting}
+
+
+def fresh_of(module: nn.Module) -> set[str]:
+    """Return the names of the parameters of `module` itself that its checkpoint lacks; they start as in a new layer."""
+    return set(module.__dict__.get(_FRESH, ()))
+
+
+def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
+    """Yield the checkpoints that the models inside of `model` came from."""
+    for module in model.modules():
+        if _CHECKPOINT in module.__dict__:
+            yield module.__dict__[_CHECKPOINT]
+
+
+def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
+    """Replace every `LazyTensor` that `model` holds by a `LazyParameter`, and note the checkpoint; ties stay ties.
+
+    Args:
+        model: A model with `LazyTensor`s among its parameters and buffers.
+        checkpoint: The checkpoint that holds these tensors.
+        fresh: Names of the parameters that the checkpoint does not hold.
+    """
+    replaced: dict[int, Tensor] = {}
+    for module in model.modules():
+        for container in (module._parameters, module._buffers):
+            for key, tensor in container.items():
+                if not isinstance(tensor, LazyTensor):
+                    continue
+                _note(module, _EXPECTED, key, describe(tensor.node))
+                if id(tensor) not in replaced:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    waiting = LazyParameter.of(tensor.node, is_parameter, tensor.requires_grad)
+                    replaced[id(tensor)] = waiting.noting(tensor)
+                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
+    for name in fresh or ():
+        owner, _, key = name.rpartition(".")
+        _note(model.get_submodule(owner), _FRESH, key, checkpoint.path)
+    model.__dict__[_CHECKPOINT] = checkpoint
+
+
+def _note(module: nn.Module, what: str, key: str, where: str) -> None:
+    if not {_EXPECTED, _FRESH} & module.__dict__.keys():
+        module.register_load_state_dict_pre_hook(_take_values)
+    module.__dict__.setdefault(what, {})[key] = where
+
+
+def settle(model: nn.Module) -> None:
+    """Replace every `LazyParameter` by a plain tensor on meta, and note the lazy tensor on the module that holds it."""
+    replaced: dict[int, Tensor] = {}
+    for module in model.modules():
+        for container in (module._parameters, module._buffers):
+            for key, tensor in container.items():
+                if not isinstance(tensor, LazyParameter):
+                    continue
+                module.__dict__.setdefault(_STORED, {})[key] = LazyTensor(tensor.node)
+                if id(tensor) not in replaced:
+                    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+                        setattr(plain, _DEFERRED, True)
+                    replaced[id(tensor)] = plain
+                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
+
+
+def rearrange_stored(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:
+    """Apply `rearrange` to the lazy tensor that `settle` noted for the parameter `key` of `module`, if there is one."""
+    stored = module.__dict__.get(_STORED, {})
+    if key in stored:
+        stored[key] = rearrange(stored[key])
+
+
+def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Fill tensors on meta with the values given to `load_state_dict`, not with those of the checkpoint.
+
+    A copy into a meta tensor would be lost without an error. So a trained head in an adapter's folder
+    (`modules_to_save`) is taken from this folder.
+    """
+    for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
+        given = state.get(f"{prefix}{key}")
+        if not isinstance(given, Tensor) or given.is_meta:
+            continue
+        if isinstance(waiting, LazyParameter):
+            _swap(waiting, torch.empty(waiting.shape, dtype=waiting.dtype))
+        for what in (_EXPECTED, _FRESH):
+            module.__dict__.get(what, {}).pop(key, None)
+
+
+def _swap(waiting: LazyParameter, memory: Tensor) -> None:
+    """Put memory in place of a LazyParameter; all modules that hold a tied weight get the same memory."""
+    kept = nn.Parameter(memory, waiting.requires_grad) if isinstance(waiting, nn.Parameter) else memory
+    setattr(kept, _GIVEN, True)
+    torch.utils.swap_tensors(waiting, kept)
+
+
+def read_whole(module: nn.Module) -> None:
+    """Read the parameters and buffers that `module` itself holds into memory, whole, on every rank that calls it.
+
+    An operation may need these values before the model is sharded.
+
+    Raises:
+        OSError, ValueError: A file cannot be read.
+    """
+    for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
+        if isinstance(waiting, LazyParameter):
+            _swap(waiting, read(waiting.node))
+            module.__dict__.get(_EXPECTED, {}).pop(key, None)
+
+
+def accept_memory(model: nn.Module) -> None:
+    """Accept parameters and buffers that are in memory by now as filled: their checkpoint is not needed for them."""
+    for module in model.modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not tensor.is_meta:
+                module.__dict__.get(_EXPECTED, {}).pop(key, None)
+
+
+def forget(model: nn.Module) -> None:
+    """Remove the lazy tensors that the modules remember, after they have been read."""
+    for module in model.modules():
+        module.__dict__.pop(_STORED, None)
+        module.__dict__.pop(_EXPECTED, None)
+
+
+_READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_fit(name: str, wanted: Tensor, stored: Node) -> None:
+    """Check that a node can fill a parameter or buffer.
+
+    Raises:
+        ValueError: The shapes differ; or `wanted` is floating-point and the files hold another kind of dtype or a
+            float8; or `wanted` is not floating-point and the files hold another dtype.
+    """
+    for leaf in leaves(stored):
+        where = f"{leaf.source.path}: {leaf.key}"
+        if wanted.is_floating_point() and leaf.dtype not in _READABLE:
+            raise ValueError(
+                f"{where} has dtype {leaf.dtype}, and {name} is {wanted.dtype}: a quantised checkpoint is read by "
+                "from_pretrained, with the config.json that it was saved with."
+            )
+        if not wanted.is_floating_point() and leaf.dtype != wanted.dtype:
+            raise ValueError(f"{where} has dtype {leaf.dtype}, and {name} is {wanted.dtype}: give a checkpoint of it.")
+    if tuple(stored.shape) != tuple(wanted.shape):
+        raise ValueError(
+            f"{describe(stored)} has shape {tuple(stored.shape)}, and {name} has {tuple(wanted.shape)}: the model's "
+            "config is not the checkpoint's. A layer of another size (a resized embedding, a new head) must be saved "
+            "with the model first, or the model loaded outside of meta_init."
+        )
+
+
+def check_checkpoints(model: nn.Module, materialize: bool) -> None:
+    """Check, before a model on meta is sharded, that its checkpoints can fill it.
+
+    Args:
+        model: The model before adapters are injected.
+        materialize: Check also that something fills every tensor on meta.
+
+    Raises:
+        OSError, ValueError: A checkpoint is incomplete, damaged or of another model; a tensor that was to be filled got
+            memory in another way; or nothing fills a tensor.
+    """
+    for checkpoint in checkpoints_in(model):
+        if checkpoint.problem is not None:
+            raise checkpoint.problem
+    for name, module in model.named_modules():
+        for key, where in module.__dict__.get(_EXPECTED, {}).items():
+            tensor = module._parameters.get(key, module._buffers.get(key))
+            if tensor is not None and not tensor.is_meta and not hasattr(tensor, _GIVEN):
+                raise ValueError(
+                    f"{f'{name}.{key}' if name else key} was built on meta, to be filled from {where}, and has been "
+                    "given memory since (by to_empty, or by an assignment). Leave it on meta, fill it with "
+                    "load_state_dict, or build the model outside of meta_init."
+                )
+    if not materialize:
+        return
+    filled = {id(module._parameters.get(key, module._buffers.get(key))) for module, key in _stored_in(model)}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and id(tensor) not in filled:
+            raise ValueError(
+                f"{name} is on the meta device, and nothing fills it: build the model by from_pretrained under "
+                "meta_init, or name its weights with attach_checkpoint(model, path), or build it in memory. (A layer "
+                "that was replaced or resized on meta has lost its weights.)"
+            )
+
+
+def sources_of(model: nn.Module) -> list[Source]:
+    """Return the files that the model will be filled from, sorted by path."""
+    found = {leaf.source: None for module, key in _stored_in(model) for leaf in leaves(stored_of(module)[key].node)}
+    return sorted(found, key=lambda source: str(source.path))
+
+
+def _stored_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        for key in stored_of(module):
+            yield module, key
+
+
+def check_fresh(model: nn.Module) -> None:
+    """Check that every parameter that no checkpoint holds trains.
+
+    Raises:
+        ValueError: Such a parameter is frozen: it would stay random for good.
+    """
+    replaced = {
+        inner
+        for module in model.modules()
+        if isinstance(module, ModulesToSaveWrapper)
+        for inner in module.original_module.modules()
+    }
+    for name, module in model.named_modules():
+        if module in replaced:
+            continue
+        for key in fresh_of(module):
+            parameter = module._parameters.get(key)
+            if parameter is not None and not parameter.requires_grad:
+                raise ValueError(
+                    f"no file of the checkpoint holds {f'{name}.{key}' if name else key}, and it is frozen: it would "
+                    "stay random. Train it (list its module in LoraConfig(modules_to_save=[...])), or give a "
+                    "checkpoint that holds it."
+                )

@@ -1,0 +1,266 @@
+"""Shard a model: `parallelize`, which is the order of operations and calls each where it is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lora_parallel.adapters.base_fingerprint import base_fingerprints
+from lora_parallel.adapters.injection import LateAdapter, adapt_dropout, check_adapters, has_adapters, inject_adapter
+from lora_parallel.adapters.peft_private import keep_factored, refuse_unload
+from lora_parallel.config import ParallelConfig
+from lora_parallel.distributed.dtensor_operators import guard_dtensor_operators
+from lora_parallel.distributed.gradient_hooks import refuse_early_hooks
+from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.mesh import AXES, dp_rank, mesh_sizes
+from lora_parallel.distributed.rank_checks import agreed, check_alike, gather_numbers
+from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.export.save_pretrained import allow_save_pretrained
+from lora_parallel.fsdp.submodule_calls import gather_for_calls
+from lora_parallel.fsdp.unit_order import compare_order
+from lora_parallel.fsdp.wrapping import check_scalars, fsdp_blocks, shard_for_dp, wants_fsdp
+from lora_parallel.layers.module_names import innermost
+from lora_parallel.lazy.materialize import read_weights
+from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
+from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same_files, share_random_state, tensors_of
+from lora_parallel.loading.transformers_quantisers import check_loaded
+from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
+from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
+from lora_parallel.runtime.generation import allow_generate
+from lora_parallel.runtime.guards import ties_of, verify
+from lora_parallel.runtime.optimizer_params import refuse_steps_of
+from lora_parallel.runtime.refusals import seal
+from lora_parallel.runtime.step_hooks import StepHooks
+from lora_parallel.state import ForwardCount, ParallelState, state_of
+from lora_parallel.tp.apply_style import apply_style
+from lora_parallel.tp.context import TPContext
+from lora_parallel.tp.sequence import run_on_chunks
+from lora_parallel.tracing.config_view import viewed_with
+
+__all__ = ["parallelize"]
+
+
+@collective_call("parallelize")
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    lora_config: LoraConfig | None = None,
+    materialize: bool = True,
+    autocast_adapter_dtype: bool = True,
+) -> nn.Module:
+    """Shard `model` over `mesh` in place, base layers and their adapters alike. Collective.
+
+    Afterwards a training step is the one-process step: call the model on this data-parallel rank's share of the batch
+    (tp peers on the same share), `loss.backward()`, `clip_grad_norm_`, `optimizer.step()` with an optimizer made from
+    `model.parameters()` after this call. When a backward pass returns, each adapter parameter's `.grad` is the gradient
+    of the mean over data-parallel ranks. Parameter names stay as they are. On a mesh of one rank parameters stay plain
+    tensors.
+
+    Args:
+        model: A model whose forward is called as a whole: a transformers model, a `PeftModel`, any `nn.Module` with
+            PEFT layers. Either in memory on every rank (where copies differ, rank 0's wins), and sharded tensor by
+            tensor, the full copy freed as it goes. Or built under `meta_init`: then each rank reads its shard from the
+            checkpoint that the model remembers, and nothing is sent.
+        mesh: From `build_mesh`.
+        config: The same that `mesh` was built with.
+        lora_config: Inject this adapter; for a model without PEFT layers.
+        materialize: False leaves base weights on meta, to look at `read_plan` and shapes; the adapters have values.
+        autocast_adapter_dtype: As in `peft.get_peft_model`: injected adapters of a 16-bit base are float32.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError, ValueError: Bad input, on every rank and before the model is touched.
+        OSError, ValueError: The model's checkpoint is incomplete, damaged or another model's.
+        RuntimeError: A guard found the result wrong (see `lora_parallel.runtime.guards`).
+    """
+    with agreed():
+        _check_arrival(model, mesh, config)
+        if mesh.size() > 1 or wants_fsdp(mesh, config):
+            refuse_early_hooks(model)
+            guard_dtensor_operators()
+        check_adapters(model, config, lora_config)
+        globs = None if isinstance(config.tp_plan, str) else config.tp_plan
+        if globs is not None:
+            check_globs(model, globs)
+        blocks = fsdp_blocks(model, config)
+        deferred = has_deferred(model)
+        check_checkpoints(model, materialize)
+        check_loaded(model)
+        check_quantised(model)
+    check_alike(config=replace(config, seed=0))
+    before = {name: ref(parameter) for name, parameter in model.named_parameters()}  # weak: the full copies are to go
+    late: LateAdapter | None = None
+    tp = mesh["tp"].size()
+    with agreed():
+        if lora_config is not None and deferred:
+            late = LateAdapter(model, lora_config, autocast_adapter_dtype)
+        elif lora_config is not None:
+            inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
+        check_quantised(model)
+        bare = None if config.require_adapters or has_adapters(model) else _bare_copy(model)
+        hold_as_bytes(model)
+        check_fresh(model)
+        if wants_fsdp(mesh, config):
+            check_scalars(model)
+        keep_factored(model)
+        plan = resolve_plan(model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
+    _check_seed(mesh, config)
+    adopt_rank_zero(tensors_of(model), mesh)
+    check_same_files(model, mesh)
+    settle(model)
+    ties = ties_of(model)
+    for parameter in model.parameters():
+        if not parameter.numel():  # nothing of it trains, and FSDP2 reduces no gradient without elements
+            parameter.requires_grad_(False)
+        if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
+            parameter.data = parameter.data.contiguous()
+    if tp > 1:
+        share_random_state(mesh)
+
+    count = ForwardCount()
+    adapt_dropout(model, config.seed, count, dp_rank(mesh))
+    gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None)
+    context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
+    if config.activation_checkpointing:
+        _checkpoint_activations(model, blocks)
+    order = None
+    if wants_fsdp(mesh, config):
+        tied = shard_for_dp(model, blocks, mesh, config)
+        order = compare_order(model, mesh["dp_shard"].size())
+        gather_for_calls(model, tied)
+    with agreed():
+        if late is not None:
+            late.draw(config.seed, mesh.device_type)
+        if materialize:
+            read_weights(model, mesh.device_type)
+    if materialize:
+        model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
+    allow_generate(model, innermost(model), mesh)
+    allow_save_pretrained(model)
+    # As sharded by now; those of adapters that are not active too.
+    gradients.manage(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))
+
+    fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
+    styles = {name: style.name for name, style in plan.styles.values()}
+    state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
+    StepHooks(model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recoveries)
+    verify(model, state, ties)
+    state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    if materialize:
+        state.fingerprints = base_fingerprints(model, mesh)
+    refuse_steps_of(before, model)
+    state.attach(model)
+    seal(model, mesh.size())
+    return model
+
+
+def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Tp peers with different seeds would drop different elements of the same activation."""
+    seeds = gather_numbers([config.seed % 2**63], mesh.device_type)[:, 0].tolist()
+    if len(set(seeds)) > 1:
+        raise ValueError(
+            f"seed differs between ranks ({seeds}): give every rank the same one. Batches are told apart by rank, not "
+            "by seed."
+        )
+
+
+_WRAPPER_PARTS = {
+    "_checkpoint_wrapped_module": "torch's checkpoint_wrapper: use activation_checkpointing=True or the model's own "
+    "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})",
+    "_orig_mod": "torch.compile: call block.compile() after parallelize instead",
+    "_fsdp_wrapped_module": "FSDP1: pass the bare model",
+}
+
+
+def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give an nn.Module.")
+    if not isinstance(config, ParallelConfig):
+        raise TypeError(f"config is a {type(config).__name__}: give a ParallelConfig.")
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != AXES:
+        raise TypeError(f"mesh is {mesh!r}: give what build_mesh returns, with axes {', '.join(AXES)}.")
+    if tuple(mesh.shape) != mesh_sizes(config, mesh.size()):
+        raise ValueError(
+            f"the mesh has sizes {tuple(mesh.shape)} of {', '.join(AXES)}, the config asks for "
+            f"{mesh_sizes(config, mesh.size())}: give build_mesh and parallelize the same config."
+        )
+    if state_of(model) is not None:
+        raise ValueError(f"this {type(model).__name__} is parallelized already.")
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError("the model is wrapped in DistributedDataParallel: pass the bare model (model.module).")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "fully_shard was already applied to the model, or parallelize to it or to one that holds it: pass the bare "
+            "model, once."
+        )
+    for name, parameter in model.named_parameters():
+        for part, remedy in _WRAPPER_PARTS.items():
+            if part in name.split("."):
+                raise ValueError(f"{name} is inside a wrapper of {remedy}.")
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor already. If the model is the inside of one that is parallelized "
+                "(get_base_model()), use that one; else load it without tp_plan=, device_mesh= or DistributedConfig: "
+                "from_pretrained under meta_init lets each rank read its own slices too."
+            )
+
+
+def _shard_for_tp(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: PartialGradients, count: ForwardCount
+) -> tuple[TPContext, list[tuple[nn.Module, str]]]:
+    """Apply each layer's style; return the layers' context, and the parameters whose gradients are partial over tp."""
+    context = TPContext(mesh, gradients, model, count)
+    partials: list[tuple[nn.Module, str]] = []
+    for module, (name, style) in plan.styles.items():
+        partials += apply_style(
+            name, module, style, context, plan.partitions.get(module), plan.cuts.get(module), plan.sharings.get(module)
+        )
+    context.forget_originals()
+    refuse_unload(model)
+    for sequence in plan.sequences:
+        run_on_chunks(sequence, context.group, context.tokens)
+    for module, values in plan.attributes.items():
+        for key, value in values.items():
+            setattr(module, key, viewed_with(getattr(module, key), value))
+    return context, partials
+
+
+def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Recompute inside forward, so that no wrapper's prefix gets into parameter names."""
+    bare: Any = innermost(model)
+    if hasattr(bare, "gradient_checkpointing_enable"):
+        bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    for block in blocks:
+        block.forward = partial(_checkpointed, block, block.forward)
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _bare_copy(model: nn.Module) -> nn.Module | Exception:
+    """Return a copy of a base without values, on which tenants are drawn later, or the error that the copy ends in.
+
+    Tenants may never come, so that what is in their way is no error yet.
+    """
+    try:
+        return without_values(model, bare_states(model))
+    except Exception as error:  # whatever a module makes of being copied
+        return error

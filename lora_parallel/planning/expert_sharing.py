@@ -1,0 +1,216 @@
+"""Find how tp ranks can share the experts of a mixture, by running the experts' own forward.
+
+A module of experts holds stacks of weights [experts, ., .]: one or more up projections and one down projection. Only
+the module's class knows how a stack is laid out (transposed, gate and up packed or interleaved, biases). So the
+module's own forward is run on the parameters that each rank would have, and the outputs of all ranks must add up to
+the output of the whole module. The weights of these runs are products of thin random factors, so that a run costs a few
+tokens, whatever the size of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
+from lora_parallel.distributed.collectives import chunk_bounds
+from lora_parallel.distributed.pytree import tensors_in
+from lora_parallel.layers.row_partition import RowPartition
+from lora_parallel.tp.experts import ExpertSharing, expert_stacks
+from lora_parallel.tracing.trace_errors import brief
+
+__all__ = ["share_experts"]
+
+_TRIALS = 128
+_RANK = 4
+_TOLERANCE = 1e-4
+"""Largest relative error of a sharing that is right, in float32. A wrong sharing has an error of the order of 1."""
+
+
+def share_experts(
+    module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]], tp: int, by: str
+) -> ExpertSharing | str:
+    """Return how tp ranks can share the experts in `module`, or the reason why they cannot.
+
+    Args:
+        module: A module that holds experts. Its parameters may be on meta; only their shapes are used. It is not
+            changed.
+        fed: Positional and keyword arguments that the module was called with.
+        tp: Size of the tp axis.
+        by: "features" for slices of all experts on each rank, "experts" for some experts on each rank.
+    """
+    stacks = expert_stacks(module)
+    experts = next(iter(stacks.values())).shape[0]
+    if by == "experts":
+        if experts % tp:
+            return f"it has {experts} experts, no multiple of tp={tp}"
+        candidates = _by_experts(module, experts, tp)
+    else:
+        hidden = next((x.shape[-1] for x in tensors_in(fed) if x.is_floating_point()), 0)
+        candidates = _by_features(module, stacks, hidden, tp)
+    problem = None
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+        torch.manual_seed(0)
+        fed = _example(fed, experts)
+        values = {key: _random(p) for key, p in module._parameters.items() if p is not None}
+        try:
+            whole = _run(module, values, {}, fed)
+        except Exception as error:
+            return f"its forward cannot be tried ({brief(error)})"
+        for sharing in islice(candidates, _TRIALS):
+            found = _problem(module, sharing, values, fed, whole, tp)
+            if found is None:
+                return sharing
+            problem = problem or found
+    if problem is None:
+        shapes = ", ".join(f"{key} {tuple(p.shape)}" for key, p in stacks.items())
+        problem = (
+            f"none of its stacks ({shapes}) is fed a number of features that the others compute and tp={tp} divides"
+        )
+    return problem
+
+
+def _by_experts(module: nn.Module, experts: int, tp: int) -> Iterator[ExpertSharing]:
+    chosen = RowPartition.of([range(*chunk_bounds(experts, tp, rank)) for rank in range(tp)], experts)
+    cuts = {key: (0, chosen) for key, p in module._parameters.items() if p is not None and p.shape[:1] == (experts,)}
+    counts = {
+        key: experts // tp for key, value in vars(module).items() if "expert" in key and _is_count(value, experts)
+    }
+    if hasattr(module, "_is_expert_parallel"):
+        yield ExpertSharing(
+            "experts", cuts, attributes={**counts, "_is_expert_parallel": True}, elsewhere=experts // tp
+        )
+    yield ExpertSharing("experts", cuts, attributes=counts)
+
+
+def _is_count(value: Any, count: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value == count
+
+
+def _by_features(
+    module: nn.Module, stacks: Mapping[str, nn.Parameter], hidden: int, tp: int
+) -> Iterator[ExpertSharing]:
+    """Yield the ways in which the parameters may be cut by features, the likeliest first."""
+    for down, at in product([*stacks][::-1], (2, 1)):
+        width = stacks[down].shape[at]
+        if stacks[down].shape[3 - at] != hidden or width % tp:
+            continue
+        choices: dict[str, list[tuple[int, RowPartition] | str | None]] = {}
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if key == down:
+                choices[key] = [(at, _chunks(width, tp))]
+            elif key in stacks:
+                choices[key] = [
+                    (dim, chosen)
+                    for dim in (1, 2)
+                    if parameter.shape[3 - dim] == hidden
+                    for chosen in _halves(parameter.shape[dim], width, tp)
+                ]
+            elif parameter.dim() == 2 and parameter.shape[0] == stacks[down].shape[0]:
+                choices[key] = [(1, chosen) for chosen in _halves(parameter.shape[1], width, tp)]
+                choices[key] += ["addend"] if parameter.shape[1] == hidden else []
+            else:
+                choices[key] = [None]
+        sizes = {key: width // tp for key, value in vars(module).items() if _is_count(value, width)}
+        sizes |= {key: 2 * width // tp for key, value in vars(module).items() if _is_count(value, 2 * width)}
+        for each in product(*choices.values()):
+            chosen_of = dict(zip(choices, each, strict=True))
+            cuts = {key: cut for key, cut in chosen_of.items() if isinstance(cut, tuple)}
+            addends = frozenset(key for key, cut in chosen_of.items() if cut == "addend")
+            yield ExpertSharing("features", cuts, addends)
+            if sizes:
+                yield ExpertSharing("features", cuts, addends, sizes)
+
+
+def _chunks(size: int, tp: int) -> RowPartition:
+    return RowPartition.of([range(*chunk_bounds(size, tp, rank)) for rank in range(tp)], size)
+
+
+def _halves(size: int, width: int, tp: int) -> list[RowPartition]:
+    """Return the row partitions of `size` features that may go with equal chunks of `width` features.
+
+    There is one, of equal chunks, if the two sizes are the same. There are two if `size` is twice the width: two
+    matrices (gate and up) may be packed, one after the other, or interleaved.
+    """
+    if size == width:
+        return [_chunks(width, tp)]
+    return [RowPartition.packed([width, width], tp), _chunks(size, tp)] if size == 2 * width else []
+
+
+# ---------------------------------------------------------------------- running the module on a rank's share
+
+
+def _example(fed: Any, experts: int) -> Any:
+    """Return the module's arguments with random activations, routing weights and indices of experts.
+
+    The noted ones are of no use: a router without its weights may choose the same experts for all tokens, or give NaN.
+    """
+    rows = next((len(x) for x in tensors_in(fed) if x.is_floating_point() and x.dim()), 0)
+
+    def drawn(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            return torch.randn(x.shape, dtype=x.dtype)
+        ids = x.dtype != torch.bool and x.dim() == 2 and len(x) == rows and x.shape[1] <= experts
+        return torch.rand(rows, experts).topk(x.shape[1]).indices.to(x.dtype) if ids else x
+
+    return tree_map_only(Tensor, drawn, fed)
+
+
+def _random(parameter: nn.Parameter) -> Any:
+    if parameter.dim() != 3:
+        return torch.randn(parameter.shape)
+    experts, rows, columns = parameter.shape
+    left, right = torch.randn(experts, rows, _RANK), torch.randn(experts, _RANK, columns) / columns**0.5
+    return LowRankWeight(None, [Factors(left, right, 1.0)])
+
+
+def _problem(
+    module: nn.Module, sharing: ExpertSharing, values: Mapping[str, Any], fed: Any, whole: Tensor, tp: int
+) -> str | None:
+    total = torch.zeros_like(whole)
+    for rank in range(tp):
+        mine = dict(values)
+        for key, (dim, chosen) in sharing.cuts.items():
+            mine[key] = values[key].index_select(dim, chosen.rows(rank))
+        for key in sharing.addends:
+            mine[key] = values[key] * (rank == 0)
+        try:
+            part = _run(module, mine, sharing.attributes, sharing.routed(fed, rank))
+        except Exception as error:  # a forward may raise anything on sizes that do not fit
+            return f"its forward fails on a rank's share ({brief(error)})"
+        if part.shape != whole.shape:
+            return "its forward, on a rank's share, gives another shape"
+        total += part
+    right = (total - whole).abs().max() <= _TOLERANCE * whole.abs().max()
+    return None if right else "what its forward gives on the shares of all ranks does not add up to the whole"
+
+
+def _run(module: nn.Module, values: Mapping[str, Any], attributes: Mapping[str, Any], fed: Any) -> Tensor:
+    """Return the output of the module's own forward with other parameters and attributes.
+
+    They are put into the instance dictionary, where attribute lookup finds them before the registered parameters, and
+    are taken out again afterwards.
+
+    Raises:
+        TypeError: The output is no tensor.
+    """
+    changed = {**values, **attributes}
+    before = {key: module.__dict__[key] for key in changed if key in module.__dict__}
+    try:
+        module.__dict__.update(changed)
+        args, kwargs = tree_map_only(Tensor, torch.clone, fed)
+        output = module(*args, **kwargs)
+    finally:
+        for key in changed:
+            del module.__dict__[key]
+        module.__dict__.update(before)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"it gives a {type(output).__name__}")
+    return output.detach().clone()

@@ -1,0 +1,196 @@
+"""Resolve a model's tensor parallel plan: from its own `tp_plan` and the user's globs to a checked style per module.
+
+A plan names modules as the model's author named them. PEFT and wrappers put components of their own into module names
+(`base_model.model.`, `.base_layer`, `.modules_to_save.default`). These components are taken out before a name is
+matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from lora_parallel.layers.module_names import clean_names, innermost
+from lora_parallel.layers.row_partition import RowPartition
+from lora_parallel.layers.styles import STYLES, WAYS_OF_EXPERTS, Style, style_named
+from lora_parallel.planning.completion import (
+    add_replicated,
+    complete,
+    keep_small_whole,
+    keep_whole,
+    partition_packed,
+)
+from lora_parallel.planning.entries import entries_of_models, take_entries
+from lora_parallel.planning.expert_pass import plan_experts
+from lora_parallel.planning.first_batch_check import FirstBatchCheck
+from lora_parallel.planning.group_pass import check_between, check_entries, fit_groups
+from lora_parallel.planning.plan_builder import PlanBuilder
+from lora_parallel.planning.plan_checks import check_kinds, check_ties, check_widths
+from lora_parallel.planning.report import log_plan
+from lora_parallel.planning.token_pass import split_tokens
+from lora_parallel.tp.experts import ExpertSharing
+from lora_parallel.tp.sequence import Sequence
+from lora_parallel.tracing.structure import Structure, find_structure
+from lora_parallel.tracing.trace_errors import TraceError
+from lora_parallel.tracing.tracer import traced_models
+
+__all__ = ["Plan", "check_globs", "resolve_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold the tensor parallel style of each module, and all else that is needed to apply the styles."""
+
+    styles: dict[nn.Module, tuple[str, Style]]
+    """Name (without PEFT's additions) and style of each module that has a style."""
+
+    partitions: dict[nn.Module, RowPartition] = field(default_factory=dict)
+    """Output features of each rank, for each colwise layer that is not cut into one chunk a rank."""
+
+    cuts: dict[nn.Module, dict[str, tuple[int, RowPartition]]] = field(default_factory=dict)
+    """Parameters that act on slices and have values for each feature or head, by the module that holds them and their
+    name in it: the dim that is cut, and the rows of each rank.
+    """
+
+    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    """Sizes that modules keep (numbers of heads, widths) as they are on a rank, by module and attribute name."""
+
+    first_batch_checks: list[FirstBatchCheck] = field(default_factory=list)
+    """Checks that are to be made on the first batch, one for each model that could not be run before."""
+
+    sharings: dict[nn.Module, ExpertSharing] = field(default_factory=dict)
+    """Part of the experts that each rank has, for each module of experts that ranks share."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    """Places where tokens are split among ranks and gathered (sequence parallelism), for each model that was run."""
+
+
+def check_globs(model: nn.Module, globs: Mapping[str, str]) -> None:
+    """Check the user's plan as far as the size of the mesh does not matter.
+
+    Args:
+        model: The model that the plan is for.
+        globs: The user's plan: a style for each glob of module names.
+
+    Raises:
+        ValueError: A style is unknown, or a glob matches no module.
+    """
+    names = set(clean_names(model).values()) - {""}
+    for glob, style in globs.items():
+        style_named(style, f"the entry {glob!r}")
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = sorted({name for name in names if name.rsplit(".", 1)[-1] == glob.rsplit(".", 1)[-1]})
+            hint = f"Modules of that last name: {', '.join(near[:3])}" if near else f"Modules: {', '.join(_few(names))}"
+            raise ValueError(
+                f"tp_plan: the entry {glob!r} ({style}) matches no module. {hint}. Write names without "
+                "base_model.model. and .base_layer."
+            )
+
+
+def _few(names: set[str]) -> list[str]:
+    leaves = sorted(names, key=lambda name: (-name.count("."), name))
+    return [*leaves[:3], "..."]
+
+
+def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, sequence_parallel: bool = False) -> Plan:
+    """Return the plan of a model: a style for every module that needs one at this `tp`. The model is not changed.
+
+    Args:
+        model: A model in full shapes, with its adapters injected.
+        globs: The user's entries, which replace those of the model's own plan; `*` matches any characters, dots
+            included. In the model's own plan `*` stands for one component, as in transformers.
+        tp: Size of the tp axis.
+        sequence_parallel: Split the tokens among ranks between the layers that are cut.
+
+    Raises:
+        ValueError: There is no plan, and none can be derived; an entry matches nothing, names an unknown style, or is
+            not what the model computes; a module with LoRA layers or a trained parameter has no style; heads or widths
+            are no multiple of tp; a layer, or something that its adapter uses, is not supported under tensor
+            parallelism.
+    """
+    check_globs(model, globs or {})
+    names = clean_names(model)
+    own, table = entries_of_models(names)
+    builder = PlanBuilder(model, names, tp)
+    take_entries(builder, own, table, globs or {})
+    check_kinds({module: entry for module, entry in builder.styles.items() if builder.layers[module].asked}, tp)
+    between = {name for name, style in builder.styles.values() if style is STYLES["replicated_with_grad_allreduce"]}
+    structures, first_batch_checks, problem = _structures(model, names, tp, between)
+    if not own and not globs and not structures:
+        raise ValueError(
+            f"tp={tp}, but {type(innermost(model)).__name__} carries no tp_plan, and none can be derived, as running "
+            f'it without its weights fails ({problem}): pass tp_plan={{"<glob of module names>": "colwise" | '
+            '"rowwise" | ...}, or use tp=1. "colwise_gather_output" is right for any linear layer.'
+        )
+    for structure in structures:
+        fit_groups(builder, structure)
+    check_entries(builder, structures)
+    check_between(builder, structures)
+    plan_experts(builder, structures, sequence_parallel)
+    of_layers = [glob for glob, style in (globs or {}).items() if style not in WAYS_OF_EXPERTS]
+    if structures and not of_layers:
+        complete(builder, structures)
+    keep_whole(builder, structures)
+    keep_small_whole(builder)
+    partition_packed(builder)
+    if own and not globs and not builder.styles:
+        raise ValueError(
+            f"tp={tp}: no entry of the plan that {type(innermost(model)).__name__} carries matches a module of it: "
+            'pass tp_plan={"<glob>": "<style>"}.'
+        )
+    add_replicated(builder)
+    if sequence_parallel:
+        split_tokens(builder, structures, problem)
+    styles = builder.styles
+    check_kinds(styles, tp)
+    check_widths(names, styles, builder.proven, tp)
+    check_ties(model, styles)
+    log_plan(builder, problem, bool(first_batch_checks))
+    for check in first_batch_checks:
+        check.expect(styles, builder.partitions)
+    return Plan(
+        styles,
+        builder.partitions,
+        builder.cuts,
+        builder.attributes,
+        first_batch_checks,
+        builder.sharings,
+        builder.sequences,
+    )
+
+
+def _structures(
+    model: nn.Module, names: Mapping[nn.Module, str], tp: int, whole: Collection[str]
+) -> tuple[list[Structure], list[FirstBatchCheck], str]:
+    """Run the transformers models in `model` without their weights and return what the runs show.
+
+    A model inside of another one (a vision tower) is run by itself if the run of the outer one fails or does not reach
+    it.
+
+    Returns:
+        The structure of each model that was run; a list with a first-batch check if the whole model could not be run;
+        and the first problem, "" if there was none.
+    """
+    found: list[Structure] = []
+    first_batch_checks: list[FirstBatchCheck] = []
+    problem = ""
+    reached: set[nn.Module] = set()
+    for inner in traced_models(model):
+        if any(module in reached for module in inner.modules()):
+            continue
+        try:
+            structure = find_structure(inner, names, tp, whole)
+        except TraceError as error:
+            problem = problem or str(error)
+            with suppress(TraceError):
+                if inner in (model, innermost(model)):
+                    first_batch_checks.append(FirstBatchCheck(inner, names, tp))
+            continue
+        found.append(structure)
+        reached.update(module for module, name in names.items() if name in structure.called)
+    return found, first_batch_checks, problem

@@ -1,0 +1,54 @@
+"""Make `model.generate` work on a sharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from lora_parallel.distributed.gather import reshard
+from lora_parallel.distributed.mesh import dp_size
+from lora_parallel.distributed.rendezvous import collective_call
+
+__all__ = ["allow_generate"]
+
+
+def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
+    """Make `generate` of transformers and PEFT, which bypasses the model's own forward, gather the root unit's weights.
+
+    Data-parallel ranks finish their texts at different steps, and a rank that stopped would leave the others waiting
+    for its weights. With more than one such rank `synced_gpus=True` is the default, which keeps all ranks running to
+    the last step.
+
+    Args:
+        model: A sharded model.
+        base: The model inside of a `PeftModel`, whose `generate` may be called too; or `model` itself.
+        mesh: The mesh of `model`.
+    """
+    if not isinstance(model, FSDPModule) and mesh.size() == 1:
+        return
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")  # does nothing if FSDP2 does not shard the model
+    for holder in {model, base}:
+        if hasattr(holder, "generate"):
+            _complete(holder, model, mesh)
+
+
+def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:
+    own: Any = holder.generate
+    replicated = mesh["dp_replicate"].size() > 1
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if dp_size(mesh) > 1:
+            kwargs.setdefault("synced_gpus", True)
+        try:
+            if replicated and not kwargs["synced_gpus"]:  # a replica needs no weights of other replicas
+                return own(*args, **kwargs)
+            with collective_call("generate"):
+                return own(*args, **kwargs)
+        finally:
+            reshard(root)  # as after any forward that no backward follows
+
+    holder.__dict__["generate"] = generate

@@ -1,0 +1,145 @@
+"""Check the conditions that must hold after `parallelize`, on every rank and with one small collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.adapters.inspection import adapter_parameters
+from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
+from lora_parallel.state import ParallelState
+
+__all__ = ["check_values", "ties_of", "verify"]
+
+Ties = Sequence[list[tuple[nn.Module, str]]]
+"""Type of a list with one entry per tied weight: the modules that hold the weight, each with its key there."""
+
+
+def ties_of(model: nn.Module) -> Ties:
+    """Return the weights that several modules hold, each as a list of these modules and the key of the weight there."""
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((module, key))
+    return [places for places in holders.values() if len(places) > 1]
+
+
+def verify(model: nn.Module, state: ParallelState, ties: Ties = ()) -> None:
+    """Check a sharded model. Collective.
+
+    Args:
+        model: The model after sharding.
+        state: The state of `model`.
+        ties: The tied weights that `model` had before sharding.
+
+    Raises:
+        RuntimeError: A base parameter would train, or an adapter parameter would not; a tensor is on meta; the modules
+            of a tied weight hold different tensors; a fresh adapter changes the model's outputs; or ranks hold
+            different values of a shard that should be equal. The error names the parameter and is raised on every rank.
+    """
+    with agreed():
+        if state.materialized:
+            check_values(model)
+        if state.config.require_adapters:
+            _check_trainables(model)
+        _check_ties(model, ties)
+        _check_fresh(model, state.fresh_adapters)
+    _check_replicas(model, state.mesh)
+
+
+def check_values(model: nn.Module) -> None:
+    """Check that no parameter or buffer of `model` is on the meta device.
+
+    Raises:
+        RuntimeError: A parameter or buffer is on meta: it was never given a value.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise RuntimeError(
+                    f"the {kind} {name} is on the meta device: it was never given a value. Fill "
+                    "it by from_pretrained or attach_checkpoint, and let parallelize materialize the model."
+                )
+
+
+def _check_ties(model: nn.Module, ties: Ties) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for places in ties:
+        if len({id(module._parameters[key]) for module, key in places}) > 1:
+            held = " and ".join(f"{names[module]}.{key}" for module, key in places)
+            raise RuntimeError(f"{held} were one tied weight, and are not after sharding: they would drift apart.")
+
+
+def _check_trainables(model: nn.Module) -> None:
+    adapters = adapter_parameters(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in adapters:
+            raise RuntimeError(
+                f"the base parameter {name} would train. Freeze it (requires_grad_(False)), list its module in "
+                "LoraConfig(modules_to_save=[...]), or set require_adapters=False."
+            )
+    active = _active_adapters(model)
+    for name, parameter in adapters.items():
+        if not parameter.requires_grad and parameter.numel() and active & set(name.split(".")):
+            raise RuntimeError(
+                f"the adapter parameter {name} would not train: set requires_grad_(True) (a PeftModel loaded without "
+                "is_trainable=True is frozen), deactivate its adapter, or set require_adapters=False."
+            )
+
+
+def _active_adapters(model: nn.Module) -> set[str]:
+    return {name for module in model.modules() if isinstance(module, LoraLayer) for name in module.active_adapters}
+
+
+def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
+    for adapter in adapters:
+        for name, parameter in adapter_parameters(model, adapter).items():
+            # PEFT zeroes B of a linear layer and A of an embedding.
+            if (".lora_B." in name or ".lora_embedding_A." in name) and torch.count_nonzero(local(parameter)):
+                raise RuntimeError(
+                    f"the fresh adapter factor {name} is not zero: the model would not start as its base."
+                )
+
+
+def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that ranks that hold the same shard of a trained parameter hold the same values."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
+    prints = gather_numbers([fingerprint(local(p)) for p in parameters.values()], mesh.device_type)
+    alike: dict[frozenset[str], list[int]] = {}
+    for index, parameter in enumerate(parameters.values()):
+        alike.setdefault(_sharded_axes(parameter), []).append(index)
+    for axes, indices in alike.items():
+        peers = _peers(mesh, axes)
+        held = prints[peers][:, :, indices]  # [shards, ranks that hold the same one, parameters]
+        differing = (held != held[:, :1]).any(dim=1).nonzero()
+        if len(differing):
+            shard, at = differing[0].tolist()
+            raise RuntimeError(
+                f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
+                "same shard of it, and is not: something changed it on some ranks only."
+            )
+
+
+def _sharded_axes(parameter: Tensor) -> frozenset[str]:
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return frozenset(
+        n for n, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
+    )
+
+
+def _peers(mesh: DeviceMesh, sharded: frozenset[str]) -> Tensor:
+    """Return the ranks that hold the same shard, if the axes `sharded` shard it: [shards, ranks of each shard]."""
+    axes = list(mesh.mesh_dim_names or ())
+    order = [axes.index(n) for n in axes if n in sharded] + [axes.index(n) for n in axes if n not in sharded]
+    split = prod(mesh[name].size() for name in sharded)
+    return mesh.mesh.permute(order).reshape(split, -1)

@@ -1,0 +1,191 @@
+"""Check or replace the parameters that an optimizer holds.
+
+Sharding replaces a model's parameters, and an optimizer that holds the old ones trains nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache, partial
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lora_parallel.distributed.gradients import keep_elsewhere
+from lora_parallel.distributed.rendezvous import place_of_call
+
+__all__ = ["HeldByName", "described", "refuse_stale", "refuse_steps_of"]
+
+_REPLACED, _LIVE = "_lora_parallel_replaced", "_lora_parallel_live"
+_REMEDY = (
+    "Make the optimizer afterwards, from the sharded model's parameters; or prepare both at once, "
+    "accelerator.prepare(model, optimizer); or return it from configure_optimizers."
+)
+
+
+def refuse_steps_of(before: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
+    """Make every optimizer that holds a parameter which sharding has replaced raise an error when it steps.
+
+    Nothing else tells such an optimizer from one that works: the old parameters get no gradients, and optimizers skip
+    parameters without gradients. A model may well be sharded before its optimizer is made, so that sharding itself
+    cannot raise this error.
+
+    Args:
+        before: Weak references to the model's parameters before it was sharded, by name; those that no object holds any
+            more are skipped.
+        model: The model after sharding.
+    """
+    held = set(model.parameters())
+    replaced = {name: p for name, each in before.items() if (p := each()) is not None and p not in held}
+    if replaced:
+        _watch_steps()
+    where = place_of_call()
+    for name, parameter in replaced.items():
+        setattr(parameter, _REPLACED, (name, where))
+        keep_elsewhere(parameter, partial(_gradient_elsewhere, ref(parameter)))
+        if parameter.requires_grad:
+            setattr(parameter, _LIVE, False)
+            parameter.register_post_accumulate_grad_hook(_note_gradient)
+
+
+def _note_gradient(parameter: nn.Parameter) -> None:
+    setattr(parameter, _LIVE, True)
+
+
+def _is_live(parameter: nn.Parameter) -> bool:
+    """Return True if another model goes on with a replaced parameter: a gradient has come since, not from before."""
+    return parameter.grad is not None and getattr(parameter, _LIVE, True)
+
+
+def _gradient_elsewhere(held: ref[nn.Parameter]) -> str | None:
+    """Return the error for clipping a replaced parameter: it has no gradient to clip, and its successor does."""
+    parameter = held()
+    if parameter is None or not parameter.requires_grad or _is_live(parameter):
+        return None
+    name, where = getattr(parameter, _REPLACED)
+    return (
+        f"{name} is the parameter as before the model was sharded (at {where}), which put a sharded one in its place: "
+        "its gradient would not be clipped, and an optimizer that holds it would train nothing. Clip "
+        f"model.parameters() of the sharded model. {_REMEDY}"
+    )
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [p for p in parameters if _REPLACED in p.__dict__]
+    # Another model that shares a weight with the sharded model goes on with the old weight, and trains it.
+    stale = any(p.requires_grad and not _is_live(p) for p in held)
+    if held and (stale or all(p.grad is None for p in parameters)):
+        name, where = getattr(max(held, key=lambda parameter: parameter.requires_grad), _REPLACED)
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} optimizer holds {name}{more} as before the model was sharded (at "
+            f"{where}), which put sharded parameters in their place: it would train nothing. {_REMEDY}"
+        )
+
+
+def refuse_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parameter], remedy: str) -> None:
+    """Check that optimizers hold parameters of sharded models only.
+
+    Args:
+        optimizers: The optimizers.
+        known: All parameters of all sharded models.
+        remedy: The end of the error: a sentence that says what to do.
+
+    Raises:
+        ValueError: An optimizer holds other parameters.
+    """
+    for optimizer in optimizers:
+        stale = sum(parameter not in known for group in optimizer.param_groups for parameter in group["params"])
+        if stale:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds {stale} parameters that are not the sharded model's: it was made "
+                f"before the model was sharded. {remedy}"
+            )
+
+
+def described(optimizer: Optimizer, module: nn.Module) -> str:
+    """Return a text with an optimizer's class, settings and parameters, to be compared between ranks.
+
+    Replicated parameters that ranks update in different ways drift apart.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        held = " ".join(names.get(parameter, "?") for parameter in group["params"])
+        settings = {key: value for key, value in sorted(group.items()) if key != "params"}
+        groups.append(f"{len(group['params'])} parameters ({zlib.crc32(held.encode()):08x}) with {settings}")
+    return f"{type(optimizer).__name__} of {'; '.join(groups)}"
+
+
+class HeldByName:
+    """Remember an optimizer's parameters by name while sharding replaces the parameters of its model.
+
+    Args:
+        optimizer: An optimizer that has not stepped.
+        module: The model before it is sharded.
+        sharded: Parameters of models that are sharded already, which the optimizer may hold too.
+        remedy: The end of the error for an optimizer that has state: a sentence that says what to do.
+
+    Raises:
+        ValueError: The optimizer has state, or holds parameters that are neither the module's nor in `sharded`.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module, sharded: Collection[nn.Parameter], remedy: str) -> None:
+        kind = type(optimizer).__name__
+        if optimizer.state:
+            raise ValueError(
+                f"{kind} has state for {len(optimizer.state)} parameters already, which would stay with the unsharded "
+                f"ones: {remedy}"
+            )
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        foreign = sum(p not in names and p not in sharded for group in optimizer.param_groups for p in group["params"])
+        if foreign:
+            raise ValueError(
+                f"{kind} holds {foreign} parameters that are not those of the {type(module).__name__} it is set up "
+                "with: make it from this model's parameters, or set its other models up before."
+            )
+        self._optimizer = optimizer
+        self._held = [[names.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
+
+    def restore(self, module: nn.Module) -> None:
+        """Put the parameters that have the remembered names in `module` now in the place of the old ones."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
+            # In place: an optimizer may keep the list itself elsewhere too.
+            group["params"][:] = [parameters[each] if isinstance(each, str) else each for each in held]
+
+    def restore_adapted(self, module: nn.Module) -> None:
+        """Put the trained parameters of `module` in the place of the old ones, if adapters were injected meanwhile.
+
+        A group that held parameters of a layer gets the parameters that train in the layer now, and loses those that
+        are frozen.
+
+        Raises:
+            ValueError: A parameter trains in a layer of which no group held a parameter.
+        """
+        layers = [{each.rpartition(".")[0] for each in held if isinstance(each, str)} for held in self._held]
+        taken: list[list[nn.Parameter]] = [[] for _ in layers]
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            parts = name.split(".")[:-1]
+            within = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+            found = next((index for layer in within for index, held in enumerate(layers) if layer in held), None)
+            if found is None:
+                raise ValueError(
+                    f"{name}, of the injected adapter, is in a layer that {type(self._optimizer).__name__} held no "
+                    "parameter of: make the optimizer from all of the model's parameters."
+                )
+            taken[found].append(parameter)
+        for group, held, new in zip(self._optimizer.param_groups, self._held, taken, strict=True):
+            group["params"][:] = [*new, *(each for each in held if not isinstance(each, str))]

@@ -1,0 +1,89 @@
+"""Check that tp peers are fed the same batches, and make the same forwards.
+
+Each peer computes a slice of every layer: with different batches their sums are of neither batch, and no error says so.
+So tp peers compare the inputs of every forward by one message of two numbers. The first batch for training and the
+first for evaluation are compared before anything is computed, and so is every batch on a CPU. On an accelerator a later
+batch is compared as the next forward begins, so that no rank waits for its device.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from lora_parallel.distributed.pytree import tensors_in
+from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device
+from lora_parallel.distributed.rendezvous import wait_for
+
+__all__ = ["SameBatch"]
+
+
+class SameBatch:
+    """Compare the inputs of each forward of one model between tp peers.
+
+    Args:
+        mesh: The model's mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._device = mesh.device_type
+        self._group = mesh.get_group("tp")
+        self._unchecked = {True, False}
+        self._forwards = 0
+        self._sent: tuple[int, Tensor, Any] | None = None
+        """The number of the last forward, and the result of its message, which holds once a device's event is over."""
+
+    def check(self, inputs: Any, training: bool) -> None:
+        """Check the inputs of a forward as it begins. Collective over tp; over all ranks in the first one for training.
+
+        Raises:
+            RuntimeError: Tp peers were fed different batches, or make other forwards. Raised on these peers, and in the
+                first forward for training on every rank.
+        """
+        self._look_at_last()
+        self._forwards += 1
+        first = training in self._unchecked
+        self._unchecked.discard(training)
+        both = self._message(inputs, training)
+        if first or self._device == "cpu":
+            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            wait_for(work, f"the model's forward for {'training' if training else 'evaluation'}", self._device)
+            with agreed() if first and training else nullcontext():
+                self._compare(self._forwards, both)
+            return
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        found = torch.empty(2, dtype=both.dtype, pin_memory=True)
+        found.copy_(both, non_blocking=True)
+        event = torch.get_device_module(self._device).Event()
+        event.record()
+        self._sent = self._forwards, found, event
+
+    def _message(self, inputs: Any, training: bool) -> Tensor:
+        """Return a number of the inputs, and one that falls as the first rises: int64 [2]."""
+        total = torch.tensor(int(training), device=self._device)
+        for tensor in tensors_in(inputs):
+            total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)
+        return torch.stack([total, ~total])
+
+    def _look_at_last(self) -> None:
+        if self._sent is not None:
+            number, found, event = self._sent
+            self._sent = None
+            event.synchronize()
+            self._compare(number, found)
+
+    def _compare(self, number: int, both: Tensor) -> None:
+        highest, lowest = int(both[0]), ~int(both[1])
+        if highest != lowest:
+            ranks = dist.get_process_group_ranks(self._group)
+            raise RuntimeError(
+                f"ranks {ranks} are tensor parallel peers and were fed different batches in forward {number}, or one "
+                "of them makes forwards that the others do not: what they compute is of neither batch. Shard the data "
+                f"by data-parallel rank (rank // {len(ranks)}), not by process, and call the model on all of these "
+                "ranks, in evaluation too."
+            )

@@ -1,0 +1,206 @@
+"""Run hooks around a model's forward and backward: counting, guards, recovery from a failed step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lora_parallel.distributed.gradient_hooks import UnfinishedGradients
+from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.pytree import tensors_in
+from lora_parallel.distributed.rank_checks import agreed
+from lora_parallel.distributed.torch_private import (
+    backward_pass,
+    drop_gathered_gradients,
+    in_backward,
+    queue_after_backward,
+)
+from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
+from lora_parallel.fsdp.unused_parameters import UnusedParameters
+from lora_parallel.layers.module_names import innermost
+from lora_parallel.planning.first_batch_check import FirstBatchCheck
+from lora_parallel.runtime.functional_call import Substitutes
+from lora_parallel.runtime.guards import check_values
+from lora_parallel.runtime.same_batch import SameBatch
+from lora_parallel.state import ForwardCount
+from lora_parallel.tp.context import TPContext
+
+__all__ = ["StepHooks"]
+
+log = logging.getLogger(__name__)
+
+
+def _refuse_attentions(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(getattr(innermost(model), "config", None), "output_attentions", False)
+    if asked:
+        raise ValueError(
+            "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, and "
+            "would return that. Leave it False, or use tp=1."
+        )
+
+
+class StepHooks:
+    """Register hooks on the forward of one parallelized model, which run before FSDP2's own.
+
+    Args:
+        model: The sharded model.
+        mesh: The mesh of the model.
+        count: The count of forwards, which each training forward advances.
+        gradients: The model's gradients that are partial over tp, which are dropped after a failed step.
+        context: The context of the model's tensor parallel layers; None if tp is 1.
+        order: The order of the model's FSDP units; None if it has none.
+        first_batch_checks: Checks of the model's plan, each of which runs once, on the first batch.
+        recoveries: Functions that are called after a failed step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        count: ForwardCount,
+        gradients: PartialGradients,
+        context: TPContext | None,
+        order: ModelOrder | None,
+        first_batch_checks: Sequence[FirstBatchCheck] = (),
+        recoveries: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._first_batch_checks = list(first_batch_checks)
+        self._recoveries = recoveries
+        self._mesh = mesh
+        self._count = count
+        self._gradients = gradients
+        self._context = context
+        self._order = order
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._substitutes = Substitutes(model)
+        self._unfinished = UnfinishedGradients(model, gradients.parameters)
+        self._unused = UnusedParameters(model, mesh, gradients, order)
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._same_batch = SameBatch(mesh) if context is not None else None
+        self._has_values = self._trained_once = False
+        self._in_forward = False
+        self._backward: int | None = None
+        """Number of the backward pass that is running or has failed; None if there is none."""
+
+        model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
+            return
+        if not self._has_values:
+            check_values(model)
+            self._has_values = True
+        if self._in_forward or self._backward is not None:
+            self._recover(model)
+        self._unused.begin_forward()
+        self._reshard()  # gathered weights that an earlier forward left may be older than the last step
+        self._substitutes.refuse(model)
+        if isinstance(model, FSDPModule):
+            self._check_fsdp()
+        if self._context is not None:
+            _refuse_attentions(model, kwargs)
+        with agreed() if self._first_batch_checks else nullcontext():
+            while self._first_batch_checks:
+                self._first_batch_checks.pop().check(args, kwargs)
+        if self._order is not None:
+            if model.training and not self._trained_once:
+                refuse_layer_drop(model)
+                self._trained_once = True
+            accumulates = torch.is_grad_enabled() and not self._gradients.synchronise
+            mode = "training" if model.training else "evaluation"
+            self._order.begin(f"for {mode}{' in no_sync' if accumulates else ''}", accumulates)
+        self._count.advance(model.training)
+        if self._same_batch is not None:
+            self._same_batch.check([args, kwargs], model.training)
+        self._in_forward = self._count.running = True
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if in_backward():
+            return
+        self._count.running = False
+        if self._context is not None:
+            self._context.forget_input()
+        if output is None:  # the forward failed
+            return
+        self._in_forward = False
+        this = self._count.current
+
+        def backward_begins(grad: Tensor) -> None:
+            self._count.current = this  # what is recomputed from here on belongs to this forward
+            if self._backward not in (None, backward_pass()):
+                raise RuntimeError(
+                    "the last backward pass of this model failed, and what it left is of no use to another one: call "
+                    "the model again before the next backward."
+                )
+            if self._backward is None:
+                self._backward = backward_pass()
+                self._unfinished.check_hooks()
+                # Called here, not in a layer: a reentrant checkpoint runs the layers in backward passes of their own.
+                self._gradients.begin()
+                queue_after_backward(self._backward_ends)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+        if not torch.is_grad_enabled():
+            self._reshard()  # no backward follows that would, and parameters() must give the sharded ones
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def _backward_ends(self) -> None:
+        self._backward = None
+
+    def _recover(self, model: nn.Module) -> None:
+        """Reset the model after a step that did not finish, and drop the gradients accumulated so far.
+
+        The gradients of the failed step are incomplete, and so are those that they were to be added to.
+        """
+        if self._trained and (not dist.is_initialized() or dist.get_rank() == 0):
+            log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
+        self._in_forward, self._backward = False, None
+        self._gradients.drop()
+        self._unused.drop()
+        for parameter in self._trained:
+            parameter.grad = None
+        for recovery in self._recoveries:
+            recovery()
+        if self._order is not None:
+            self._order.order.forget_place()
+        if isinstance(model, FSDPModule):
+            if not hasattr(model, "reset_iter_state"):
+                raise RuntimeError(
+                    f"the last step failed, and FSDP2 of torch {torch.__version__} cannot go on after that: restart "
+                    "from a checkpoint, or use torch 2.13, which can."
+                )
+            model.reset_iter_state()
+            for unit in self._units:
+                drop_gathered_gradients(unit)
+
+    def _check_fsdp(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "a model under FSDP2 cannot run in torch.inference_mode(): its buffers could never be trained with "
+                "again. Use torch.no_grad()."
+            )
+        if not torch.is_grad_enabled():
+            return
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was parallelized and is not any more: FSDP2 would compute no "
+                    "gradient for it. Set requires_grad, and activate adapters (set_adapter), before parallelize."
+                )

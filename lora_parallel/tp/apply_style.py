@@ -1,0 +1,192 @@
+"""Make a layer tensor parallel in place: place its tensors over tp as its style says, and run its forward on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial as partial_of
+from types import MethodType
+from typing import Any
+
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from transformers.pytorch_utils import Conv1D
+
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.adapters.peft_private import refuse_merge, sum_weight_norm
+from lora_parallel.distributed.collectives import (
+    all_reduce,
+)
+from lora_parallel.distributed.torch_private import local_region
+from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, layer_tensors
+from lora_parallel.layers.row_partition import RowPartition, set_partition
+from lora_parallel.layers.styles import Style
+from lora_parallel.lazy.tracking import rearrange_stored
+from lora_parallel.tp.context import TPContext
+from lora_parallel.tp.experts import ExpertSharing, adapter_cuts
+from lora_parallel.tp.layer import Rows, TPLayer, partition_in_layer, placement_of, set_tp_layer
+
+__all__ = ["apply_style"]
+
+
+def apply_style(
+    name: str,
+    module: nn.Module,
+    style: Style,
+    context: TPContext,
+    partition: RowPartition | None = None,
+    cuts: Mapping[str, tuple[int, RowPartition]] | None = None,
+    sharing: ExpertSharing | None = None,
+) -> list[tuple[nn.Module, str]]:
+    """Make `module` a tensor parallel layer, in place: place its tensors, and run its own forward on this rank's part.
+
+    Args:
+        name: The layer's name, for error messages.
+        module: A layer, or a PEFT layer around one.
+        style: The layer's style.
+        context: The context that all tensor parallel layers of the model share.
+        partition: The output features of each rank, if `style` cuts them but not into one chunk a rank.
+        cuts: The dim and the rows of each rank, by parameter name, for parameters that are cut although `style` leaves
+            the layer whole.
+        sharing: The part of the experts that each rank has, if `module` is a module of experts.
+
+    Returns:
+        The parameters whose gradients on one rank will be partial sums over tp: for each, the module that holds it and
+        its name in that module.
+    """
+    base = base_of(module)
+    shares = _expert_tensors(module, sharing) if sharing is not None else {}
+    tensors = [*shares] or layer_tensors(module, style)
+    rows: Rows = {}
+    partial: list[tuple[nn.Module, str]] = []
+    for tensor in tensors:
+        parameter, placement = tensor.parameter, placement_of(base, tensor, style)
+        arranged = None
+        if isinstance(parameter, DTensor):
+            continue  # placed already: tied layers share the tensors that train
+        cut = shares[tensor] if shares else partition_in_layer(base, tensor, partition, cuts or {})
+        if shares and cut is not None:
+            placement = Shard(cut[0])
+        if cut is not None and not (shares and cut[1].is_chunked):
+            dim, chosen = cut
+            if isinstance(placement, Shard) and parameter not in context.stored_whole:
+                arranged = chosen, dim
+                set_partition(tensor.owner, tensor.key, chosen, dim)
+                rearrange_stored(tensor.owner, tensor.key, partial_of(chosen.arranged, dim=dim))
+            else:
+                placement = Replicate()
+                rows[tensor] = dim, chosen.rows(context.rank)
+        if isinstance(placement, Shard) or parameter in context.stored_whole or context.is_placed(parameter):
+            tensor.put(context.place(parameter, placement, arranged))
+            context.stored_whole.discard(parameter)  # else this set would keep the full copy in memory
+        if tensor.role in style.partial or tensor in rows:
+            partial.append((tensor.owner, tensor.key))
+    if isinstance(base, Conv1D) and style.lora_B == Shard(0):
+        base.nf = context.slice_of(base.nf) if partition is None else partition.width
+    tp_layer = TPLayer(name, module, style, context, tensors, rows, partition, sharing)
+    if isinstance(module, LoraLayer) and sharing is None:
+        offset = tp_layer.feature_offset(module.in_features or 0)
+        for dropout in module.lora_dropout.values():
+            if isinstance(dropout, TopologyInvariantDropout):
+                dropout.feature_offset = offset
+        if partition is not None:
+            _merge_arranged(module, features_dim(base), partition)
+        elif not isinstance(style.weight, Shard):
+            _merge_whole(module)
+        _prepare_adapters(name, module, style, context, partition is not None)
+    if isinstance(module, ParamWrapper):
+        for layer in _wrappers(module):
+            refuse_merge(layer, "an adapter of experts")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tp_layer.run(self, *args, **kwargs)
+
+    module.forward = MethodType(forward, module)
+    set_tp_layer(module, tp_layer)
+    return partial
+
+
+def _wrappers(module: nn.Module) -> list[ParamWrapper]:
+    """Return PEFT's layers around experts, outermost first. They are nested, and each adapts one parameter."""
+    found = []
+    while isinstance(module, ParamWrapper):
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
+def _expert_tensors(module: nn.Module, sharing: ExpertSharing) -> dict[LayerTensor, tuple[int, RowPartition] | None]:
+    """Return the parameters of a module of experts and of its adapters.
+
+    Returns:
+        For each parameter the dim that is cut and the rows of each rank, or None if the parameter stays whole.
+    """
+    base = base_of(module)
+    tensors: dict[LayerTensor, tuple[int, RowPartition] | None] = {}
+    for inner in base.modules():
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                own = inner is base
+                cut = sharing.cuts.get(key) if own else None
+                role = "weight" if cut is not None else "addend" if own and key in sharing.addends else "other"
+                tensors[LayerTensor(inner, key, role)] = cut
+    for wrapper in _wrappers(module):
+        for adapter in wrapper.lora_A:
+            cuts = adapter_cuts(wrapper, adapter, sharing)
+            for role in ("lora_A", "lora_B"):
+                cut = cuts.get(role)
+                partial = cut is None or not cut[1].is_chunked
+                owner = getattr(wrapper, role)[adapter]
+                tensors[LayerTensor(owner, "weight", role if partial else "weight")] = cut
+    return tensors
+
+
+def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPContext, selected: bool) -> None:
+    """Prepare DoRA and the biases of adapters on a layer whose weight is cut.
+
+    The norms that DoRA takes of a rowwise weight are summed over tp. Merging is refused for DoRA adapters, and for
+    adapters with a bias where a row partition rearranges the weight.
+    """
+    if not isinstance(style.weight, Shard):
+        return
+    for adapter, dora in module.lora_magnitude_vector.items():
+        if style.leave in ("reduce", "tokens"):
+            sum_weight_norm(dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", name))
+        refuse_merge(module, f"the DoRA adapter {adapter!r}")
+    for adapter, biased in module.lora_bias.items():
+        if biased and selected:
+            refuse_merge(module, f"the adapter {adapter!r} (lora_bias=True)")
+
+
+def _merge_whole(module: Any) -> None:
+    """Let PEFT merge adapters into a base weight that tp does not cut: the delta weight is gathered to match it.
+
+    If the base weight is a DTensor (sharded by FSDP2), the delta weight becomes a DTensor of the same placements.
+    """
+    own = getattr(module, "get_delta_weight", None)
+    if own is None:
+        return
+
+    def get_delta_weight(adapter: str) -> Tensor:
+        delta, weight = own(adapter), module.get_base_layer().weight.detach()
+        whole = delta.full_tensor() if isinstance(delta, DTensor) else delta
+        if not isinstance(weight, DTensor):
+            return whole
+        part = whole[local_region(weight)].contiguous()
+        return DTensor.from_local(
+            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+    module.get_delta_weight = get_delta_weight
+
+
+def _merge_arranged(module: Any, dim: int, partition: RowPartition) -> None:
+    """Let PEFT merge adapters into a base weight whose rows are rearranged, by rearranging the delta weight alike."""
+    own = module.get_delta_weight
+
+    def get_delta_weight(adapter: str) -> Tensor:
+        return partition.arranged(own(adapter), dim)
+
+    module.get_delta_weight = get_delta_weight

@@ -1,0 +1,150 @@
+"""Share the tp axis, partial gradients and the last input of slices among the tensor parallel layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from lora_parallel.adapters.inspection import adapter_parameters
+from lora_parallel.distributed.collectives import chunk_bounds, copy_to_tp, gather_tokens
+from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.layers.layer_parameters import shared_parameters
+from lora_parallel.layers.row_partition import RowPartition
+from lora_parallel.state import ForwardCount
+
+__all__ = ["TPContext", "Tokens"]
+
+
+class Tokens:
+    """Hold the number of tokens of each forward, for sequence parallelism.
+
+    A rank has only a chunk of the tokens, and the number of all tokens cannot be computed from its size. The number is
+    kept until backward, where activation checkpointing may recompute the forward.
+    """
+
+    def __init__(self, forwards: ForwardCount) -> None:
+        self._forwards = forwards
+        self._counts: dict[int, int] = {}
+
+    @property
+    def count(self) -> int:
+        """Return the number of all tokens in the forward that is being computed or recomputed."""
+        return self._counts[self._forwards.current if torch.is_grad_enabled() else -1]
+
+    @count.setter
+    def count(self, number: int) -> None:
+        self._counts[self._forwards.current if torch.is_grad_enabled() else -1] = number
+        self._counts.pop(self._forwards.current - _FORWARDS_KEPT, None)
+
+
+_FORWARDS_KEPT = 1024
+"""Number of forwards whose number of tokens is kept for their backward."""
+
+
+class TPContext:
+    """Hold the tp axis, the partial gradients and the last input, which all tensor parallel layers of a model share."""
+
+    def __init__(self, mesh: DeviceMesh, gradients: PartialGradients, model: nn.Module, forwards: ForwardCount) -> None:
+        self.mesh = mesh["tp"]
+        self.group = self.mesh.get_group()
+        self.rank = self.mesh.get_local_rank()
+        self.gradients = gradients
+        self.tokens = Tokens(forwards)
+        self.stored_whole = {p for p in model.parameters() if p.requires_grad} | {*adapter_parameters(model).values()}
+        """Parameters that train or belong to an adapter, until they are placed. They are saved, so a row partition
+        never rearranges them, whatever rows a rank computes with."""
+
+        self._shared: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(shared_parameters(model))
+        self._last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
+
+    def place(
+        self, parameter: nn.Parameter, placement: Placement, selected: tuple[RowPartition, int] | None = None
+    ) -> nn.Parameter:
+        """Return `parameter` as a DTensor over tp that holds this rank's slice and no memory of the rest.
+
+        A parameter that two layers share (tied head and embedding) is placed once and stays shared.
+
+        Args:
+            parameter: The full parameter, the same on every rank, in memory or on meta.
+            placement: The placement over tp.
+            selected: A row partition and its dim. The parameter's rows are rearranged by it before they are cut.
+        """
+        placed = self._shared.get(parameter)
+        if placed is not None:
+            return placed
+        full = parameter.detach()
+        if selected is not None:
+            partition, dim = selected
+            full = partition.arranged(full, dim)
+        if isinstance(placement, Shard):
+            start, end = chunk_bounds(full.shape[placement.dim], self.mesh.size(), self.rank)
+            local = full.narrow(placement.dim, start, end - start).clone(memory_format=torch.contiguous_format)
+        else:
+            local = full.contiguous()
+        sharded = DTensor.from_local(
+            local if local.is_meta else local.to(self.mesh.device_type),
+            self.mesh,
+            [placement],
+            run_check=False,
+            shape=full.shape,
+            stride=torch.empty(full.shape, device="meta").stride(),
+        )
+        placed = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        if parameter in self._shared:
+            self._shared[parameter] = placed
+        return placed
+
+    def is_placed(self, parameter: nn.Parameter) -> bool:
+        """Return True if another layer shares `parameter` and was placed already: the tie must not be cut."""
+        return self._shared.get(parameter) is not None
+
+    def slice_of(self, size: int) -> int:
+        """Return the number of elements in this rank's chunk of `size` elements."""
+        start, end = chunk_bounds(size, self.mesh.size(), self.rank)
+        return end - start
+
+    def forget_originals(self) -> None:
+        """Drop the references to the full parameters, so that their memory is freed."""
+        self._shared.clear()
+        self.stored_whole.clear()
+
+    def copy(self, x: Tensor, where: str) -> Tensor:
+        """Return `x` as the input of layers that compute slices: in backward its gradient is summed over tp.
+
+        Layers that are called in a row with the same tensor object share one reduction of its gradient: q, k and v, for
+        example, or gate and up. A layer with another input gets a reduction of its own.
+
+        Args:
+            x: The input, the same on every tp rank.
+            where: The layer's name, for error messages.
+        """
+        return self._shared_by_layers(x, lambda: copy_to_tp(x, self.group, where))
+
+    def _shared_by_layers(self, x: Tensor, feed: Callable[[], Tensor]) -> Tensor:
+        version = -1 if x.is_inference() else x._version
+        key = (version, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        if self._last is not None and self._last[0] is x and self._last[1] == key:
+            return self._last[2]
+        fed = feed()
+        self._last = (x, key, fed)
+        return fed
+
+    def all_tokens(self, x: Tensor, where: str) -> Tensor:
+        """Return all tokens as the input of layers that compute slices, gathered from each rank's chunk of them.
+
+        Layers that are called in a row with the same chunk share one gather.
+
+        Args:
+            x: This rank's chunk of the tokens, [rows, tokens, ...].
+            where: The layer's name, for error messages.
+        """
+        return self._shared_by_layers(x, lambda: gather_tokens(x, self.tokens.count, self.group, where))
+
+    def forget_input(self) -> None:
+        """Drop the reference to the last input, after the model's forward."""
+        self._last = None

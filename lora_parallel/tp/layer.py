@@ -1,0 +1,327 @@
+"""Run a layer and its LoRA factors as one tensor parallel layer: stored as DTensors, computed on plain tensors.
+
+Outside of its forward, the layer's parameters are DTensors on the `tp` axis, placed as the style says. While its
+forward runs, this rank's plain tensor shadows each parameter: attribute lookup finds the plain tensor. The forward is
+the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the model's code. The style adds one
+operation on the input and one on the output. So the outputs of base and LoRA are added while both are slices or both
+are partial sums, and LoRA costs no collective of its own.
+
+torch's own `ColwiseParallel` supports neither PEFT's layer types nor its dotted names; here neither matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers.pytorch_utils import Conv1D
+
+from lora_parallel.distributed.collectives import (
+    chunk_bounds,
+    copy_all_to_tp,
+    gather_last_dim,
+    split_last_dim,
+    sum_of_tokens,
+    sum_over_tp,
+)
+from lora_parallel.fsdp.submodule_calls import is_at_rest
+from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, is_linear
+from lora_parallel.layers.row_partition import RowPartition, partition_of
+from lora_parallel.layers.styles import Style
+from lora_parallel.tp.context import TPContext
+from lora_parallel.tp.experts import ExpertSharing
+
+__all__ = ["AllUsed", "Rows", "TPLayer", "partition_in_layer", "placement_of", "set_tp_layer", "tp_layer_of"]
+
+_TP_LAYER = "_lora_parallel_tp_layer"
+
+
+class TPLayer:
+    """Run a layer with a style as one of the tp ranks. `apply_style` makes the layer's `forward` call `run`.
+
+    Args:
+        name: The layer's name, for error messages.
+        module: The layer, or the PEFT layer around it.
+        style: The layer's style.
+        context: The context that all tensor parallel layers of the model share.
+        tensors: The parameters of the layer and its adapters, with their roles.
+        rows: The rows that this rank computes with, for tensors that are stored whole but computed in part.
+        partition: The output features of each rank, if they are not one chunk a rank.
+        sharing: The part of the experts that each rank has, if the layer is a module of experts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        style: Style,
+        context: TPContext,
+        tensors: list[LayerTensor],
+        rows: Rows,
+        partition: RowPartition | None,
+        sharing: ExpertSharing | None,
+    ):
+        base = base_of(module)
+        self.compute: Callable[..., Any] = module.forward
+        """Forward of the layer itself, called while this rank's plain tensors shadow its parameters."""
+        self.partition = partition
+        self.sharing = sharing
+        self.rows = rows
+        self.name = name
+        self.style = style
+        self.context = context
+        self.tensors = tensors
+        self.late_bias = style.leave in ("reduce", "tokens") and not isinstance(base, nn.Embedding)
+        weight: Any = getattr(base, "weight", None)
+        self.out_features: int | None = weight.shape[features_dim(base)] if is_linear(base) else None
+        self.vocabulary = base.num_embeddings if isinstance(base, nn.Embedding) else 0
+
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        style, context = self.style, self.context
+        outside = None
+        if self.sharing is not None:
+            args, kwargs = self._routed(self.sharing, args, kwargs)
+        elif style.enter != "keep":
+            first = None if args else next(iter(kwargs))
+            x = args[0] if first is None else kwargs[first]
+            if style.enter == "copy":
+                x = context.copy(x, self.name)
+            elif style.enter == "tokens":
+                x = context.all_tokens(x, self.name)
+            elif style.enter == "split":
+                x = split_last_dim(x, context.group, self.name)
+            else:
+                x, outside = self._local_ids(x)
+            if first is None:
+                args = (x, *args[1:])
+            else:
+                kwargs[first] = x
+        bias = self._shadow(module)
+        try:
+            y = self.compute(*args, **kwargs)
+            if self.sharing is not None:
+                used = [*tree_leaves((args, kwargs)), *(t.owner.__dict__[t.key] for t in self.tensors)]
+                y = AllUsed.apply(y, *(x for x in used if isinstance(x, Tensor) and x.requires_grad))
+        finally:
+            self._unshadow(module)
+        if outside is not None:
+            y = y.masked_fill(outside.unsqueeze(-1), 0)
+        if style.leave in ("reduce", "tokens"):
+            add_up = sum_over_tp if style.leave == "reduce" else sum_of_tokens
+            y = add_up(y, context.group, self.name)
+            return y if bias is None else y + bias.to(y.dtype)
+        if style.leave == "gather":
+            assert self.out_features is not None
+            return gather_last_dim(y, self.out_features, context.group, self.name)
+        return y
+
+    def place_adapter(self, module: nn.Module, adapter: str) -> dict[str, tuple[nn.Parameter, Tensor | None, bool]]:
+        """Place the factors of an adapter that was added after the layer was cut, as `apply_style` would have done.
+
+        Args:
+            module: A PEFT layer around this layer. It holds the adapter's factors in full on every rank.
+            adapter: The adapter's name.
+
+        Returns:
+            Three values for each of "lora_A" and "lora_B": the placed parameter; the rows of it that this rank computes
+            with, int64, or None if it computes with all that it stores; and True if the gradient of one rank is a
+            partial sum over tp.
+        """
+        base, found = base_of(module), {}
+        for role in ("lora_A", "lora_B"):
+            tensor = LayerTensor(getattr(module, role)[adapter], "weight", role)
+            cut, placement = (
+                partition_in_layer(base, tensor, self.partition, {}),
+                placement_of(base, tensor, self.style),
+            )
+            rows = None if cut is None else cut[1].rows(self.context.rank)
+            if rows is not None:
+                placement = Replicate()
+            tensor.put(self.context.place(tensor.parameter, placement))
+            found[role] = tensor.parameter, rows, role in self.style.partial or rows is not None
+        return found
+
+    def feature_offset(self, features: int) -> int:
+        """Return the index of the first input feature that this rank has: 0 if every rank has the whole input.
+
+        Args:
+            features: The number of input features of the whole layer.
+        """
+        split = isinstance(self.style.lora_A, Shard) and self.style.enter != "mask"
+        return chunk_bounds(features, self.context.mesh.size(), self.context.rank)[0] if split else 0
+
+    def _routed(self, sharing: ExpertSharing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of this rank's share of the experts; in backward their gradients are summed over tp."""
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        fed = copy_all_to_tp([leaves[place] for place in places], self.context.group, self.name)
+        for place, x in zip(places, fed, strict=True):
+            leaves[place] = x
+        return sharing.routed(tree_unflatten(leaves, structure), self.context.rank)
+
+    def _shadow(self, module: nn.Module) -> Tensor | None:
+        """Shadow the layer's DTensors by this rank's plain tensors.
+
+        Returns:
+            The bias [out] that is to be added after the sum over tp, or None if the layer adds its bias itself.
+        """
+        late = None
+        for tensor in self.tensors:
+            local = self._local(tensor)
+            if self.late_bias and tensor.role == "bias":
+                late = local
+                # The forward of Conv1D always adds a bias.
+                tensor.shadow(torch.zeros_like(local) if isinstance(tensor.owner, Conv1D) else None)
+            else:
+                tensor.shadow(local)
+        base = base_of(module)
+        if isinstance(base, nn.Embedding) and base.padding_idx is not None and self.style.enter == "mask":
+            start, end = self._vocabulary_bounds()
+            inside = start <= base.padding_idx < end
+            self._padding_idx = base.padding_idx
+            base.padding_idx = base.padding_idx - start if inside else None
+        return late
+
+    def _unshadow(self, module: nn.Module) -> None:
+        for tensor in self.tensors:
+            tensor.unshadow()
+        base = base_of(module)
+        if isinstance(base, nn.Embedding) and hasattr(self, "_padding_idx"):
+            base.padding_idx = self._padding_idx
+
+    def _local(self, tensor: LayerTensor) -> Tensor:
+        """Return the plain tensor that this rank computes with.
+
+        It is this rank's rows if the tensor is stored whole and computed in part. A tensor that is added to a partial
+        sum is zero on all ranks but the first.
+        """
+        held = self._held(tensor)
+        if tensor in self.rows:
+            dim, rows = self.rows[tensor]
+            return held.index_select(dim, rows.to(held.device))
+        if tensor.role == "addend" and self.style.leave in ("reduce", "tokens"):
+            return held * (self.context.rank == 0)
+        return held
+
+    def _held(self, tensor: LayerTensor) -> Tensor:
+        """Return this rank's local part of a tensor, such that its gradient is finished when backward returns.
+
+        Raises:
+            RuntimeError: FSDP2 holds the tensor as shards over dp, or the tensor trains now but was frozen when the
+                model was parallelized, and is stored as the rows that ranks compute with.
+        """
+        parameter = tensor.parameter
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if is_at_rest(parameter):
+            raise RuntimeError(
+                f"{self.name} was called by itself, while FSDP2 holds its weights in shards: call the model that was "
+                "parallelized, or a whole block of it."
+            )
+        if not parameter.requires_grad:
+            with torch.no_grad():
+                return parameter.to_local()
+        if partition_of(tensor.owner, tensor.key) is not None:
+            raise RuntimeError(
+                f"the {tensor.key} of {self.name} was frozen when the model was parallelized. It is stored as the rows "
+                "that each tp rank computes with, and cannot train: set requires_grad before parallelize."
+            )
+        if tensor.role in self.style.partial or tensor in self.rows:
+            return self.context.gradients.local(parameter)
+        return parameter.to_local()
+
+    def _vocabulary_bounds(self) -> tuple[int, int]:
+        return chunk_bounds(self.vocabulary, self.context.mesh.size(), self.context.rank)
+
+    def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return token ids as indices of this rank's rows, and a mask of the ids whose rows other ranks hold.
+
+        Args:
+            ids: Token ids, int [...].
+
+        Returns:
+            The indices, int [...], 0 for the rows of other ranks; and the mask, bool [...], True for these.
+        """
+        valid = ((ids >= 0) & (ids < self.vocabulary)).all()
+        if ids.device.type == "cpu":
+            if not valid:
+                raise IndexError(
+                    f"{self.name}: token ids from {int(ids.min())} to {int(ids.max())} are outside the vocabulary of "
+                    f"{self.vocabulary}."
+                )
+        else:
+            torch._assert_async(valid)  # as nn.Embedding does on an accelerator: the CPU need not wait
+        start, end = self._vocabulary_bounds()
+        outside = (ids < start) | (ids >= end)
+        return (ids - start).masked_fill(outside, 0), outside
+
+
+class AllUsed(torch.autograd.Function):
+    """Return `y` and make it depend on all tensors of `used`, so that each has a gradient, of zeros at least.
+
+    Some experts may get no token on this rank. Other ranks still wait for this rank in the reductions of the experts'
+    gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *used: Tensor) -> Tensor:
+        ctx.used = [(x.shape, x.dtype, x.device) for x in used]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        zeros = (torch.zeros(1, dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.used)
+        return grads[0], *zeros
+
+
+Rows = dict[LayerTensor, tuple[int, Tensor]]
+"""Dim of a tensor that is stored whole, and the rows along it that this rank computes with, int64."""
+
+
+def set_tp_layer(module: nn.Module, tp_layer: TPLayer) -> None:
+    """Note on a layer the `TPLayer` that runs it."""
+    module.__dict__[_TP_LAYER] = tp_layer
+
+
+def tp_layer_of(module: nn.Module) -> TPLayer | None:
+    """Return the `TPLayer` of a layer, or None if the layer has no style."""
+    return module.__dict__.get(_TP_LAYER)
+
+
+def placement_of(base: nn.Module, tensor: LayerTensor, style: Style) -> Placement:
+    """Return the placement of a layer's tensor over tp.
+
+    A style gives placements for weights as `nn.Linear` stores them, [out, in]. `Conv1D` stores [in, out], so the dim of
+    its weight is swapped.
+    """
+    placement: Placement = getattr(style, tensor.role)
+    if isinstance(placement, Shard) and tensor.dim is not None:
+        return Shard(tensor.dim)
+    if isinstance(placement, Shard) and isinstance(base, Conv1D) and tensor.role == "weight":
+        return Shard(1 - placement.dim)
+    return placement
+
+
+def partition_in_layer(
+    base: nn.Module, tensor: LayerTensor, partition: RowPartition | None, cuts: Mapping[str, tuple[int, RowPartition]]
+) -> tuple[int, RowPartition] | None:
+    """Return the dim and the row partition by which ranks choose rows of a tensor, or None if no partition applies.
+
+    Args:
+        base: The layer without PEFT's layers around it.
+        tensor: A tensor of the layer or of its adapters.
+        partition: The output features of each rank, if they are not one chunk a rank.
+        cuts: The dim and the rows of each rank, for parameters of `base` by name.
+    """
+    if tensor.owner is base and tensor.key in cuts:
+        return cuts[tensor.key]
+    if partition is None or tensor.role == "lora_A":
+        return None
+    if tensor.role == "weight":
+        return features_dim(base), partition
+    return (tensor.dim or 0, partition) if tensor.role in ("bias", "lora_B", "magnitude", "output", "addend") else None

@@ -1,0 +1,201 @@
+"""Split the tokens of a model between tp ranks (sequence parallelism), outside of the layers that tp cuts.
+
+Norms, dropout and the residual stream of a block work token by token. With a chunk of the tokens each, ranks hold 1/tp
+of these activations. An all-gather before a layer group and a reduce-scatter after it replace the all-reduces
+(Korthikanti et al., https://arxiv.org/abs/2205.05198). Attention gets all tokens, so masks and rotary embeddings stay
+as they are. `tracing/token_chunks.py` proves that a block mixes tokens nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lora_parallel.distributed.collectives import gather_tokens, split_tokens, whole_tokens
+from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.tp.context import Tokens
+
+__all__ = [
+    "NoActivationsError",
+    "Sequence",
+    "block_output",
+    "first_activations",
+    "run_on_chunks",
+    "with_activations",
+    "with_output",
+]
+
+
+class NoActivationsError(ValueError):
+    """Report that no argument of a block is activations [rows, tokens, features]."""
+
+
+@dataclass
+class Sequence:
+    """List the places of a model where tokens are split among tp ranks and gathered."""
+
+    stacks: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    """First block of each stack, and as its value the last block."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    """Modules whose input is gathered to all tokens: attention, whose code reshapes by the number of tokens."""
+
+    layers: set[str] = field(default_factory=set)
+    """Names of colwise layers that gather all tokens themselves, as the module around them also works on chunks."""
+
+    consumers: set[str] = field(default_factory=set)
+    """Names of the rowwise layers, whose output is a chunk of the tokens."""
+
+    inside: set[nn.Module] = field(default_factory=set)
+    """Modules that compute on a chunk of the tokens."""
+
+    model: nn.Module | None = None
+    """Model that was run to find these places."""
+
+
+def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> None:
+    """Make a model compute on chunks of the tokens, in place.
+
+    The first block of each stack splits its input, the last block gathers its output, and the modules in
+    `sequence.modules` gather their input.
+
+    Args:
+        sequence: The places of the model where tokens are split and gathered.
+        group: The process group of the tp axis.
+        tokens: Holds the number of all tokens of each forward.
+    """
+    for first, last in sequence.stacks.items():
+        draws = _OwnDraws(group, first)
+        _around(last, after=_gathering(group, tokens, type(last).__name__, draws))
+        _around(first, before=_splitting(group, tokens, type(first).__name__, draws))
+    for module in sequence.modules:
+        _around(module, before=_feeding(group, tokens, type(module).__name__))
+    if sequence.model is not None:
+        sequence.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+
+
+def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_hidden_states")
+    if asked if asked is not None else getattr(getattr(model, "config", None), "output_hidden_states", False):
+        raise ValueError(
+            "output_hidden_states=True: with sequence_parallel=True each tp rank has a chunk of the tokens between "
+            "blocks, and would return that. Leave it False, or use sequence_parallel=False."
+        )
+
+
+class _OwnDraws:
+    """Give each tp rank random numbers of its own while it computes on its chunk, and restore the shared state after.
+
+    With a shared random state, the model's dropout would draw the same numbers for each chunk. Also the states would
+    differ afterwards, as a rank with one token more draws more numbers.
+
+    Args:
+        group: The process group of the tp axis.
+        stack: The first block of a stack. Nothing is done while it is in evaluation mode.
+    """
+
+    def __init__(self, group: ProcessGroup, stack: nn.Module) -> None:
+        self._group = group
+        self._stack = stack
+        self._shared: list[Tensor] = []
+
+    def begin(self, device: torch.device) -> None:
+        self.end(device)  # in case an earlier forward failed before it came to `end`
+        if not self._stack.training:
+            return
+        seed = int(torch.randint(2**62, ()).item())  # the same on all tp ranks
+        if not in_backward():  # recomputing activations, torch's checkpoint restores the state itself
+            self._shared = [torch.get_rng_state()]
+            if device.type != "cpu":
+                self._shared.append(torch.get_device_module(device).get_rng_state(device))
+        torch.manual_seed(seed + self._group.rank())
+
+    def end(self, device: torch.device) -> None:
+        if not self._shared or in_backward():
+            return
+        torch.set_rng_state(self._shared[0])
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(self._shared[1], device)
+        self._shared = []
+
+
+def _splitting(group: ProcessGroup, tokens: Tokens, where: str, draws: _OwnDraws) -> Callable[[Tensor], Tensor]:
+    def split(x: Tensor) -> Tensor:
+        tokens.count = x.shape[1]
+        draws.begin(x.device)
+        return split_tokens(x, group, where)
+
+    return split
+
+
+def _feeding(group: ProcessGroup, tokens: Tokens, where: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: gather_tokens(x, tokens.count, group, where)
+
+
+def _gathering(group: ProcessGroup, tokens: Tokens, where: str, draws: _OwnDraws) -> Callable[[Tensor], Tensor]:
+    def gather(x: Tensor) -> Tensor:
+        draws.end(x.device)
+        return whole_tokens(x, tokens.count, group, where)
+
+    return gather
+
+
+def _around(
+    module: nn.Module,
+    before: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Change a module's first activations by `before` and its output by `after`, in the module's own `forward`.
+
+    Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
+    """
+    own = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            args, kwargs = with_activations(args, kwargs, before)
+        output = own(*args, **kwargs)
+        return output if after is None else with_output(output, after(block_output(output)))
+
+    module.forward = MethodType(forward, module)
+
+
+def first_activations(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
+    """Return the first argument of a module that is activations [rows, tokens, features], and its place or keyword.
+
+    Raises:
+        NoActivationsError: No argument has this form.
+    """
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
+            return key, value
+    raise NoActivationsError("a block is fed no activations of shape [rows, tokens, features]")
+
+
+def with_activations(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's arguments with its first activations changed."""
+    key, value = first_activations(args, kwargs)
+    if isinstance(key, str):
+        return args, {**kwargs, key: change(value)}
+    return (*args[:key], change(value), *args[key + 1 :]), dict(kwargs)
+
+
+def block_output(output: Any) -> Tensor:
+    """Return the activations in what a block returns: the first of a tuple or list."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def with_output(output: Any, tensor: Tensor) -> Any:
+    """Return what a block returns with other activations in it."""
+    if isinstance(output, tuple):
+        return (tensor, *output[1:])
+    return [tensor, *output[1:]] if isinstance(output, list) else tensor

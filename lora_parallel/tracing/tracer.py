@@ -1,0 +1,343 @@
+"""Run a model without its weights, to see what it computes between its linear layers.
+
+A copy of the model runs on a few random tokens. Every linear layer and every embedding is replaced by a stand-in, which
+ignores the weights and returns random numbers of the right shape. All other code runs as it is: reshapes, heads, norms,
+masks and activations. So the cost of a run does not depend on the size of the weights. Each stand-in notes its input,
+with autograd's graph back to the outputs of the other stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
+
+from lora_parallel.distributed.pytree import tensors_in
+from lora_parallel.layers.layer_parameters import base_of, features_dim, is_linear
+from lora_parallel.tp.experts import holds_experts
+from lora_parallel.tracing.model_inputs import likely_inputs
+from lora_parallel.tracing.stand_in import stand_in_for
+from lora_parallel.tracing.trace_errors import FailedError, TraceError, brief
+
+__all__ = ["Call", "Tracer", "traced_models"]
+
+_SHAPE, _MORE_ROWS, _OTHER_SHAPE = (1, 8), (2, 8), (2, 12)
+"""Rows and tokens of a run. `_SHAPE` is the first run's; it is small because the graph of the whole model is in memory,
+also for a model of 405 billion parameters. `_MORE_ROWS` is for a model that fails on one row. `_OTHER_SHAPE` is the
+first that `run_otherwise` takes."""
+
+
+@dataclass(eq=False)
+class Call:
+    """Record one call of a stand-in."""
+
+    layer: str
+    """Name of the layer that was called."""
+
+    fed: Tensor
+    """Input of the layer [..., in_features], or token ids [...]."""
+
+    gave: Tensor
+    """Leaf of autograd's graph [..., features], positive numbers. `output` makes the layer's output of them."""
+
+    def output(self, features: Tensor | None = None) -> Tensor:
+        """Return the layer's output [..., features], as a new tensor that the model may change in place.
+
+        Args:
+            features: Indices of the features to return, int64; None returns all.
+        """
+        gave = self.gave if features is None else self.gave.index_select(-1, features)
+        # Each feature is positive for one token and negative for the next: no ReLU is dead for all of them.
+        signs = 1 - 2 * (torch.arange(gave[..., 0].numel()) % 2)
+        return gave * signs.view(*gave.shape[:-1], 1)
+
+
+class _Tape:
+    """Give the stand-ins random numbers of at least 0.1, as views of one tensor at different offsets to save memory."""
+
+    _STARTS, _STRIDE = 2**16, 9973
+
+    def __init__(self) -> None:
+        # A generator of its own, so that the model draws the same random numbers when it is run again.
+        self._generator = torch.Generator().manual_seed(0)
+        self._values = torch.empty(0)
+        self._reads = 0
+
+    def read(self, shape: torch.Size) -> Tensor:
+        start = self._reads * self._STRIDE % self._STARTS
+        self._reads += 1
+        missing = self._STARTS + shape.numel() - len(self._values)
+        if missing > 0:
+            self._values = torch.cat([self._values, torch.randn(missing, generator=self._generator).abs() + 0.1])
+        return self._values[start : start + shape.numel()].view(shape)
+
+
+def traced_models(model: nn.Module) -> list[nn.Module]:
+    """Return the transformers models in `model`, outer ones first, or `model` itself if it holds none."""
+    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return found or [model]
+
+
+@dataclass(eq=False)
+class Tracer:
+    """Run a copy of a model (`twin`) without its weights, and hold what the run shows.
+
+    Args:
+        model: The model. It is not changed.
+        names: Names of the layers to replace by stand-ins.
+        given: Inputs of the model, if they are known: keyword arguments, and under the key "args" positional ones. None
+            tries likely inputs.
+
+    Raises:
+        TraceError: The model cannot be copied, no inputs for it are known, or it fails on all of them.
+    """
+
+    model: nn.Module
+    names: Mapping[nn.Module, str]
+    given: dict[str, Any] | None = None
+    twin: nn.Module = field(init=False)
+    embeddings: dict[nn.Module, str] = field(init=False)
+    """Names of the embeddings whose class is a subclass of `nn.Embedding`, by module of the copy. Those with a forward
+    of their own run as they are."""
+
+    layers: dict[nn.Module, str] = field(init=False)
+    """Names of the linear layers and embeddings that stand-ins replace, by module of the copy."""
+
+    calls: list[Call] = field(init=False, default_factory=list)
+    """Calls of stand-ins in the noted run, in order."""
+
+    outputs: list[Tensor] = field(init=False, default_factory=list)
+    """Floating-point tensors that the model returned in the noted run."""
+
+    parameters: dict[Tensor, tuple[nn.Module, str]] = field(init=False)
+    """Parameters of the copy. The value is the first module that holds the parameter, and the name in that module."""
+
+    used: set[Tensor] = field(init=False, default_factory=set)
+    """Parameters that an operation was given in any run of the copy so far."""
+
+    entered: set[nn.Module] = field(init=False, default_factory=set)
+    """Modules of the copy that were called. The parameters of other modules may be used all the same."""
+
+    experts: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
+    """Positional and keyword arguments of the first call of each module of the copy that holds experts."""
+
+    _tape: _Tape = field(init=False, default_factory=_Tape)
+
+    def __post_init__(self) -> None:
+        with torch.enable_grad(), torch.inference_mode(False):
+            torch.manual_seed(0)
+            self.twin = stand_in_for(self.model)
+            twins = dict(zip(self.model.modules(), self.twin.modules(), strict=True))
+            self.twin_of = twins
+            self.paths = {module: name for name, module in self.twin.named_modules()}
+            self.layers = {
+                twins[module]: name
+                for module, name in self.names.items()
+                if module in twins and (is_linear(base_of(module)) or _looks_up(base_of(module)))
+            }
+            self.parameters = {}
+            for module in self.twin.modules():
+                for key, parameter in module._parameters.items():
+                    if parameter is not None:
+                        self.parameters.setdefault(parameter, (module, key))
+            self.embeddings = {
+                twins[module]: name
+                for module, name in self.names.items()
+                if module in twins and type(module) is not nn.Embedding and isinstance(module, nn.Embedding)
+            }
+            for module in self.embeddings:
+                self._tell_apart(module)
+            hooks = [m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()]
+            self._inputs = self._first_run()
+            for hook in hooks:
+                hook.remove()
+            self._run_without_gradients()
+
+    def _tell_apart(self, embedding: nn.Module) -> None:
+        """Replace an embedding's weight by an alias while the embedding's own forward runs.
+
+        So where an operation uses the weight itself, it was used without calling the embedding.
+        """
+        own, weight = embedding.forward, embedding._parameters["weight"]
+        assert weight is not None
+        alias = nn.Parameter(weight.detach())
+        self.parameters[alias] = embedding, "weight"
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            embedding._parameters["weight"] = alias
+            try:
+                return own(*args, **kwargs)
+            finally:
+                embedding._parameters["weight"] = weight
+
+        embedding.__dict__["forward"] = forward
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.entered.add(module)
+        if holds_experts(module):
+            self.experts.setdefault(module, tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+
+    def _first_run(self) -> dict[str, Any]:
+        """Find inputs that the model takes, note the calls of the run on them, and return them.
+
+        Raises:
+            TraceError: No inputs are known, or the model fails on all of them.
+        """
+        problems = []
+        for index, inputs in [(0, self.given)] if self.given is not None else self._attempts():
+            self.calls = []
+            try:
+                with _Uses(self.used):
+                    self.outputs = self._run(inputs, self._note)
+                self._kind = index
+                return inputs
+            except Exception as error:  # the model's own code may raise anything
+                problems.append(brief(error))
+        raise TraceError(problems[0] if problems else "there are no inputs that it is known to take")
+
+    def _attempts(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for shape in (_SHAPE, _MORE_ROWS):
+            yield from enumerate(likely_inputs(self.twin, shape))
+
+    def _run_without_gradients(self) -> None:
+        """Run in training mode and without gradients, to note the parameters that only these runs use.
+
+        torch's fast paths run without gradients only. Because of dropout, nothing else is noted in training mode.
+        """
+        for training in (True, False):
+            self.twin.train(training)
+            try:
+                with torch.no_grad(), _Uses(self.used):
+                    self._run(self._inputs, lambda layer, features, fed: torch.randn(*_positions(fed), features))
+            except Exception:  # such as a model that needs labels in training: its run in evaluation mode counts
+                continue
+
+    def run_otherwise(self) -> None:
+        """Replace the noted run by one under other conditions, and without autograd's graph.
+
+        These are more rows and more tokens, in training mode with all dropout set to 0. If the model fails on that, it
+        is run in evaluation mode or on fewer tokens.
+
+        Raises:
+            TraceError: The model fails under each of these conditions.
+        """
+        _without_dropout(self.twin)
+        problem: Exception | None = None
+        for shape, training in ((_OTHER_SHAPE, True), (_OTHER_SHAPE, False), (_MORE_ROWS, True), (_MORE_ROWS, False)):
+            self.calls, self.outputs = [], []
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    torch.manual_seed(0)
+                    self._inputs = next(islice(likely_inputs(self.twin, shape), self._kind, None))
+                    self.twin.train(training)
+                    self.outputs = self._run(self._inputs, self._note)
+                return
+            except Exception as error:  # such as more tokens than the model has positions for
+                problem = error
+        assert problem is not None
+        raise TraceError(brief(problem)) from problem
+
+    def _note(self, layer: str, features: int, fed: Tensor) -> Tensor:
+        gave = self._tape.read(torch.Size([*_positions(fed), features])).requires_grad_()
+        self.calls.append(Call(layer, fed, gave))
+        return self.calls[-1].output()
+
+    def drop_graph(self) -> None:
+        """Free autograd's graph of the noted run and keep the values, which take less memory."""
+        for call in self.calls:
+            call.fed = call.fed.detach()
+        self.outputs = [output.detach() for output in self.outputs]
+
+    def run_again(self, stand_in: Callable[[int, Call, Tensor], Tensor]) -> list[Tensor]:
+        """Run the copy on the inputs of the noted run again, and return the floating-point tensors that it returns.
+
+        Args:
+            stand_in: Gives the output of each layer, from the index of the call, the noted call, and the layer's
+                present input.
+
+        Raises:
+            TraceError: Layers are called in another order than in the noted run, or `stand_in` raises it.
+            FailedError: The model's own code raises an error.
+        """
+        remaining = iter(enumerate(self.calls))
+
+        def replay(layer: str, features: int, fed: Tensor) -> Tensor:
+            index, call = next(remaining, (0, None))
+            if call is None or call.layer != layer:
+                raise TraceError(f"{layer} was called out of turn")
+            return stand_in(index, call, fed)
+
+        with torch.inference_mode(False), torch.no_grad():  # in this order, as inference_mode(False) enables gradients
+            try:
+                return self._run(self._inputs, replay)
+            except TraceError:
+                raise
+            except Exception as error:
+                raise FailedError(brief(error)) from error
+
+    def _run(self, inputs: dict[str, Any], stand_in: Callable[[str, int, Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        with _standing_in(self.layers, stand_in):
+            args = inputs.get("args", ())
+            outputs = self.twin(*args, **{key: value for key, value in inputs.items() if key != "args"})
+        return [each for each in tensors_in(outputs) if each.is_floating_point()]
+
+
+class _Uses(TorchDispatchMode):
+    """Note the parameters that operations are given, whether or not the result is used."""
+
+    def __init__(self, used: set[Tensor]) -> None:
+        super().__init__()
+        self._used = used
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._used.update(each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
+        return func(*args, **(kwargs or {}))
+
+
+def _without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for key, value in list(getattr(holder, "__dict__", {}).items()):
+                if isinstance(value, float) and "drop" in key:
+                    holder.__dict__[key] = 0.0
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _positions(fed: Tensor) -> torch.Size:
+    """Return the shape of a layer's input [..., features] without the last dim, or the whole shape of token ids."""
+    return fed.shape[:-1] if fed.is_floating_point() else fed.shape
+
+
+@contextmanager
+def _standing_in(layers: Mapping[nn.Module, str], stand_in: Callable[[str, int, Tensor], Tensor]) -> Iterator[None]:
+    for module, name in layers.items():
+        base: Any = base_of(module)
+        features = base.embedding_dim if isinstance(base, nn.Embedding) else base.weight.shape[features_dim(base)]
+
+        def forward(*args: Any, _name: str = name, _features: int = features, **kwargs: Any) -> Tensor:
+            return stand_in(_name, _features, args[0] if args else next(iter(kwargs.values())))
+
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in layers:
+            module.__dict__.pop("forward", None)
+
+
+def _looks_up(base: nn.Module) -> bool:
+    """Return True if the layer is an embedding with the forward of `nn.Embedding`.
+
+    The forward of a subclass may do more than look up rows: it may count positions, for example.
+    """
+    return isinstance(base, nn.Embedding) and type(base).forward is nn.Embedding.forward

@@ -1,0 +1,159 @@
+"""A job that stops and goes on, on the mesh that it had or on another, ends as if it had not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lora_parallel.checkpoint.resume import OPTIMIZERS, STEPS, Job, Trained
+from tests.oracle import Case, ranks_of, relative_error
+
+MESHES = ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4", "2x2x1", "2x1x2", "2x2x2"]
+# Each mechanism once as source and once as target; `make matrix` runs every pair.
+SAMPLE = {("2x2", "1x2"), ("1x2", "2x1"), ("2x1", "2x2x1"), ("2x2x1", "1x1"), ("1x1", "2x2")}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.matrix)
+    for pair in itertools.product(MESHES, MESHES)
+]
+
+oracle = cache(lambda job: job.in_one_process())
+
+
+def check_same(got: Trained, want: Trained, steps: int) -> None:
+    """The last `steps` of a run against a whole one, in float64."""
+    assert got.losses == pytest.approx(want.losses[-steps:], abs=1e-6)
+    assert relative_error(got.adapters, want.adapters) <= 1e-10
+
+
+def check_equal(got: Trained, want: Trained, steps: int) -> None:
+    """The same, bit for bit."""
+    assert got.losses == want.losses[-steps:]
+    assert got.adapters.keys() == want.adapters.keys()
+    for name, tensor in want.adapters.items():
+        assert torch.equal(got.adapters[name], tensor), name
+
+
+def stopped(pool, job: Job, mesh: str, folder: Path, step: int) -> list[Trained]:
+    """Run the job whole, and leave its checkpoint of `step` in the folder."""
+    return pool.run(ranks_of(mesh), job.on_mesh, mesh, folder, (step,))
+
+
+@pytest.fixture(scope="module")
+def sources(pool, tmp_path_factory):
+    """By mesh: the whole run, and a folder with a checkpoint of it; each is made once."""
+
+    @cache
+    def source(mesh: str) -> tuple[list[Trained], Path, int]:
+        folder = tmp_path_factory.mktemp("source")
+        step = random.Random(mesh).randint(1, STEPS - 1)
+        return stopped(pool, Job(), mesh, folder, step), folder, step
+
+    return source
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda mesh: mesh)
+def test_any_mesh_to_any_mesh(pool, sources, source, target):
+    wholes, folder, step = sources(source)
+    for whole in wholes:
+        check_same(whole, oracle(Job()), STEPS)
+    for resumed in pool.run(ranks_of(target), Job().on_mesh, target, folder):
+        check_same(resumed, oracle(Job()), STEPS - step)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_same_mesh_bit_for_bit(pool, sources, mesh):
+    wholes, folder, step = sources(mesh)
+    for whole, resumed in zip(wholes, pool.run(ranks_of(mesh), Job().on_mesh, mesh, folder), strict=True):
+        check_equal(resumed, whole, STEPS - step)
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
+def test_optimizers(pool, tmp_path, optimizer):
+    """Their states go from 2x2 to 2x2, bit for bit, and to 1x2."""
+    job = Job(optimizer=optimizer)
+    wholes = stopped(pool, job, "2x2", tmp_path, 3)
+    for whole, resumed in zip(wholes, pool.run(4, job.on_mesh, "2x2", tmp_path), strict=True):
+        check_same(whole, oracle(job), STEPS)
+        check_equal(resumed, whole, STEPS - 3)
+    for resumed in pool.run(2, job.on_mesh, "1x2", tmp_path):
+        check_same(resumed, oracle(job), STEPS - 3)
+
+
+KINDS = {
+    "tied, biases": Job(
+        Case(steps=STEPS, family="qwen3", lora={"bias": "lora_only"}, sizes={"tie_word_embeddings": True})
+    ),
+    "embeddings": Job(Case(steps=STEPS, lora={"target_modules": ["embed_tokens", "lm_head", "q_proj"]})),
+    "a saved head": Job(Case(steps=STEPS, lora={"modules_to_save": ["lm_head"]})),
+    "everything trains": Job(Case(steps=STEPS, adapters=False), config={"require_adapters": False}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_training(pool, tmp_path, kind):
+    job = KINDS[kind]
+    wholes = stopped(pool, job, "2x2", tmp_path, 2)
+    for whole, resumed in zip(wholes, pool.run(4, job.on_mesh, "2x2", tmp_path), strict=True):
+        check_same(whole, oracle(job), STEPS)
+        check_equal(resumed, whole, STEPS - 2)
+    for resumed in pool.run(2, job.on_mesh, "2x1", tmp_path):
+        check_same(resumed, oracle(job), STEPS - 2)
+
+
+DROPOUT = Job(Case(steps=STEPS, lora={"lora_dropout": 0.3}), config={"seed": 11})
+
+
+def test_dropout_goes_on_where_it_was(pool, tmp_path):
+    """Masks are the same on any mesh, and continue there."""
+    (whole,) = stopped(pool, DROPOUT, "1x1", tmp_path, 4)
+    assert whole.losses != oracle(Job()).losses
+    for mesh in ("2x2", "1x2"):
+        for resumed in pool.run(ranks_of(mesh), DROPOUT.on_mesh, mesh, tmp_path):
+            check_same(resumed, whole, STEPS - 4)
+
+
+OWN_DROPOUT = Job(Case(steps=STEPS, sizes={"attention_dropout": 0.3}))
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "2x1"])
+def test_the_models_own_randomness_goes_on_where_it_was(pool, tmp_path, mesh):
+    wholes = pool.run(ranks_of(mesh), seeded, OWN_DROPOUT, mesh, tmp_path, 5)
+    assert wholes[0].losses != oracle(Job()).losses
+    for whole, resumed in zip(wholes, pool.run(ranks_of(mesh), seeded, OWN_DROPOUT, mesh, tmp_path, 77), strict=True):
+        check_equal(resumed, whole, STEPS - 3)
+
+
+def seeded(job: Job, mesh: str, folder: Path, seed: int) -> Trained:
+    torch.manual_seed(seed + torch.distributed.get_rank())
+    return job.on_mesh(mesh, folder, (3,) if seed == 5 else ())
+
+
+def test_saving_in_the_background_is_saving(pool, tmp_path):
+    """Each save is of the step that it was called at, whatever is trained meanwhile."""
+    job = Job()
+    for answers in (
+        pool.run(4, save_in_background, job, tmp_path / "background"),
+        pool.run(4, job.on_mesh, "2x2", tmp_path / "at once", (1, 2, 3, 4, 5)),
+    ):
+        for answer in answers:
+            check_same(answer, oracle(job), STEPS)
+    for step in range(1, STEPS):
+        alone = tmp_path / f"from {step}"
+        shutil.copytree(tmp_path / "background" / f"step-{step}", alone / f"step-{step}")
+        for resumed in pool.run(4, job.on_mesh, "2x2", alone):
+            check_same(resumed, oracle(job), STEPS - step)
+
+
+def save_in_background(job: Job, folder: Path) -> Trained:
+    from lora_parallel import wait_for_save
+
+    answer = job.on_mesh("2x2", folder, (1, 2, 3, 4, 5), async_save=True)
+    wait_for_save()
+    assert {path.name for path in folder.iterdir()} == {f"step-{step}" for step in range(1, STEPS)}
+    return answer

@@ -1,0 +1,200 @@
+"""Hooks of users are called with finished gradients, or refused; so are other ways to a gradient than `.grad`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from lora_parallel import no_sync, parallelize
+from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
+from tests.workers import Failure, attempt
+
+MESHES = ["2x1", "1x2", "2x2", "2x2x1"]
+CASE = Case(steps=2)
+
+
+def built(mesh_text):
+    """A function that gives a new model, and its loss on this rank's part of a batch."""
+    mesh, config = on_mesh(mesh_text)
+    mine = [batch.chunk(dp_size(mesh))[dp_rank(mesh)] for batch in CASE.batches()]
+
+    def loss(model, number=0):
+        return model(input_ids=mine[number], labels=mine[number]).loss
+
+    return parallelize(CASE.model(), mesh, config), loss
+
+
+@cache
+def one_process(*numbers):
+    model = CASE.model()
+    for number in numbers:
+        batch = CASE.batches()[number]
+        model(input_ids=batch, labels=batch).loss.backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def gradients(model):
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def doubling(parameter):
+    parameter.grad.mul_(2)
+
+
+def hooked(mesh_text):
+    """Gradients that post-accumulate hooks doubled: in one pass, and where two are added up; and then without hooks."""
+    model, loss = built(mesh_text)
+    handles = [p.register_post_accumulate_grad_hook(doubling) for p in trained(model).values()]
+    found = {}
+    loss(model).backward()
+    found["once"] = gradients(model)
+    loss(model, 1).backward()
+    found["twice"] = gradients(model)
+    model.zero_grad()
+    removing = [p.register_hook(lambda grad: None) for p in trained(model).values()]
+    for handle in removing:
+        handle.remove()  # one that is gone is in nobody's way
+    for handle in handles:
+        handle.remove()
+    loss(model).backward()
+    found["removed"] = gradients(model)
+    model.zero_grad()
+    seen = []
+    last = list(trained(model).items())[-1]
+    last[1].register_post_accumulate_grad_hook(lambda p: seen.append(full(p.grad)))
+    with no_sync(model):
+        loss(model).backward()
+    loss(model, 1).backward()
+    return found, last[0], seen[-1]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_post_accumulate_hooks_have_the_finished_gradient(pool, mesh):
+    first, second = one_process(0), one_process(1)
+    wanted = {
+        "once": {name: 2 * grad for name, grad in first.items()},
+        "twice": {name: 2 * (2 * grad + second[name]) for name, grad in first.items()},
+        "removed": first,
+    }
+    for found, name, seen in pool.run(ranks_of(mesh), hooked, mesh):
+        for kind, want in wanted.items():
+            assert relative_error(found[kind], want) <= 1e-12, kind
+        assert relative_error({name: seen}, {name: one_process(0, 1)[name]}) <= 1e-12
+
+
+def failing_hook(mesh_text):
+    """A step after one in which a layer failed, between the start of backward and its end."""
+    model, loss = built(mesh_text)
+    for p in trained(model).values():
+        p.register_post_accumulate_grad_hook(doubling)
+
+    def fail(*args):
+        raise ArithmeticError
+
+    block = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
+    handle = block.register_full_backward_hook(fail)
+    failure = attempt(loss(model).backward)
+    handle.remove()
+    model.zero_grad()
+    loss(model).backward()
+    return failure, gradients(model)
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x2"])
+def test_a_failed_step_leaves_the_hooks_in_place(pool, mesh):
+    for failure, found in pool.run(ranks_of(mesh), failing_hook, mesh):
+        assert failure.kind == "ArithmeticError"
+        assert relative_error(found, {name: 2 * grad for name, grad in one_process(0).items()}) <= 1e-12
+
+
+def unfinished(mesh_text):
+    """What comes of each way, and of an ordinary step after all of them."""
+    model, loss = built(mesh_text)
+    parameters = trained(model)
+    found = {}
+    for name, p in parameters.items():
+        if "q_proj.lora_" in name:  # lora_A is replicated over tp, lora_B is not
+            handle = p.register_hook(lambda grad: None)
+            found["lora_A" if "lora_A" in name else "lora_B"] = attempt(loss(model).backward)
+            handle.remove()
+            model.zero_grad()
+    handle = torch.autograd.graph.register_multi_grad_hook(list(parameters.values()), lambda grads: None)
+    found["multi"] = attempt(loss(model).backward)
+    handle.remove()
+    model.zero_grad()
+    found["inputs"] = attempt(loss(model).backward, inputs=list(parameters.values()))
+    found["inputs gave"] = None if isinstance(found["inputs"], Failure) else gradients(model)
+    model.zero_grad()
+    asked = attempt(torch.autograd.grad, loss(model), list(parameters.values()), allow_unused=True)
+    found["grad"] = asked if isinstance(asked, Failure) else "gave"
+    model.zero_grad()
+    loss(model).backward()
+    return found, gradients(model)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_other_ways_to_a_gradient_are_right_or_refused(pool, mesh):
+    for found, after in pool.run(ranks_of(mesh), unfinished, mesh):
+        by_a, by_b = found["lora_A"], found["lora_B"]
+        assert "lora_A.default.weight has a hook of register_hook" in by_a.message
+        assert "register_post_accumulate_grad_hook" in by_a.message
+        assert "register_multi_grad_hook" in found["multi"].message
+        assert "Call loss.backward() and read parameter.grad" in found["grad"].message
+        if mesh == "1x2":  # in the graph: only what is summed over tp is not finished yet
+            assert by_b is None
+            assert relative_error(found["inputs gave"], one_process(0)) <= 1e-12
+        else:
+            assert "would never be called" in by_b.message
+            assert "backward(inputs=...) is asked for the gradient of base_model" in found["inputs"].message
+        assert relative_error(after, one_process(0)) <= 1e-12
+
+
+def hooked_before():
+    mesh, config = on_mesh("1x2")
+    found = []
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = CASE.model()
+        getattr(next(iter(trained(model).values())), register)(lambda each: None)
+        found.append(attempt(parallelize, model, mesh, config))
+    return found
+
+
+def test_hooks_that_sharding_would_leave_behind_are_refused(pool):
+    for found in pool.run(2, hooked_before):
+        for failure in found:
+            assert "lora_A.default.weight has a gradient hook" in failure.message
+            assert "after parallelize" in failure.message
+
+
+def seen_by_module_hooks(mesh_text):
+    """What goes in and out of layers of the first block, and the gradients of that."""
+    model, batch = CASE.model(), CASE.batches()[0]
+    if mesh_text is not None:
+        mesh, config = on_mesh(mesh_text)
+        model = parallelize(model, mesh, config)
+    block = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
+    seen = {}
+    for name, module in {"q": block.self_attn.q_proj, "o": block.self_attn.o_proj, "block": block}.items():
+
+        def forward(module, args, output, name=name):
+            seen[f"{name} in"], seen[f"{name} out"] = args[0].detach(), output.detach()
+
+        def backward(module, given, taken, name=name):
+            seen[f"{name} grad in"], seen[f"{name} grad out"] = given[0], taken[0]
+
+        module.register_forward_hook(forward)
+        module.register_full_backward_hook(backward)
+    model(input_ids=batch, labels=batch).loss.backward()
+    return {name: tensor for name, tensor in seen.items() if tensor is not None}
+
+
+def test_module_hooks_see_slices_of_layers_that_are_cut(pool):
+    whole = seen_by_module_hooks(None)
+    for rank, seen in enumerate(pool.run(2, seen_by_module_hooks, "1x2")):
+        for name, want in whole.items():
+            if name in ("q out", "q grad out", "o in", "o grad in"):
+                want = want.chunk(2, dim=-1)[rank]
+            assert relative_error({name: seen[name]}, {name: want}) <= 1e-12, name

@@ -1,0 +1,328 @@
+"""Gradients are finished when backward returns, whatever was accumulated; norms count each element once."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from lora_parallel import clip_grad_norm_, no_sync, parallelize
+from lora_parallel.distributed.gradients import clip_grad_value_
+from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.oracle import Case, full, half_sum_of_squares, mesh_of, on_mesh, ranks_of, relative_error, trained
+from tests.workers import Failure, attempt
+
+PENALTY = 0
+
+# Gradient contract. A scenario is a list of events on one model; "1" to "3" are backward passes of these batches.
+SCENARIOS = {
+    "once": ["1"],
+    "twice": ["1", "2"],
+    "no_sync, sync": ["no_sync 1", "2"],
+    "no_sync, no_sync, sync": ["no_sync 1", "no_sync 2", "3"],
+    "sync, no_sync, sync": ["1", "no_sync 2", "3"],
+    "retained graph": ["retain 1", "again"],
+    "joint": ["1 + 2"],
+    "evaluated between": ["1", "evaluate 3", "2"],
+    "inference mode first": ["infer 3", "1", "infer 3", "2"],
+    "failed": ["failed 1", "zero", "2"],
+    "failed after a sum": ["1", "failed 2", "zero", "3"],
+    "failed in no_sync": ["failed no_sync 1", "zero", "2", "3"],
+    "failed forward": ["failed forward 1", "zero", "2"],
+    "zeroed in place": ["1", "zero in place", "2"],
+    "a term of the parameters": ["penalty 1"],
+    "a term of the parameters in no_sync": ["no_sync penalty 1", "2"],
+}
+SUMS: dict[str, tuple[int, ...]] = {
+    "once": (1,),
+    "twice": (1, 2),
+    "no_sync, sync": (1, 2),
+    "no_sync, no_sync, sync": (1, 2, 3),
+    "sync, no_sync, sync": (1, 2, 3),
+    "retained graph": (1, 1),
+    "joint": (1, 2),
+    "evaluated between": (1, 2),
+    "inference mode first": (1, 2),
+    "failed": (2,),
+    "failed after a sum": (3,),
+    "failed in no_sync": (2, 3),
+    "failed forward": (2,),
+    "zeroed in place": (2,),
+    "a term of the parameters": (PENALTY, 1),
+    "a term of the parameters in no_sync": (PENALTY, 1, 2),
+}
+CASE = Case(steps=3)
+
+
+class InjectedError(Exception):
+    """Raised by a hook, in the middle of a backward or forward pass."""
+
+
+def play(events, model, mesh):
+    """Run one scenario; the gradients in full."""
+    batches = [batch.chunk(dp_size(mesh))[dp_rank(mesh)] for batch in CASE.batches()]
+    kept = None
+
+    def loss_of(number):
+        mine = batches[int(number) - 1]
+        return model(input_ids=mine, labels=mine).loss
+
+    def penalised(number):
+        """With half the sum of squares of all that trains."""
+        return sum(half_sum_of_squares(parameter) for parameter in trained(model).values()) + loss_of(number)
+
+    def fail(*args):
+        raise InjectedError
+
+    block = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
+    for event in events:
+        *words, number = event.split()
+        if event == "zero":
+            model.zero_grad()
+        elif event == "zero in place":
+            model.zero_grad(set_to_none=False)
+        elif event == "again":
+            kept.backward()
+        elif event == "1 + 2":
+            (loss_of(1) + loss_of(2)).backward()
+        elif words in (["evaluate"], ["infer"]):
+            model.eval()
+            with torch.no_grad() if words == ["evaluate"] else torch.inference_mode():
+                loss_of(number)
+            model.train()
+        elif words == ["retain"]:
+            kept = loss_of(number)
+            kept.backward(retain_graph=True)
+        elif words == ["penalty"]:
+            penalised(number).backward()
+        elif words[:1] == ["no_sync"]:
+            with no_sync(model):
+                (penalised if words[1:] else loss_of)(number).backward()
+        elif words == ["failed", "forward"]:
+            handle = block.register_forward_pre_hook(fail)
+            assert isinstance(attempt(loss_of, number), Failure)
+            handle.remove()
+        elif words[:1] == ["failed"]:
+            handle = block.register_full_backward_hook(fail)
+            loss = loss_of(number)
+            if words[1:]:
+                with no_sync(model):
+                    failure = attempt(loss.backward)
+            else:
+                failure = attempt(loss.backward)
+            assert failure.kind == "InjectedError", failure
+            handle.remove()
+        else:
+            loss_of(number).backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def play_all(mesh_text, scenarios, checkpointing=False):
+    """By scenario: the gradients, or what went wrong; each on a model of its own."""
+    mesh, config = on_mesh(mesh_text, activation_checkpointing=checkpointing)
+    return {name: attempt(play, SCENARIOS[name], parallelize(CASE.model(), mesh, config), mesh) for name in scenarios}
+
+
+@cache
+def one_process(number):
+    model = CASE.model()
+    if number == PENALTY:
+        return {name: full(p) for name, p in trained(model).items()}
+    batch = CASE.batches()[number - 1]
+    model(input_ids=batch, labels=batch).loss.backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def check_scenarios(answers):
+    for found in answers:
+        for scenario, got in found.items():
+            assert not isinstance(got, Failure), f"{scenario}:\n{got.trace}"
+            parts = [one_process(number) for number in SUMS[scenario]]
+            want = {name: sum(part[name] for part in parts) for name in parts[0]}
+            assert relative_error(got, want) <= 1e-12, scenario
+
+
+FAILING = [name for name in SCENARIOS if name.startswith("failed")]
+INFERRING = ["inference mode first"]
+USUAL = [name for name in SCENARIOS if name not in FAILING + INFERRING]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "checkpointing"), [("1x2", False), ("2x1", False), ("2x2", False), ("2x2", True), ("1x1", False)]
+)
+def test_gradients_are_finished_when_backward_returns(pool, mesh, checkpointing):
+    check_scenarios(pool.run(ranks_of(mesh), play_all, mesh, USUAL, checkpointing))
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "1x2", "2x1", "2x2"])
+def test_an_error_in_a_step_leaves_nothing_behind(pool, mesh):
+    """After zero_grad the next step's gradients are its own, whatever the failed one had got to."""
+    check_scenarios(pool.run(ranks_of(mesh), play_all, mesh, FAILING))
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+def test_inference_mode_leaves_nothing_behind(pool, mesh):
+    """FSDP2 itself does not run under torch.inference_mode."""
+    check_scenarios(pool.run(ranks_of(mesh), play_all, mesh, INFERRING))
+
+
+def no_sync_of_a_plain_model():
+    return no_sync(torch.nn.Linear(2, 2))
+
+
+def test_no_sync_wants_a_parallelized_model():
+    with pytest.raises(ValueError, match="Linear was not parallelized"):
+        no_sync_of_a_plain_model()
+
+
+def sync_after_an_error_in_no_sync():
+    """An error leaves the context, and with it accumulation."""
+    mesh, config = on_mesh("2x2")
+    model = parallelize(CASE.model(), mesh, config)
+    mine = CASE.batches()[0].chunk(2)[dp_rank(mesh)]
+
+    def accumulate():
+        with no_sync(model):
+            raise InjectedError
+
+    attempt(accumulate)
+    model(input_ids=mine, labels=mine).loss.backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def test_an_error_in_no_sync_ends_accumulation(pool):
+    for got in pool.run(4, sync_after_an_error_in_no_sync):
+        assert relative_error(got, one_process(1)) <= 1e-12
+
+
+# Norms. Gradients with rows that the ranks do not divide, with less rows than ranks, and with nothing in them.
+SHAPES = [(6, 4), (7, 5), (1, 8), (3,), (5, 2, 4), (0, 3), ()]
+PLACEMENTS = {
+    "replicated": lambda shape: [Replicate(), Replicate(), Replicate()],
+    "dp rows": lambda shape: [Replicate(), Shard(0), Replicate()],
+    "tp rows": lambda shape: [Replicate(), Replicate(), Shard(0)],
+    "tp last, dp rows": lambda shape: [Replicate(), Shard(0), Shard(len(shape) - 1)],
+    "rows by both": lambda shape: [Replicate(), Shard(0), Shard(0)],
+    "all": lambda shape: [Shard(0), Shard(0), Shard(0)],
+}
+
+
+def gradients():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def parameters_on(mesh, layout):
+    """Zeros with the gradients above, placed so; `mixed`: every layout in turn, sub-meshes and plain tensors too."""
+    owners = []
+    for index, grad in enumerate(gradients()):
+        kind = layout
+        if layout == "mixed":
+            kind = ["plain", *PLACEMENTS, "tp mesh", "dp mesh"][index % 9]
+        if kind == "plain" or grad.dim() == 0:
+            shard = grad
+        elif kind == "tp mesh":
+            shard = distribute_tensor(grad, mesh["tp"], [Shard(0)], src_data_rank=None)
+        elif kind == "dp mesh":
+            shard = distribute_tensor(grad, mesh["dp_shard"], [Shard(0)], src_data_rank=None)
+        else:
+            shard = distribute_tensor(grad, mesh, PLACEMENTS[kind](grad.shape), src_data_rank=None)
+        owner = torch.nn.Parameter(torch.zeros_like(shard))
+        owner.grad = shard.clone()
+        owners.append(owner)
+    owners.insert(2, torch.nn.Parameter(torch.ones(2)))  # one without a gradient
+    return owners
+
+
+NORM_TYPES = [1, 2.0, 3, math.inf]
+LIMITS = [0.1, 1e6]
+LAYOUTS = [*PLACEMENTS, "plain", "tp mesh", "dp mesh", "mixed"]
+
+
+def clipped(mesh_text):
+    """By layout, p and limit: the norm, what kind of tensor it is, and for p = 2 the clipped gradients in full."""
+    mesh = mesh_of(mesh_text)
+    found = {}
+    for layout in LAYOUTS:
+        for norm_type in NORM_TYPES:
+            for limit in LIMITS:
+                owners = parameters_on(mesh, layout)
+                norm = clip_grad_norm_(iter(owners), limit, norm_type)
+                grads = [full(o.grad) for o in owners if o.grad is not None] if norm_type == 2 else None
+                found[layout, norm_type, limit] = norm.item(), (type(norm), norm.dim()), grads
+    return found
+
+
+@cache
+def clipped_by_torch(norm_type, limit):
+    owners = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in gradients()]
+    for owner, grad in zip(owners, gradients(), strict=True):
+        owner.grad = grad
+    # torch's has no infinity norm of nothing
+    norm = torch.nn.utils.clip_grad_norm_([owner for owner in owners if owner.numel()], limit, norm_type)
+    return norm.item(), [owner.grad for owner in owners]
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "1x4", "4x1", "2x2x2"])
+def test_clipping_equals_torchs_in_one_process(pool, mesh):
+    for found in pool.run(ranks_of(mesh), clipped, mesh):
+        for (layout, norm_type, limit), (norm, kind, grads) in found.items():
+            want_norm, want_grads = clipped_by_torch(norm_type, limit)
+            assert kind == (torch.Tensor, 0)
+            assert norm == pytest.approx(want_norm, rel=1e-12), (layout, norm_type)
+            if grads is not None:
+                for got, want in zip(grads, want_grads, strict=True):
+                    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+def bad_clips():
+    mesh = mesh_of("1x2")
+    owner = torch.nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()] * 3, src_data_rank=None))
+    owner.grad = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Replicate(), Partial()], run_check=False)
+    plain = torch.nn.Parameter(torch.zeros(2))
+    plain.grad = torch.ones(2)
+    return attempt(clip_grad_norm_, [plain, owner], 1.0), plain.grad.tolist()
+
+
+def test_a_partial_gradient_is_refused(pool):
+    for failure, untouched in pool.run(2, bad_clips):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "ValueError"
+        assert "shape (2, 2) is a partial sum" in failure.message
+        assert untouched == [1, 1]
+
+
+@pytest.mark.parametrize("norm_type", [0, -1, -math.inf, math.nan])
+def test_a_norm_type_that_is_not_positive_is_refused(norm_type):
+    with pytest.raises(ValueError, match="norm_type="):
+        clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], 1.0, norm_type)
+
+
+def test_no_gradients_have_norm_zero():
+    assert clip_grad_norm_([], 1.0) == 0
+    assert clip_grad_norm_(torch.nn.Parameter(torch.ones(2)), 1.0) == 0
+
+
+def test_narrow_gradients_are_summed_in_float32():
+    """1000 times 0.1 in bfloat16 would stop growing at 32."""
+    owner = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    owner.grad = torch.full_like(owner, 0.1)
+    norm = clip_grad_norm_(owner, 1e6, 1)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(1000 * torch.tensor(0.1, dtype=torch.bfloat16).item(), rel=1e-5)
+
+
+def clipped_values():
+    owners = parameters_on(mesh_of("2x2"), "mixed")
+    clip_grad_value_(owners, 0.3)
+    dist.barrier()
+    return [full(owner.grad) for owner in owners if owner.grad is not None]
+
+
+def test_clipping_by_value_equals_torchs(pool):
+    for found in pool.run(4, clipped_values):
+        assert all(torch.equal(got, grad.clamp(-0.3, 0.3)) for got, grad in zip(found, gradients(), strict=True))

@@ -1,0 +1,100 @@
+"""The mesh: three axes, tp innermost, sizes that multiply to the world size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lora_parallel import ParallelConfig, build_mesh
+from lora_parallel.distributed.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
+from tests.oracle import mesh_of
+from tests.workers import Failure, attempt
+
+
+def test_auto_takes_what_the_others_leave():
+    assert mesh_sizes(ParallelConfig(), 6) == (1, 6, 1)
+    assert mesh_sizes(ParallelConfig(tp=2, dp_replicate=3), 12) == (3, 2, 2)
+    assert mesh_sizes(ParallelConfig(tp=2, dp_shard=2, dp_replicate=2), 8) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "parts"),
+    [
+        ({"tp": 3}, 4, ["tp=3", "does not divide", "4", "multiple of 3"]),
+        ({"tp": 2, "dp_replicate": 2}, 6, ["tp=2", "dp_replicate=2", "= 4", "6"]),
+        ({"tp": 2, "dp_shard": 2}, 8, ["dp_shard=2", "tp=2", "= 4", "8", "start 4 processes"]),
+        ({"dp_shard": 4}, 2, ["dp_shard=4", "= 4", "world size is 2"]),
+    ],
+)
+def test_a_product_that_is_not_the_world_size_is_refused(sizes, world, parts):
+    with pytest.raises(ValueError, match="world size") as caught:
+        mesh_sizes(ParallelConfig(**sizes), world)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def refused_then_built():
+    wrong = attempt(build_mesh, ParallelConfig(tp=3), "cpu")
+    return wrong, dist.get_world_size(build_mesh(ParallelConfig(tp=2), "cpu").get_group("tp"))
+
+
+def test_a_wrong_product_is_one_error_on_every_rank(pool):
+    for wrong, tp in pool.run(4, refused_then_built):
+        assert isinstance(wrong, Failure)
+        assert wrong.kind == "ValueError"
+        assert "tp=3" in wrong.message
+        assert tp == 2  # and no rank is out of step
+
+
+def layout(mesh_text):
+    mesh = mesh_of(mesh_text)
+    part = dp_mesh(mesh)
+    return {
+        "names": mesh.mesh_dim_names,
+        "ranks": mesh.mesh.tolist(),
+        "coordinate": tuple(mesh.get_local_rank(axis) for axis in AXES),
+        "dp": (dp_rank(mesh), dp_size(mesh)),
+        "fsdp axes": part.mesh_dim_names,
+    }
+
+
+def test_tp_is_innermost_and_dp_rank_counts_replicas_and_shards(pool):
+    for rank, found in enumerate(pool.run(8, layout, "2x2x2")):
+        assert found["names"] == ("dp_replicate", "dp_shard", "tp")
+        assert found["ranks"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert found["coordinate"] == (rank // 4, rank // 2 % 2, rank % 2)
+        assert found["dp"] == (rank // 2, 4)
+        assert found["fsdp axes"] == ("dp_replicate", "dp_shard")
+
+
+def test_a_replicate_axis_of_one_stays_out_of_fsdp(pool):
+    """It would cost an all-reduce for each unit."""
+    for rank, found in enumerate(pool.run(4, layout, "2x2")):
+        assert found["names"] == AXES
+        assert found["fsdp axes"] == ("dp_shard",)
+        assert found["dp"] == (rank // 2, 2)
+
+
+def timeouts(seconds):
+    mesh = build_mesh(ParallelConfig(tp=2, timeout_seconds=seconds), "cpu")
+    device = next(iter(mesh.get_group("tp")._device_types))
+    return [mesh.get_group(axis)._get_backend(device).options._timeout.total_seconds() for axis in AXES]
+
+
+def test_every_axis_has_the_timeout(pool):
+    for found in pool.run(2, timeouts, 77):
+        assert found == [77, 77, 77]
+
+
+def own_groups():
+    group = dist.new_group()
+    mesh = build_mesh(ParallelConfig(dp_shard=2), "cpu")
+    groups = [mesh.get_group(axis) for axis in AXES]
+    threads = [each._get_backend(torch.device("cpu")).options._threads for each in groups]
+    return threads, dist.group.WORLD in groups, group._get_backend(torch.device("cpu")).options._threads
+
+
+def test_every_axis_has_a_group_of_its_own_with_one_thread(pool):
+    """Also the axis of all ranks, for which `init_device_mesh` takes the default group by itself."""
+    assert pool.run(2, own_groups) == [([1, 1, 1], False, 2)] * 2

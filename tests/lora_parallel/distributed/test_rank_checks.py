@@ -1,0 +1,118 @@
+"""What ranks agree on: errors, and whether they hold the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
+from tests.workers import Failure, attempt
+
+
+class OwnError(Exception):
+    """No builtin: other ranks cannot know the class."""
+
+
+KINDS = [ValueError, FileNotFoundError, KeyError, OwnError, torch.OutOfMemoryError]
+
+
+def failing(kind, here):
+    with agreed():
+        if dist.get_rank() in here:
+            raise kind("the reason")
+    return "went on"
+
+
+def undecoded():
+    """An error that is not made from a text alone."""
+    with agreed():
+        if dist.get_rank() == 2:
+            b"caf\xe9".decode()
+
+
+def failures():
+    """By kind of error: what each rank sees of a failure on rank 2, and on all of them."""
+    found = [(attempt(failing, kind, (2,)), attempt(failing, kind, (0, 1, 2, 3))) for kind in KINDS]
+    return found, failing(ValueError, ()), attempt(undecoded)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(pool):
+    for rank, (found, after, decoding) in enumerate(pool.run(4, failures)):
+        assert after == "went on"
+        assert decoding.kind == ("UnicodeDecodeError" if rank == 2 else "RuntimeError")
+        assert decoding.message.startswith("" if rank == 2 else "on rank 2: ")
+        assert "codec can't decode byte 0xe9" in decoding.message
+        for kind, (one, everywhere) in zip(KINDS, found, strict=True):
+            assert isinstance(one, Failure)
+            assert "the reason" in one.message
+            assert everywhere.kind == kind.__name__
+            if rank == 2:
+                assert one.kind == kind.__name__
+                assert "on rank" not in one.message
+            else:
+                known = kind in (ValueError, FileNotFoundError, KeyError)
+                assert one.kind == (kind.__name__ if known else "RuntimeError")
+                assert "on rank 2: " in one.message
+
+
+def test_without_a_process_group_errors_pass_through():
+    with pytest.raises(OwnError, match="the reason"), agreed():
+        raise OwnError("the reason")
+    assert gather_numbers([3, 4], "cpu").tolist() == [[3, 4]]
+
+
+def rank_numbers():
+    return gather_numbers([dist.get_rank(), 7, -(2**62)], "cpu").tolist()
+
+
+def test_numbers_come_in_rank_order(pool):
+    for found in pool.run(4, rank_numbers):
+        assert found == [[rank, 7, -(2**62)] for rank in range(4)]
+
+
+def test_equal_tensors_have_equal_fingerprints():
+    tensor = torch.randn(300, 77, generator=torch.Generator().manual_seed(0))
+    copies = [tensor.clone(), tensor.t().contiguous().t(), torch.nn.Parameter(tensor), tensor.requires_grad_()]
+    assert {fingerprint(copy) for copy in copies} == {fingerprint(tensor)}
+    shifted = torch.empty(tensor.numel() + 1)[1:].view_as(tensor)  # 4 bytes off the alignment that int64 wants
+    shifted.copy_(tensor)
+    assert fingerprint(shifted) == fingerprint(tensor)
+
+
+def test_a_changed_or_moved_element_changes_the_fingerprint():
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 3, 4095, 3 * 8192 + 5):  # the last: several full rows of the sum and a rest
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            tensor = (torch.randn(count, generator=generator) * 3).to(dtype)
+            seen = {fingerprint(tensor)}
+            for place in {0, count // 2, count - 1}:
+                other = tensor.clone()
+                other[place] = ~other[place] if dtype is torch.bool else other[place] + 1
+                seen.add(fingerprint(other))
+            assert len(seen) == 1 + len({0, count // 2, count - 1}), (count, dtype)
+    numbers = torch.arange(40000.0)
+    swaps = [(0, 1), (0, 512), (1, 4097), (0, 4096), (0, 8192), (39998, 39999), (5, 39999)]
+    seen = {fingerprint(numbers)}
+    for i, j in swaps:
+        other = numbers.clone()
+        other[i], other[j] = numbers[j], numbers[i]
+        seen.add(fingerprint(other))
+    assert len(seen) == 1 + len(swaps)
+
+
+def test_rows_in_another_order_change_the_fingerprint():
+    """As when tensor parallel peers are fed the same rows in different orders."""
+    for length in (12, 512, 4096, 8192):
+        batch = torch.randint(0, 1000, (8, length), generator=torch.Generator().manual_seed(0))
+        assert fingerprint(batch.flip(0)) != fingerprint(batch), length
+
+
+def test_zeros_of_other_lengths_differ():
+    assert len({fingerprint(torch.zeros(n)) for n in (0, 1, 2, 4096, 8192)}) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64, torch.uint8])
+def test_any_dtype_and_rank_of_tensor_has_a_fingerprint(dtype):
+    assert isinstance(fingerprint(torch.ones((), dtype=dtype)), int)
+    assert fingerprint(torch.ones(2, 0, dtype=dtype)) == 0

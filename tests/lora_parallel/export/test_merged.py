@@ -1,0 +1,280 @@
+"""Merged exports against `merge_and_unload` and `save_pretrained` in one process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from lora_parallel import export_merged, parallelize
+from lora_parallel.export import safetensors_writer as writer_module
+from tests.families import FAMILIES
+from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
+from tests.workers import Failure, attempt
+
+IDS = torch.arange(24).view(2, 12)
+
+
+def adapted(base: nn.Module | None = None, **lora: Any) -> nn.Module:
+    model = get_peft_model(base or causal_lm(dtype=torch.float32), lora_config(**lora))
+    fill_adapters(model)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name or name.endswith(".bias"):
+            parameter.data += 0.25
+    return model.eval()
+
+
+def two_active() -> nn.Module:
+    model = adapted()
+    model.add_adapter("second", lora_config(r=2, target_modules=["q_proj", "down_proj"]))
+    fill_adapters(model, seed=3)
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def head_of_another() -> nn.Module:
+    """The active adapter has no copy of the head that the other one trains."""
+    model = adapted(modules_to_save=["lm_head"])
+    model.add_adapter("second", lora_config(r=2, target_modules=["q_proj", "down_proj"]))
+    fill_adapters(model, seed=3)
+    model.set_adapter("second")
+    return model.eval()
+
+
+def family(name: str, **lora: Any) -> nn.Module:
+    torch.manual_seed(0)
+    made: Any = FAMILIES[name]
+    import transformers
+
+    base = made.model_class()(getattr(transformers, made.config)(**made.settings))
+    model = get_peft_model(base, LoraConfig(**{"r": 3, "target_modules": made.targets, **lora}))
+    fill_adapters(model)
+    return model.eval()
+
+
+def experts(name: str, **lora: Any) -> nn.Module:
+    return family(
+        name, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"], **lora
+    )
+
+
+KINDS: dict[str, Any] = {
+    "seven": adapted,
+    "tied": lambda: adapted(causal_lm("qwen3", torch.float32, tie_word_embeddings=True)),
+    "rslora, patterns": lambda: adapted(use_rslora=True, rank_pattern={"q_proj": 5}, alpha_pattern={"up_proj": 9}),
+    "embeddings": lambda: adapted(target_modules=["embed_tokens", "lm_head", "q_proj"]),
+    "a saved head": lambda: adapted(modules_to_save=["lm_head"]),
+    "biases": lambda: adapted(causal_lm(dtype=torch.float32, attention_bias=True), bias="lora_only"),
+    "two adapters": two_active,
+    "another adapter's head": head_of_another,
+    "bfloat16": lambda: adapted(causal_lm(dtype=torch.bfloat16)),
+    "float64": lambda: adapted(causal_lm()),
+    "no adapter": lambda: causal_lm(dtype=torch.float32),
+    "experts": lambda: experts("mixtral"),
+    "experts, the other way round": lambda: experts("gpt-oss"),
+    "experts and routers": lambda: family("qwen3-moe", target_modules="all-linear"),
+}
+OTHERS = ["gpt2", "bert", "mixtral", "qwen3-moe", "gpt-neox"]
+
+
+def build(kind: str) -> nn.Module:
+    return KINDS[kind]() if kind in KINDS else family(kind)
+
+
+def export_all(mesh_text: str, kinds: list[str], folder: Path) -> dict[str, Any]:
+    found = {}
+    for kind in kinds:
+        mesh, config = on_mesh(mesh_text, require_adapters=False)
+        model = parallelize(build(kind), mesh, config)
+        before = {name: full(p) for name, p in model.named_parameters()}
+        found[kind] = attempt(export_merged, model, folder / kind, max_shard_size="20KB")
+        after = {name: full(p) for name, p in model.named_parameters()}
+        assert all(torch.equal(before[name], after[name]) for name in before), "the model has changed"
+    return found
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(
+    "mesh", ["2x2", "2x1", "1x2", *(pytest.param(mesh, marks=pytest.mark.matrix) for mesh in ("1x1", "4x1", "2x2x1"))]
+)
+def test_the_folder_is_that_of_one_process(pool, tmp_path, mesh):
+    kinds = [*KINDS, *(OTHERS if mesh in ("2x1", "1x1") else [])]
+    for answers in pool.run(ranks_of(mesh), export_all, mesh, kinds, tmp_path / "ours"):
+        for kind, answer in answers.items():
+            assert answer == tmp_path / "ours" / kind, getattr(answer, "trace", answer)
+    for kind in kinds:
+        model = build(kind)
+        merged: Any = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+        merged.save_pretrained(tmp_path / "peft" / kind, max_shard_size="20KB")
+        want, got = tensors(tmp_path / "peft" / kind), tensors(tmp_path / "ours" / kind)
+        assert got.keys() == want.keys(), (kind, sorted(got.keys() ^ want.keys())[:4])
+        for key, tensor in want.items():
+            assert got[key].dtype == tensor.dtype, (kind, key)
+            # One product of two factors, computed in other pieces.
+            torch.testing.assert_close(got[key], tensor, rtol=1e-2 if kind == "bfloat16" else 1e-6, atol=1e-7)
+        configs = [json.loads((tmp_path / side / kind / "config.json").read_text()) for side in ("ours", "peft")]
+        assert configs[0] == configs[1], kind
+        auto = AutoModel if kind == "bert" else AutoModelForCausalLM
+        loaded = auto.from_pretrained(tmp_path / "ours" / kind, dtype="auto").eval()
+        with torch.no_grad():
+            got_out, want_out = loaded(input_ids=IDS)[0], merged(input_ids=IDS)[0]
+        torch.testing.assert_close(got_out, want_out, rtol=0, atol=2e-2 if kind == "bfloat16" else 2e-5, msg=kind)
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == set(kinds)
+
+
+def test_files_are_split_and_read_in_pieces(pool, tmp_path, monkeypatch):
+    for _ in pool.run(4, in_small_pieces, tmp_path / "ours"):
+        pass
+    adapted().merge_and_unload().save_pretrained(tmp_path / "peft")
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    want, got = tensors(tmp_path / "peft"), tensors(tmp_path / "ours")
+    assert index["weight_map"].keys() == want.keys()
+    for key, tensor in want.items():
+        torch.testing.assert_close(got[key], tensor, rtol=1e-6, atol=1e-7)
+
+
+def in_small_pieces(folder: Path) -> None:
+    mesh, config = on_mesh("2x2")
+    own, writer_module._CHUNK_BYTES = writer_module._CHUNK_BYTES, 1000
+    try:
+        export_merged(parallelize(adapted(), mesh, config), folder, max_shard_size="30KB")
+    finally:
+        writer_module._CHUNK_BYTES = own
+
+
+NO_SIZES = (0, -1, None, 1.5, True, "lots", "0GB", "-5GB")
+
+
+def refused(folder: Path) -> dict[str, Any]:
+    mesh, config = on_mesh("2x1")
+    tied = adapted(causal_lm("qwen3", torch.float32, tie_word_embeddings=True), target_modules=["lm_head", "q_proj"])
+    found = {
+        "a folder that is there": attempt(export_merged, parallelize(adapted(), mesh, config), folder / "there"),
+        "a file that is there": attempt(export_merged, parallelize(adapted(), mesh, config), folder / "file"),
+        "not parallelized": attempt(export_merged, adapted(), folder / "new"),
+        "dora": attempt(export_merged, parallelize(adapted(use_dora=True), mesh, config), folder / "new"),
+        "merged already": attempt(export_merged, merged(parallelize(adapted(), mesh, config)), folder / "new"),
+        "tied": attempt(export_merged, parallelize(tied, mesh, config), folder / "new"),
+    }
+    model = parallelize(adapted(), mesh, config)
+    odd = dist.get_rank() == 1
+    for size in NO_SIZES:
+        found[f"a size of {size!r}"] = attempt(export_merged, model, folder / "new", size)
+    found["a bad size on one rank"] = attempt(export_merged, model, folder / "new", "lots" if odd else "5GB")
+    found["a URL on one rank"] = attempt(export_merged, model, "s3://bucket/new" if odd else folder / "new")
+    found["another size on one rank"] = attempt(export_merged, model, folder / "new", "5KB" if odd else "5GB")
+    found["another folder on one rank"] = attempt(export_merged, model, folder / ("other" if odd else "new"))
+    own = writer_module._header
+    if dist.get_rank() == 0:
+        writer_module._header = no_space  # type: ignore[assignment]
+    try:
+        found["no space"] = attempt(export_merged, model, folder / "new")
+    finally:
+        writer_module._header = own
+    dist.barrier()
+    found["left"] = sorted(path.name for path in folder.iterdir())
+    return found
+
+
+def merged(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if hasattr(module, "merged_adapters"):
+            module.merged_adapters.append("default")  # as merge_adapter() does
+    return model
+
+
+def no_space(tensors: Any) -> bytes:
+    raise OSError(28, "No space left on device")
+
+
+REFUSED = {
+    **{f"a size of {size!r}": ("ValueError", f"max_shard_size={size!r}: give a positive number") for size in NO_SIZES},
+    "a bad size on one rank": ("ValueError", "max_shard_size='lots': give a positive number"),
+    "a URL on one rank": ("ValueError", "is a URL"),
+    "another size on one rank": ("ValueError", "max_shard_size is '5GB' on rank 0 and '5KB' on rank 1"),
+    "another folder on one rank": ("ValueError", "directory is '"),
+    "a folder that is there": ("FileExistsError", "is not empty"),
+    "a file that is there": ("FileExistsError", "is not empty"),
+    "not parallelized": ("ValueError", "was not parallelized"),
+    "dora": ("ValueError", "cannot be merged part by part"),
+    "merged already": ("ValueError", "is merged into the base of"),
+    "tied": ("ValueError", "are one weight, and an adapter is on one of them only"),
+    "no space": ("OSError", "No space left"),
+}
+
+
+def test_what_cannot_be_exported_is_refused(pool, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine too")
+    for found in pool.run(2, refused, tmp_path):
+        assert found.pop("left") == ["file", "there"]
+        for name, (kind, text) in REFUSED.items():
+            assert isinstance(found[name], Failure), f"{name} was accepted"
+            assert found[name].kind == kind, (name, found[name].trace)
+            assert text in found[name].message, (name, found[name].message)
+    assert (tmp_path / "there" / "mine").read_text() == "mine"
+
+
+def anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+class Wide(nn.Module):
+    """Eight layers of 64 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+LAYER = 4096 * 4096 * 4
+
+
+def memory(folder: Path) -> float:
+    """How much the export takes beside the shards, in layers."""
+    mesh, config = on_mesh("2x1", block_classes=["Linear"])
+    model = parallelize(get_peft_model(Wide(), LoraConfig(r=4, target_modules=["0", "1", "5"])), mesh, config)
+    start, highest, stop = anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not stop.wait(0.001):
+            highest = max(highest, anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        export_merged(model, folder)
+    finally:
+        stop.set()
+        thread.join()
+    return (highest - start) / LAYER
+
+
+def test_no_rank_holds_more_than_a_tensor(pool, tmp_path):
+    """The chunk that is written, what was received for it, and its bytes."""
+    for peak in pool.run(2, memory, tmp_path / "wide"):
+        assert peak <= 3.5

@@ -1,0 +1,66 @@
+"""What is watched at the edges of forward and backward."""
+
+from __future__ import annotations
+
+import torch
+
+from lora_parallel import parallelize
+from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
+from tests.workers import Failure, attempt
+
+CASE = Case()
+
+
+def checkpointed_gradients(mesh_text, reentrant):
+    """Of one step with the model's own activation checkpointing, switched on after sharding."""
+    mesh, config = on_mesh(mesh_text)
+    model = parallelize(CASE.model(), mesh, config)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    mine = CASE.batches()[0].chunk(dp_size(mesh))[dp_rank(mesh)]
+    model(input_ids=mine, labels=mine).loss.backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def test_checkpointing_leaves_gradients_as_they_are(pool):
+    """A reentrant checkpoint runs each block in a backward pass of its own, inside the model's."""
+    plain = CASE.model()
+    batch = CASE.batches()[0]
+    plain(input_ids=batch, labels=batch).loss.backward()
+    want = {name: full(p.grad) for name, p in trained(plain).items()}
+    for mesh in ("1x2", "2x2"):
+        for reentrant in (True, False):
+            for got in pool.run(ranks_of(mesh), checkpointed_gradients, mesh, reentrant):
+                assert relative_error(got, want) <= 1e-12, (mesh, reentrant)
+
+
+def forward_in_inference_mode():
+    mesh, config = on_mesh("2x1")
+    model = parallelize(CASE.model(), mesh, config)
+
+    def infer():
+        with torch.inference_mode():
+            model(input_ids=CASE.batches()[0])
+
+    return attempt(infer)
+
+
+def test_inference_mode_under_fsdp_is_refused(pool):
+    for answer in pool.try_run(2, forward_in_inference_mode):
+        assert isinstance(answer, Failure)
+        assert answer.kind == "RuntimeError"
+        assert "torch.no_grad()" in answer.message
+
+
+def seed_by_rank():
+    from torch import distributed as dist
+
+    mesh, config = on_mesh("1x2", seed=dist.get_rank())
+    return attempt(parallelize, CASE.model(), mesh, config)
+
+
+def test_a_seed_that_differs_between_ranks_is_refused(pool):
+    for answer in pool.try_run(2, seed_by_rank):
+        assert isinstance(answer, Failure)
+        assert "seed differs between ranks ([0, 1])" in answer.message

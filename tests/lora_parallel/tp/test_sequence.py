@@ -1,0 +1,342 @@
+"""Sequence parallelism: the same training, two gathers and two scatters a layer, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from lora_parallel import parallelize
+from lora_parallel.distributed.collectives import chunk_bounds, gather_tokens, split_tokens, sum_of_tokens, whole_tokens
+from lora_parallel.planning.plan import resolve_plan
+from tests.lora_parallel.traffic import Traffic
+from tests.oracle import (
+    Case,
+    causal_lm,
+    differing,
+    fill_adapters,
+    full,
+    lora_config,
+    mesh_of,
+    on_mesh,
+    ranks_of,
+    reference,
+    relative_error,
+    sharded,
+)
+from tests.rows import base_model
+from tests.workers import Failure, attempt
+
+ON = {"sequence_parallel": True}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+KINDS = {
+    "plain": (Case(clip=0.5, accumulate=2), ON),
+    "one key head": (Case(steps=2, sizes={"num_key_value_heads": 1}), ON),
+    "recomputed": (Case(steps=2), {**ON, "activation_checkpointing": True}),
+    "norms between heads": (Case(family="qwen3", steps=2), ON),
+    "fused": (
+        Case(family="phi3", steps=2, lora={"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
+        ON,
+    ),
+    "biases": (Case(steps=2, lora={"bias": "all"}, sizes=BIASED), ON),
+    "all train": (Case(steps=2, adapters=False, sizes=BIASED), {**ON, "require_adapters": False}),
+    "norms trained": (Case(steps=2, lora={"modules_to_save": ["input_layernorm", "lm_head"]}), ON),
+}
+
+
+def run_kinds(mesh):
+    return {kind: attempt(sharded, case, mesh, **config) for kind, (case, config) in KINDS.items()}
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x2", "1x4"])
+def test_training_equals_one_process(pool, mesh):
+    """Twelve tokens; what trains on chunks (norms, biases after a sum) has gradients from all of them."""
+    for found in pool.run(ranks_of(mesh), run_kinds, mesh):
+        for kind, run in found.items():
+            assert not isinstance(run, Failure), f"{kind}:\n{run.trace}"
+            want = reference(KINDS[kind][0])
+            assert relative_error(run.gradients, want.gradients) <= 1e-12, kind
+            assert relative_error(run.adapters, want.adapters) <= 1e-10, kind
+            assert run.losses == pytest.approx(want.losses, abs=1e-6), kind
+
+
+SIZE = 7  # four ranks have 2, 2, 2 and 1 of it
+
+
+def functions():
+    """Each function's output and input gradient."""
+    group = mesh_of("1x4").get_group("tp")
+    rank = dist.get_rank(group)
+    start, end = chunk_bounds(SIZE, 4, rank)
+    every = torch.arange(1.0, SIZE + 1).view(1, SIZE, 1).expand(2, -1, 3).clone()
+    ours = torch.full((2, SIZE, 3), rank + 1.0)
+
+    def run(function, x, grad, *args):
+        x = x.clone().requires_grad_()
+        y = function(x, *args, group, "here")
+        y.backward(grad)
+        return y.detach(), x.grad
+
+    return {
+        "gather": run(gather_tokens, every[:, start:end], ours, SIZE),
+        "whole": run(whole_tokens, every[:, start:end], every, SIZE),
+        "split": run(split_tokens, every, every[:, start:end]),
+        "sum": run(sum_of_tokens, ours, every[:, start:end]),
+    }
+
+
+def test_forward_and_backward_of_each_collective(pool):
+    every = torch.arange(1.0, SIZE + 1).view(1, SIZE, 1).expand(2, -1, 3)
+    ten = torch.full((2, SIZE, 3), 10.0)
+    for rank, found in enumerate(pool.run(4, functions)):
+        start, end = chunk_bounds(SIZE, 4, rank)
+        mine, sums = every[:, start:end], ten[:, start:end]
+        want = {"gather": (every, sums), "whole": (every, mine), "split": (mine, every), "sum": (sums, every)}
+        for name, (output, gradient) in want.items():
+            assert torch.equal(found[name][0], output), name
+            assert torch.equal(found[name][1], gradient), name
+
+
+def traffic(layers, lora):
+    mesh, config = on_mesh("1x2", require_adapters=lora, **ON)
+    model = causal_lm(num_hidden_layers=layers)
+    if lora:
+        model = get_peft_model(model, lora_config())
+        fill_adapters(model)
+    model = parallelize(model.train(), mesh, config)
+    ids = torch.arange(24).view(2, 12)
+    embeds = torch.randn(2, 12, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    model(inputs_embeds=embeds, labels=ids)  # the first compares batches
+    with Traffic() as forward:
+        loss = model(inputs_embeds=embeds, labels=ids).loss
+    with Traffic() as backward:
+        loss.backward()
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return [[calls.count(kind) for kind in kinds] for calls in (forward, backward)]
+
+
+def every_traffic():
+    return {(layers, lora): traffic(layers, lora) for layers in (1, 3) for lora in (True, False)}
+
+
+def test_two_gathers_and_two_scatters_a_layer_each_way_with_adapters_or_without(pool):
+    for found in pool.run(2, every_traffic):
+        for (layers, lora), (forward, backward) in found.items():
+            # Beside the layers: the stack's end and the head's output; back: the stack's start, the head's input, and
+            # one message for all partial gradients (without adapters everything trains: norms' are partial too).
+            # The one all-reduce of a forward compares its inputs between tp peers.
+            assert forward == [2 * layers + 2, 2 * layers, 1], (layers, lora)
+            assert backward == [2 * layers + 1, 2 * layers, 2], (layers, lora)
+
+
+def masked(mesh_text):
+    """Padding on the left, an odd number of tokens, fewer tokens than ranks: outputs with and without."""
+    found = []
+    for settings in ({}, ON):
+        mesh, config = on_mesh(mesh_text, **settings)
+        model = get_peft_model(causal_lm(), lora_config())
+        fill_adapters(model)
+        model = parallelize(model.eval(), mesh, config)
+        ids = torch.arange(22).view(2, 11)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        with torch.no_grad():
+            logits = [
+                model(input_ids=ids, attention_mask=mask).logits[mask.bool()],
+                model(input_ids=ids[:, :3]).logits,
+                model(input_ids=ids[:, :1]).logits,
+            ]
+            text = model.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
+        found.append((logits, text))
+    return found
+
+
+def test_masks_and_any_number_of_tokens(pool):
+    for (plain, words), (split, same_words) in pool.run(4, masked, "1x4"):
+        for want, got in zip(plain, split, strict=True):
+            assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+        assert torch.equal(words, same_words)
+
+
+def dropped(mesh_text, settings):
+    return sharded(Case(steps=3, lora={"lora_dropout": 0.2}), mesh_text, **settings)
+
+
+def test_lora_dropout_drops_the_same(pool):
+    (want,) = pool.run(1, dropped, "1x1", {})
+    for run in pool.run(4, dropped, "2x2", ON):
+        assert relative_error(run.gradients, want.gradients) <= 1e-12
+        assert relative_error(run.adapters, want.adapters) <= 1e-10
+
+
+def hidden_states():
+    mesh, config = on_mesh("1x2", **ON)
+    model = parallelize(get_peft_model(causal_lm(), lora_config()), mesh, config)
+    return [attempt(model, input_ids=torch.arange(12).view(1, 12), output_hidden_states=True)]
+
+
+def test_hidden_states_that_would_be_chunks_are_refused(pool):
+    for (error,) in pool.run(2, hidden_states):
+        assert isinstance(error, Failure)
+        assert "output_hidden_states=True" in error.message
+
+
+class Mixing(nn.Module):
+    """A block that looks at the token before, outside of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.roll(1, 1) + self.down(self.up(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Mixing(), Mixing()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+_ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (Stack, "the tokens of Stack cannot be split: run on a chunk of them, it does not compute the same"),
+        (lambda: base_model("BertModel", {**_ENCODER, "vocab_size": 131}), "the tokens of BertModel cannot be split"),
+        (
+            lambda: base_model(
+                "Olmo2ForCausalLM", {**_ENCODER, "vocab_size": 131, "num_key_value_heads": 4, "pad_token_id": 0}
+            ),
+            "self_attn.k_proj' is colwise_gather_output",
+        ),
+    ],
+)
+def test_what_does_not_work_token_by_token_is_refused(build, reason):
+    with pytest.raises(ValueError, match="sequence_parallel=True") as caught:
+        resolve_plan(build().requires_grad_(False), None, 2, sequence_parallel=True)
+    assert reason in str(caught.value)
+    assert "sequence_parallel=False" in str(caught.value)
+
+
+def test_it_has_no_effect_without_tp(pool):
+    (run,) = pool.run(1, dropped, "1x1", ON)
+    (want,) = pool.run(1, dropped, "1x1", {})
+    assert not differing(run.adapters, want.adapters)
+
+
+def with_dropout(mesh_text):
+    """Two steps of a model with dropout of its own, of an odd number of tokens; with and without recomputation."""
+    found = []
+    for recompute in (False, True):
+        mesh, config = on_mesh(mesh_text, activation_checkpointing=recompute, **ON)
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64, "use_cache": False}
+        torch.manual_seed(3)
+        model = base_model("GPT2LMHeadModel", {**sizes, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.0})
+        model = get_peft_model(model.double(), LoraConfig(r=3, target_modules=["c_attn", "c_proj", "c_fc"])).double()
+        fill_adapters(model)
+        model = parallelize(model.train(), mesh, config)
+        torch.manual_seed(5)
+        losses, grads = [], []
+        for _ in range(3):
+            model.zero_grad()
+            ids = torch.arange(22).view(2, 11)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            grads.append({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        found.append((losses, grads, torch.get_rng_state()))
+    return found
+
+
+def test_dropout_of_the_model_keeps_peers_in_step(pool):
+    """Peers agree in every step, each step drops anew, and a recomputation drops what was dropped."""
+    ranks = pool.run(2, with_dropout, "1x2")
+    for (losses, grads, state), (again, recomputed, _) in ranks:
+        assert len(set(losses)) == 3
+        assert again == pytest.approx(losses, rel=1e-12)
+        for one, other in zip(grads, recomputed, strict=True):
+            assert relative_error(one, other) <= 1e-12
+        assert torch.equal(state, ranks[0][0][2])
+        assert losses == ranks[0][0][0]
+
+
+def several_lengths():
+    """Two forwards before their backward passes, of other lengths, and an evaluation between, recomputed."""
+    grads = []
+    for settings in ({}, ON):
+        mesh, config = on_mesh("1x2", activation_checkpointing=True, **settings)
+        model = get_peft_model(causal_lm(), lora_config())
+        fill_adapters(model)
+        model = parallelize(model.train(), mesh, config)
+        losses = [model(input_ids=ids, labels=ids).loss for ids in (torch.arange(12)[None], torch.arange(7)[None])]
+        with torch.no_grad():
+            model(input_ids=torch.arange(9)[None])
+        sum(losses).backward()
+        grads.append({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+    return grads
+
+
+def test_recomputation_of_forwards_of_several_lengths(pool):
+    for want, got in pool.run(2, several_lengths):
+        assert relative_error(got, want) <= 1e-12
+
+
+_SEQ2SEQ = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 131,
+}
+
+
+def test_several_stacks_are_refused():
+    """Whose cross attention takes activations from the other."""
+    model = base_model("BartForConditionalGeneration", _SEQ2SEQ).requires_grad_(False)
+    with pytest.raises(ValueError, match="more than one stack of blocks"):
+        resolve_plan(model, None, 2, sequence_parallel=True)
+
+
+class NormedTwice(nn.Module):
+    """A norm that trains, in the blocks and on the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList([Pair(self.norm), Pair(self.norm)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class Pair(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm, nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def test_what_trains_on_chunks_and_on_all_tokens_is_refused():
+    frozen = NormedTwice().requires_grad_(False)
+    assert len(resolve_plan(frozen, None, 2, sequence_parallel=True).sequences) == 1
+    with pytest.raises(ValueError, match="trains, and is used on all tokens elsewhere"):
+        resolve_plan(NormedTwice(), None, 2, sequence_parallel=True)
