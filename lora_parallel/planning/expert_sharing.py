@@ -1,16 +1,16 @@
-"""Find how tp ranks can share the experts of a mixture, by running the experts' own forward.
+"""Find how tp ranks can share the experts of a mixture, and prove it by running the experts' own forward.
 
-A module of experts holds stacks of weights [experts, ., .]: one or more up projections and one down projection. Only
-the module's class knows how a stack is laid out (transposed, gate and up packed or interleaved, biases). So the
-module's own forward is run on the parameters that each rank would have, and the outputs of all ranks must add up to
-the output of the whole module. The weights of these runs are products of thin random factors, so that a run costs a few
-tokens, whatever the size of the experts.
+A module of experts holds stacks of weights [experts, ., .]: `gate_up_proj`, or `up_proj` with or without `gate_proj`,
+and `down_proj`. The module's class declares to transformers how they are laid out. The declaration is not trusted
+alone: the module's own forward is run on the parameters that each rank would have, and the outputs of all ranks must
+add up to the output of the whole module. The weights of these runs are products of thin random factors, so that a run
+costs a few tokens, whatever the size of the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from lora_parallel.tracing.trace_errors import brief
 
 __all__ = ["share_experts"]
 
-_TRIALS = 128
 _RANK = 4
 _TOLERANCE = 1e-4
 """Largest relative error of a sharing that is right, in float32. A wrong sharing has an error of the order of 1."""
@@ -51,8 +50,7 @@ def share_experts(
             return f"it has {experts} experts, no multiple of tp={tp}"
         candidates = _by_experts(module, experts, tp)
     else:
-        hidden = next((x.shape[-1] for x in tensors_in(fed) if x.is_floating_point()), 0)
-        candidates = _by_features(module, stacks, hidden, tp)
+        candidates = _by_features(module, tp)
     problem = None
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         torch.manual_seed(0)
@@ -62,7 +60,7 @@ def share_experts(
             whole = _run(module, values, {}, fed)
         except Exception as error:
             return f"its forward cannot be tried ({brief(error)})"
-        for sharing in islice(candidates, _TRIALS):
+        for sharing in candidates:
             found = _problem(module, sharing, values, fed, whole, tp)
             if found is None:
                 return sharing
@@ -92,56 +90,38 @@ def _is_count(value: Any, count: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value == count
 
 
-def _by_features(
-    module: nn.Module, stacks: Mapping[str, nn.Parameter], hidden: int, tp: int
-) -> Iterator[ExpertSharing]:
-    """Yield the ways in which the parameters may be cut by features, the likeliest first."""
-    for down, at in product([*stacks][::-1], (2, 1)):
-        width = stacks[down].shape[at]
-        if stacks[down].shape[3 - at] != hidden or width % tp:
+def _by_features(module: nn.Module, tp: int) -> Iterator[ExpertSharing]:
+    """Yield the split by features that the module's class declares, or those that a class without declaration may need.
+
+    transformers' `@use_experts_implementation` notes the declaration on each module: `is_transposed` stacks are
+    [experts, in, out] instead of [experts, out, in]; gate and up are `is_concatenated`, [gate; up], or interleaved.
+    """
+    down = module._parameters.get("down_proj")
+    if down is None or down.dim() != 3:
+        return
+    declared = hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")
+    layouts = [(module.is_transposed, module.is_concatenated)] if declared else product((False, True), (True, False))
+    for is_transposed, is_concatenated in layouts:
+        outputs, inputs = (2, 1) if is_transposed else (1, 2)
+        width = down.shape[inputs]
+        if width % tp:
             continue
-        choices: dict[str, list[tuple[int, RowPartition] | str | None]] = {}
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if key == down:
-                choices[key] = [(at, _chunks(width, tp))]
-            elif key in stacks:
-                choices[key] = [
-                    (dim, chosen)
-                    for dim in (1, 2)
-                    if parameter.shape[3 - dim] == hidden
-                    for chosen in _halves(parameter.shape[dim], width, tp)
-                ]
-            elif parameter.dim() == 2 and parameter.shape[0] == stacks[down].shape[0]:
-                choices[key] = [(1, chosen) for chosen in _halves(parameter.shape[1], width, tp)]
-                choices[key] += ["addend"] if parameter.shape[1] == hidden else []
-            else:
-                choices[key] = [None]
+        chunks = _chunks(width, tp)
+        packed = RowPartition.packed([width, width], tp) if is_concatenated else _chunks(2 * width, tp)
+        cuts = {"down_proj": (inputs, chunks)}
+        for key, rows in (("gate_up_proj", packed), ("gate_proj", chunks), ("up_proj", chunks)):
+            cuts |= {key: (outputs, rows)} if module._parameters.get(key) is not None else {}
+            cuts |= {f"{key}_bias": (1, rows)} if module._parameters.get(f"{key}_bias") is not None else {}
+        if any(module._parameters[key].shape[dim] != rows.size for key, (dim, rows) in cuts.items()):  # type: ignore[union-attr]
+            continue
+        addends = frozenset({"down_proj_bias"} & module._parameters.keys())
         sizes = {key: width // tp for key, value in vars(module).items() if _is_count(value, width)}
-        sizes |= {key: 2 * width // tp for key, value in vars(module).items() if _is_count(value, 2 * width)}
-        for each in product(*choices.values()):
-            chosen_of = dict(zip(choices, each, strict=True))
-            cuts = {key: cut for key, cut in chosen_of.items() if isinstance(cut, tuple)}
-            addends = frozenset(key for key, cut in chosen_of.items() if cut == "addend")
-            yield ExpertSharing("features", cuts, addends)
-            if sizes:
-                yield ExpertSharing("features", cuts, addends, sizes)
+        for attributes in [{}, sizes] if sizes else [{}]:
+            yield ExpertSharing("features", cuts, addends, attributes)
 
 
 def _chunks(size: int, tp: int) -> RowPartition:
     return RowPartition.of([range(*chunk_bounds(size, tp, rank)) for rank in range(tp)], size)
-
-
-def _halves(size: int, width: int, tp: int) -> list[RowPartition]:
-    """Return the row partitions of `size` features that may go with equal chunks of `width` features.
-
-    There is one, of equal chunks, if the two sizes are the same. There are two if `size` is twice the width: two
-    matrices (gate and up) may be packed, one after the other, or interleaved.
-    """
-    if size == width:
-        return [_chunks(width, tp)]
-    return [RowPartition.packed([width, width], tp), _chunks(size, tp)] if size == 2 * width else []
 
 
 # ---------------------------------------------------------------------- running the module on a rank's share
