@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lora_parallel.integration import parallelized, refuse_stale
 
@@ -74,7 +75,7 @@ def divide(state: Mapping[str, Any]) -> FabricState:
         "Put all models whose parameters it holds in the state too.",
     )
     for key, value in found.rest.items():
-        for each in _leaves(value):
+        for each in tree_leaves(value):
             if isinstance(each, (nn.Module, Optimizer, DTensor)) and each is not value:
                 raise ValueError(
                     f"state[{key!r}] has a {type(each).__name__} inside: put models and optimizers in the state "
@@ -101,14 +102,3 @@ def _check_name(key: Any) -> None:
             f"state[{key!r}] is a model, and no model can have that name: give it a key like 'model', without dots and "
             "slashes, that is no attribute of a module."
         )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _leaves(each)
-    elif isinstance(value, (list, tuple, set)):
-        for each in value:
-            yield from _leaves(each)
-    else:
-        yield value

@@ -30,6 +30,7 @@ from lora_parallel.export.save_pretrained import allow_save_pretrained
 from lora_parallel.fsdp.submodule_calls import gather_for_calls
 from lora_parallel.fsdp.unit_order import compare_order
 from lora_parallel.fsdp.wrapping import check_scalars, fsdp_blocks, shard_for_dp, wants_fsdp
+from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.module_names import innermost
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
@@ -38,7 +39,7 @@ from lora_parallel.loading.transformers_quantisers import check_loaded
 from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.runtime.generation import allow_generate
-from lora_parallel.runtime.guards import ties_of, verify
+from lora_parallel.runtime.guards import verify
 from lora_parallel.runtime.optimizer_params import refuse_steps_of
 from lora_parallel.runtime.refusals import seal
 from lora_parallel.runtime.step_hooks import StepHooks
@@ -122,7 +123,7 @@ def parallelize(
     adopt_rank_zero(tensors_of(model), mesh)
     check_same_files(model, mesh)
     settle(model)
-    ties = ties_of(model)
+    ties = list(shared_parameters(model).values())
     for parameter in model.parameters():
         if not parameter.numel():  # nothing of it trains, and FSDP2 reduces no gradient without elements
             parameter.requires_grad_(False)
@@ -157,7 +158,7 @@ def parallelize(
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
-    StepHooks(model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recoveries)
+    StepHooks(model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recover)
     verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 from torch.distributed import DeviceMesh
@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 
-__all__ = ["ForwardCount", "ParallelState", "no_sync", "parallelized", "state_of"]
+__all__ = ["AdapterPool", "ForwardCount", "ParallelState", "no_sync", "parallelized", "state_of"]
 
 _ATTRIBUTE = "_lora_parallel_state"
 
@@ -44,6 +44,16 @@ class ForwardCount:
             self.current = self.done
 
 
+class AdapterPool(Protocol):
+    """Define what the engine asks of a pool of adapters on one base, such as `TenantPool`."""
+
+    def recover(self) -> None:
+        """Drop what a failed step has left."""
+
+    def check_export(self) -> None:
+        """Check that exactly one adapter is active. Raise a ValueError otherwise: a sum of several would be merged."""
+
+
 @dataclass
 class ParallelState:
     """Hold the state of one parallelized model."""
@@ -67,11 +77,8 @@ class ParallelState:
     If copying failed, it is the exception that says why. It is None if the model has adapters or must have them.
     """
 
-    recoveries: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    """Functions that are called as a step begins, if the step before it has failed."""
-
-    pooled: bool = False
-    """True if the model is the base of a `TenantPool`."""
+    pool: AdapterPool | None = field(default=None, repr=False)
+    """Pool of adapters that come and go on the model as their base, or None."""
 
     trained: frozenset[str] = frozenset()
     """Names of the parameters that trained when the model was parallelized."""
@@ -81,6 +88,11 @@ class ParallelState:
 
     See `lora_parallel.adapters.base_fingerprint`.
     """
+
+    def recover(self) -> None:
+        """Drop what a failed step has left. It is called as the next step begins."""
+        if self.pool is not None:
+            self.pool.recover()
 
     def attach(self, model: nn.Module) -> None:
         """Store this state on `model`, where `state_of` finds it."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local, region_of, reshard
 from lora_parallel.distributed.mesh import AXES
+from lora_parallel.layers.module_names import clean_parameter_name
 from lora_parallel.layers.row_partition import RowPartition, partition_of
 from lora_parallel.state import state_of
 
@@ -39,7 +40,7 @@ def base_fingerprints(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dt
     reshard(model)
     adapters = adapter_parameters(model)
     frozen = {
-        _plain(name): p
+        _name_in_base(name): p
         for name, p in model.named_parameters()
         if not p.requires_grad and name not in adapters and p.numel()
     }
@@ -75,7 +76,7 @@ def fingerprints_of(model: nn.Module) -> dict[str, str]:
     assert state is not None
     if state.fingerprints is not None:
         return state.fingerprints
-    trained = {_plain(name) for name in state.trained}
+    trained = {_name_in_base(name) for name in state.trained}
     present = base_fingerprints(model, state.mesh)
     return {name: each for name, each in present.items() if name not in trained}
 
@@ -90,7 +91,7 @@ def renew_fingerprints(model: nn.Module, names: Iterable[str]) -> None:
     state = state_of(model)
     if state is not None and state.fingerprints is not None:
         present = base_fingerprints(model, state.mesh)
-        plain = {_plain(name) for name in names}
+        plain = {_name_in_base(name) for name in names}
         state.fingerprints |= {name: each for name, each in present.items() if name in plain}
 
 
@@ -110,8 +111,8 @@ def check_base(
         ValueError: A frozen weight is missing, or has other values, another shape or another dtype; or a weight is
             frozen in the present model only.
     """
-    names = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    exempt = {_plain(name) for name in held}
+    names = {_name_in_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    exempt = {_name_in_base(name) for name in held}
     stored, present = (
         {name: each for name, each in prints.items() if name not in exempt} for prints in (stored, present)
     )
@@ -126,10 +127,8 @@ def check_base(
         )
 
 
-def _plain(name: str) -> str:
-    for addition in ("base_model.model.", "base_layer.", "original_module."):
-        name = name.replace(addition, "")
-    return name
+def _name_in_base(name: str) -> str:
+    return clean_parameter_name(name.replace("base_model.model.", ""))
 
 
 def _shape(parameter: Tensor, selected: tuple[RowPartition, int] | None) -> tuple[int, ...]:

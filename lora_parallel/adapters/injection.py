@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftType, get_peft_model
@@ -28,7 +29,7 @@ from lora_parallel.lazy.materialize import allocate_adapters
 from lora_parallel.lazy.tracking import has_deferred
 from lora_parallel.state import ForwardCount
 
-__all__ = ["LateAdapter", "adapt_dropout", "check_adapters", "has_adapters", "inject_adapter", "seeded"]
+__all__ = ["LateAdapter", "adapt_dropout", "check_adapters", "draw_adapter", "has_adapters", "inject_adapter"]
 
 _REMEDY = (
     "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "
@@ -154,7 +155,7 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocas
     Raises:
         ValueError: The config targets an `nn.MultiheadAttention`.
     """
-    with seeded(seed):
+    with _seeded(seed):
         # PEFT adapts `model` in place. The wrapper around it that PEFT returns is not needed.
         get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
     _check_attention(model)
@@ -176,7 +177,7 @@ class LateAdapter:
         self._twin = copy.deepcopy(model)
         self._config = lora_config
         self._layers: list[nn.Module] = []
-        with seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
+        with _seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
             get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
 
     def draw(self, seed: int, device: str) -> None:
@@ -199,13 +200,32 @@ class LateAdapter:
                     with torch.no_grad():
                         local(mine).copy_(values[region])
 
-        with seeded(seed), observe_layers(keep):
-            get_peft_model(self._twin, copy.deepcopy(self._config))
+        draw_adapter(self._twin, self._config, seed, keep)
         del self._twin
 
 
+def draw_adapter(
+    twin: nn.Module, config: LoraConfig, seed: int, observer: Callable[[Any], None], name: str = "default"
+) -> nn.Module:
+    """Let PEFT adapt a model on meta, and hand over each layer with the values that PEFT draws in one process.
+
+    Args:
+        twin: A model on meta, adapted in place.
+        config: The adapter's config. It is not changed.
+        seed: Seed of the random state that the values are drawn from.
+        observer: Called with each adapted layer in turn, while the layer's adapter is on the CPU and whole. After that
+            the adapter is on meta too.
+        name: The adapter's name.
+
+    Returns:
+        The adapted model, on meta.
+    """
+    with _seeded(seed), observe_layers(observer):
+        return get_peft_model(twin, copy.deepcopy(config), adapter_name=name)
+
+
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     """Start torch's random state from `seed` within the context, and restore the former state afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

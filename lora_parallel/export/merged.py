@@ -23,7 +23,7 @@ from lora_parallel.distributed.gather import class_of, reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.export.merged_model import MergedModel
-from lora_parallel.export.merged_weights import MergedWeight, check_one_active, merged_weights
+from lora_parallel.export.merged_weights import MergedWeight, merged_weights
 from lora_parallel.export.safetensors_writer import write_safetensors
 from lora_parallel.layers.module_names import innermost
 from lora_parallel.layers.quantised_layer import QuantisedLayer
@@ -77,8 +77,8 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
             if state is None:
                 raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
             check_unmerged(model)
-            if state.pooled:
-                check_one_active(model)
+            if state.pool is not None:
+                state.pool.check_export()
             base = innermost(model)
             weights = merged_weights(base)
             if writer:

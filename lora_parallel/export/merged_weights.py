@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.distributed.gather import class_of
+from lora_parallel.layers.module_names import clean_parameter_name
 from lora_parallel.layers.quantised_layer import QuantisedLayer
 from lora_parallel.layers.row_partition import RowPartition, partition_of
 
-__all__ = ["MergedWeight", "active_adapters", "check_one_active", "merged_weights"]
+__all__ = ["MergedWeight", "active_adapters", "merged_weights"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
         for key, tensor in (*module._parameters.items(), *persistent.items()):
             if tensor is None or (quantised is not None and key in quantised.scales):
                 continue
-            name = _plain(f"{prefix}.{key}" if prefix else key)
+            name = _merged_name(f"{prefix}.{key}" if prefix else key)
             layer = _adapted_by(base, prefix, key)
             merged = layer is not None and bool(active_adapters(layer))
             if id(tensor) in seen:
@@ -110,7 +112,7 @@ def _check_all_merged(base: nn.Module, weights: Mapping[str, MergedWeight]) -> N
         if not isinstance(module, LoraLayer) or module in merged or _is_left_out(base, prefix):
             continue
         if active_adapters(module):
-            _refuse(_plain(prefix), f"a {class_of(base.get_submodule(prefix)).__name__} layer")
+            _refuse(_merged_name(prefix), f"a {class_of(base.get_submodule(prefix)).__name__} layer")
 
 
 def _is_left_out(base: nn.Module, prefix: str) -> bool:
@@ -135,19 +137,9 @@ def _is_left_out(base: nn.Module, prefix: str) -> bool:
     return False
 
 
-def _plain(name: str) -> str:
-    """Return a name without what PEFT adds: `base_layer`, `original_module` and `modules_to_save.<adapter>`."""
-    parts = name.split(".")
-    plain: list[str] = []
-    skip = 0
-    for part in parts:
-        if skip:
-            skip -= 1
-        elif part == "modules_to_save":
-            skip = 1
-        elif part not in ("base_layer", "original_module"):
-            plain.append(part)
-    return ".".join(plain)
+def _merged_name(name: str) -> str:
+    """Return the name in the merged model of a parameter or module, which may be in a copy of `modules_to_save`."""
+    return re.sub(r"\bmodules_to_save\.[^.]+\.?", "", clean_parameter_name(name)).removesuffix(".")
 
 
 def _adapted_by(base: nn.Module, prefix: str, key: str) -> LoraLayer | None:
@@ -178,22 +170,6 @@ def active_adapters(layer: LoraLayer) -> list[str]:
     """List the adapters of a layer that `merge_and_unload` would merge."""
     held = {*layer.lora_A, *layer.lora_embedding_A}
     return [name for name in layer.active_adapters if name in held]
-
-
-def check_one_active(model: nn.Module) -> None:
-    """Check that exactly one of the tenants on a base is active.
-
-    Raises:
-        ValueError: No tenant is active, or several are, whose sum would be merged.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    active = sorted({name for layer in layers for name in active_adapters(layer)})
-    if layers and len(active) != 1:
-        tenants = sorted({name for layer in layers for name in layer.lora_A})
-        raise ValueError(
-            f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), which "
-            "makes one of them active."
-        )
 
 
 def _check_kind(name: str, layer: LoraLayer) -> None:

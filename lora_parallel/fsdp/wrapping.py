@@ -79,7 +79,7 @@ def _tied_across(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Modu
         inner: layer for layer in model.modules() if isinstance(layer, BaseTunerLayer) for inner in layer.modules()
     }
     groups: list[list[nn.Module]] = []
-    ties = [[layer_of.get(holder, holder) for holder in holders] for holders in shared_parameters(model).values()]
+    ties = [[layer_of.get(holder, holder) for holder, _ in places] for places in shared_parameters(model).values()]
     while apart := next((tie for tie in ties if len({id(unit_of.get(layer)) for layer in tie}) > 1), None):
         joined = [group for group in groups if any(unit_of.get(layer) is group for layer in apart)]
         groups = [group for group in groups if group not in joined]

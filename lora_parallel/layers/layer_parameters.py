@@ -105,11 +105,11 @@ def _adapter_role(module: nn.Module, container: str, key: str) -> str:
     return "addend" if (container, key) == ("lora_B", "bias") else roles.get(container, "other")
 
 
-def shared_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Map each parameter that more than one module holds (a tied weight) to these modules."""
-    holders: dict[nn.Parameter, list[nn.Module]] = {}
+def shared_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Map each parameter that is held in more than one place (a tied weight) to these modules, with its key in each."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for key, parameter in module._parameters.items():
             if parameter is not None:
-                holders.setdefault(parameter, []).append(module)
-    return {parameter: modules for parameter, modules in holders.items() if len(modules) > 1}
+                places.setdefault(parameter, []).append((module, key))
+    return {parameter: held for parameter, held in places.items() if len(held) > 1}

@@ -1,7 +1,8 @@
-"""Name modules as the model's author would, without the wrappers that PEFT adds."""
+"""Name modules as the model's author would, without the wrappers that PEFT adds, and by the block that they are in."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from peft import PeftModel
@@ -12,7 +13,7 @@ from torch import nn
 from lora_parallel.layers.adapter_support import has_adapters_inside
 from lora_parallel.layers.linear_classes import is_linear
 
-__all__ = ["clean_names", "embeddings_of", "innermost"]
+__all__ = ["block_of", "clean_names", "clean_parameter_name", "embeddings_of", "innermost", "without_block_numbers"]
 
 
 def clean_names(model: nn.Module) -> dict[nn.Module, str]:
@@ -45,6 +46,22 @@ def clean_names(model: nn.Module) -> dict[nn.Module, str]:
 
     walk(model, "")
     return names
+
+
+def clean_parameter_name(name: str) -> str:
+    """Return a parameter's name without the components that PEFT's layers add: `base_layer`, `original_module`."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def block_of(name: str) -> str:
+    """Return the name of the block that a module is in, the outermost numbered one, or "" if it is in none."""
+    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return found[0] if found else ""
+
+
+def without_block_numbers(name: str) -> str:
+    """Return a module's name as a glob that matches the same module of all blocks."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
 
 
 def innermost(model: nn.Module) -> nn.Module:

@@ -43,9 +43,38 @@ __all__ = [
     "without_values",
 ]
 
-_STORED, _FRESH, _CHECKPOINT = "_lora_parallel_stored", "_lora_parallel_fresh", "_lora_parallel_checkpoint"
-_DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"
-_EXPECTED = "_lora_parallel_expected"
+_RECORD = "_lora_parallel_deferred_values"  # on a module
+_DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"  # on a parameter
+
+
+@dataclass
+class _Record:
+    """Hold what is known of the values that a module's own parameters and buffers will get, each by its key."""
+
+    lazy: dict[str, LazyTensor] = field(default_factory=dict)
+    """Lazy tensors that will fill plain tensors on meta, after `settle`."""
+
+    expected: dict[str, str] = field(default_factory=dict)
+    """Descriptions of the lazy tensors that were there at first, for the error if a tensor gets memory otherwise."""
+
+    fresh: dict[str, str] = field(default_factory=dict)
+    """Paths of the checkpoints that lack a parameter, which starts as in a new layer."""
+
+    checkpoint: Checkpoint | None = None
+    """Checkpoint that the module, a whole model, came from."""
+
+
+def _record_of(module: nn.Module) -> _Record:
+    """Return the record of a module, which may be an empty one that the module does not keep."""
+    return module.__dict__.get(_RECORD) or _Record()
+
+
+def _kept_record(module: nn.Module) -> _Record:
+    """Return the record of a module, which keeps it from now on."""
+    if _RECORD not in module.__dict__:
+        module.__dict__[_RECORD] = _Record()
+        module.register_load_state_dict_pre_hook(_take_values)
+    return module.__dict__[_RECORD]
 
 
 @dataclass
@@ -117,19 +146,20 @@ def stored_of(module: nn.Module) -> dict[str, LazyTensor]:
     """Map names of the parameters and buffers that `module` itself holds to the lazy tensors that will fill them."""
     held = {**module._parameters, **module._buffers}
     waiting = {key: LazyTensor(tensor.node) for key, tensor in held.items() if isinstance(tensor, LazyParameter)}
-    return {**module.__dict__.get(_STORED, {}), **waiting}
+    return {**_record_of(module).lazy, **waiting}
 
 
 def fresh_of(module: nn.Module) -> set[str]:
     """Return the names of the parameters of `module` itself that its checkpoint lacks; they start as in a new layer."""
-    return set(module.__dict__.get(_FRESH, ()))
+    return set(_record_of(module).fresh)
 
 
 def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
     """Yield the checkpoints that the models inside of `model` came from."""
     for module in model.modules():
-        if _CHECKPOINT in module.__dict__:
-            yield module.__dict__[_CHECKPOINT]
+        checkpoint = _record_of(module).checkpoint
+        if checkpoint is not None:
+            yield checkpoint
 
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
@@ -146,7 +176,7 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
             for key, tensor in container.items():
                 if not isinstance(tensor, LazyTensor):
                     continue
-                _note(module, _EXPECTED, key, describe(tensor.node))
+                _kept_record(module).expected[key] = describe(tensor.node)
                 if id(tensor) not in replaced:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     waiting = LazyParameter.of(tensor.node, is_parameter, tensor.requires_grad)
@@ -154,14 +184,8 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
                 container[key] = replaced[id(tensor)]  # type: ignore[assignment]
     for name in fresh or ():
         owner, _, key = name.rpartition(".")
-        _note(model.get_submodule(owner), _FRESH, key, checkpoint.path)
-    model.__dict__[_CHECKPOINT] = checkpoint
-
-
-def _note(module: nn.Module, what: str, key: str, where: str) -> None:
-    if not {_EXPECTED, _FRESH} & module.__dict__.keys():
-        module.register_load_state_dict_pre_hook(_take_values)
-    module.__dict__.setdefault(what, {})[key] = where
+        _kept_record(model.get_submodule(owner)).fresh[key] = checkpoint.path
+    _kept_record(model).checkpoint = checkpoint
 
 
 def settle(model: nn.Module) -> None:
@@ -172,7 +196,7 @@ def settle(model: nn.Module) -> None:
             for key, tensor in container.items():
                 if not isinstance(tensor, LazyParameter):
                     continue
-                module.__dict__.setdefault(_STORED, {})[key] = LazyTensor(tensor.node)
+                _kept_record(module).lazy[key] = LazyTensor(tensor.node)
                 if id(tensor) not in replaced:
                     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     if isinstance(tensor, nn.Parameter):
@@ -184,9 +208,9 @@ def settle(model: nn.Module) -> None:
 
 def rearrange_stored(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:
     """Apply `rearrange` to the lazy tensor that `settle` noted for the parameter `key` of `module`, if there is one."""
-    stored = module.__dict__.get(_STORED, {})
+    stored = _record_of(module).lazy
     if key in stored:
-        stored[key] = rearrange(stored[key])
+        stored[key] = rearrange(stored[key])  # type: ignore[assignment]
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -201,8 +225,8 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             continue
         if isinstance(waiting, LazyParameter):
             _swap(waiting, torch.empty(waiting.shape, dtype=waiting.dtype))
-        for what in (_EXPECTED, _FRESH):
-            module.__dict__.get(what, {}).pop(key, None)
+        _record_of(module).expected.pop(key, None)
+        _record_of(module).fresh.pop(key, None)
 
 
 def _swap(waiting: LazyParameter, memory: Tensor) -> None:
@@ -223,7 +247,7 @@ def read_whole(module: nn.Module) -> None:
     for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
         if isinstance(waiting, LazyParameter):
             _swap(waiting, read(waiting.node))
-            module.__dict__.get(_EXPECTED, {}).pop(key, None)
+            _record_of(module).expected.pop(key, None)
 
 
 def accept_memory(model: nn.Module) -> None:
@@ -231,14 +255,14 @@ def accept_memory(model: nn.Module) -> None:
     for module in model.modules():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and not tensor.is_meta:
-                module.__dict__.get(_EXPECTED, {}).pop(key, None)
+                _record_of(module).expected.pop(key, None)
 
 
 def forget(model: nn.Module) -> None:
     """Remove the lazy tensors that the modules remember, after they have been read."""
     for module in model.modules():
-        module.__dict__.pop(_STORED, None)
-        module.__dict__.pop(_EXPECTED, None)
+        _record_of(module).lazy.clear()
+        _record_of(module).expected.clear()
 
 
 _READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -283,7 +307,7 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
         if checkpoint.problem is not None:
             raise checkpoint.problem
     for name, module in model.named_modules():
-        for key, where in module.__dict__.get(_EXPECTED, {}).items():
+        for key, where in _record_of(module).expected.items():
             tensor = module._parameters.get(key, module._buffers.get(key))
             if tensor is not None and not tensor.is_meta and not hasattr(tensor, _GIVEN):
                 raise ValueError(

@@ -11,10 +11,11 @@ from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.layers.adapter_support import cut_problem, problem_anywhere
 from lora_parallel.layers.layer_parameters import base_of, features_dim, is_linear, shared_parameters
+from lora_parallel.layers.module_names import block_of, without_block_numbers
 from lora_parallel.layers.row_partition import RowPartition
 from lora_parallel.layers.styles import STYLES
 from lora_parallel.planning.group_pass import NO_CONSUMER
-from lora_parallel.planning.plan_builder import PlanBuilder, in_block, without_block_number
+from lora_parallel.planning.plan_builder import PlanBuilder
 from lora_parallel.planning.plan_checks import cut_as, leaves_a_rank_empty
 from lora_parallel.tracing.structure import Structure
 
@@ -28,7 +29,7 @@ def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
     for module, plan in builder.layers.items():
         if plan.style is not None or plan.name in builder.used_directly or not is_linear(base_of(module)):
             continue
-        if in_block(plan.name) and (isinstance(module, BaseTunerLayer) or plan.name in called):
+        if block_of(plan.name) and (isinstance(module, BaseTunerLayer) or plan.name in called):
             plan.style = STYLES["colwise_gather_output"]
             plan.gathered = reasons.get(plan.name, NO_CONSUMER)
     ends: dict[Literal["input", "output"], str] = {"input": "embedding_rowwise", "output": "colwise_gather_output"}
@@ -73,7 +74,7 @@ def keep_small_whole(builder: PlanBuilder) -> None:
 
 def _untie(builder: PlanBuilder) -> None:
     """Take the style from layers that share a weight with a layer that is whole."""
-    tied = shared_parameters(builder.model).values()
+    tied = [[holder for holder, _ in places] for places in shared_parameters(builder.model).values()]
     layer_of = {base_of(module): module for module in builder.layers}
     while True:
         styles = builder.styles
@@ -130,7 +131,7 @@ def add_replicated(builder: PlanBuilder) -> None:
         if plan.style is not None:
             continue
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            glob = without_block_number(plan.name)
+            glob = without_block_numbers(plan.name)
             raise ValueError(
                 f"tp={builder.tp}: {plan.name!r} has adapter layers ({type(module).__name__}) but no tensor parallel "
                 f'style. Add it to the plan, for example tp_plan={{"{glob}": "colwise"}} (or "replicate", computed '

@@ -7,9 +7,9 @@ from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.layers.adapter_support import cut_problem
 from lora_parallel.layers.layer_parameters import base_of, is_linear, shared_parameters
-from lora_parallel.layers.module_names import innermost
+from lora_parallel.layers.module_names import block_of, innermost
 from lora_parallel.layers.styles import STYLES, Style
-from lora_parallel.planning.plan_builder import PlanBuilder, in_block
+from lora_parallel.planning.plan_builder import PlanBuilder
 from lora_parallel.planning.plan_checks import check_widths
 from lora_parallel.tracing.layer_group import LayerGroup
 from lora_parallel.tracing.structure import Structure
@@ -21,7 +21,7 @@ NO_CONSUMER = "no layer takes slices of what it computes"
 
 def fit_groups(builder: PlanBuilder, structure: Structure) -> None:
     """Take over the layer groups that a model was shown to have, unless the user says otherwise."""
-    inside_blocks = any(in_block(name) for group in structure.layer_groups for name in group.layers)
+    inside_blocks = any(block_of(name) for group in structure.layer_groups for name in group.layers)
     for group in _consistent(builder, structure.layer_groups):
         wanted = {name: _producer_style(builder, name) for name in group.producers}
         wanted |= dict.fromkeys(group.consumers, STYLES["rowwise"])
@@ -39,7 +39,7 @@ def fit_groups(builder: PlanBuilder, structure: Structure) -> None:
             _drop_between(builder, group)
             continue
         planned = any(plan.style is not None for _, plan in plans)
-        if not planned and ((inside_blocks and not all(map(in_block, wanted))) or builder.is_head(group.consumers)):
+        if not planned and ((inside_blocks and not all(map(block_of, wanted))) or builder.is_head(group.consumers)):
             continue
         builder.layer_groups.append(group)
         for _, plan in plans:
@@ -62,7 +62,7 @@ def _producer_style(builder: PlanBuilder, name: str) -> Style:
 
 def _consistent(builder: PlanBuilder, groups: list[LayerGroup]) -> list[LayerGroup]:
     """Return the groups whose layers share weights only with layers that are cut alike."""
-    tied = list(shared_parameters(builder.model).values())
+    tied = [[holder for holder, _ in places] for places in shared_parameters(builder.model).values()]
     layer_of = {base_of(module): module for module in builder.layers}
     while True:
         cut_as = {

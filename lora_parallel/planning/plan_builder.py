@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.layer_group import LayerGroup
 from lora_parallel.tracing.tracer import traced_models
 
-__all__ = ["LayerPlan", "PlanBuilder", "in_block", "without_block_number"]
+__all__ = ["LayerPlan", "PlanBuilder"]
 
 
 @dataclass(eq=False)
@@ -125,13 +124,3 @@ class PlanBuilder:
         """Return True if one of these layers is the output embedding of a model inside."""
         heads = {base_of(module) for module in self.ends("output")}
         return any(base_of(module) in heads for module, _ in self.plans_of(names))
-
-
-def in_block(name: str) -> bool:
-    """Return True if a layer is in one of a model's numbered blocks."""
-    return any(part.isdigit() for part in name.split("."))
-
-
-def without_block_number(name: str) -> str:
-    """Return a layer's name as a glob that matches the same layer of all blocks."""
-    return re.sub(r"\.\d+\.", ".*.", name)

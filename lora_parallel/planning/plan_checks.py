@@ -151,9 +151,9 @@ def check_ties(model: nn.Module, styles: Mapping[nn.Module, tuple[str, Style]]) 
         ValueError: Layers that share a weight place it differently.
     """
     by_base = {base_of(module): entry for module, entry in styles.items()}
-    for parameter, holders in shared_parameters(model).items():
+    for parameter, places in shared_parameters(model).items():
         placements: dict[str, str] = {}
-        for holder in holders:
+        for holder, _ in places:
             name = by_base[holder][0] if holder in by_base else type(holder).__name__
             placements[name] = cut_as(by_base.get(holder))
         if len(set(placements.values())) > 1:

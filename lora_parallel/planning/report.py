@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from lora_parallel.layers.module_names import innermost
+from lora_parallel.layers.module_names import innermost, without_block_numbers
 from lora_parallel.planning.group_pass import NO_CONSUMER
-from lora_parallel.planning.plan_builder import LayerPlan, PlanBuilder, without_block_number
+from lora_parallel.planning.plan_builder import LayerPlan, PlanBuilder
 
 __all__ = ["log_plan"]
 
@@ -45,8 +45,8 @@ def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
             _TRIED if tried_later else _UNCHECKED,
         )
     gathered = {plan.name: plan.gathered for plan in plans if plan.gathered is not None}
-    reasons = {without_block_number(name): reason for name, reason in sorted(gathered.items(), key=_vague_first)}
-    for (glob, reason), count in _counted({name: reasons[without_block_number(name)] for name in gathered}).items():
+    reasons = {without_block_numbers(name): reason for name, reason in sorted(gathered.items(), key=_vague_first)}
+    for (glob, reason), count in _counted({name: reasons[without_block_numbers(name)] for name in gathered}).items():
         log.warning("tp_plan: the output of %s (%d layers) is gathered after each: %s.", glob, count, reason)
     whole = {plan.name: plan.whole for plan in plans if plan.whole is not None}
     for (glob, reason), count in _counted(whole).items():
@@ -68,6 +68,6 @@ def _counted(said: Mapping[str, str]) -> dict[tuple[str, str], int]:
     """Count the layers of each kind of which the same is said."""
     counts: dict[tuple[str, str], int] = {}
     for name, what in said.items():
-        key = without_block_number(name), what
+        key = without_block_numbers(name), what
         counts[key] = counts.get(key, 0) + 1
     return counts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.distributed.tensor.placement_types import Shard
 
-from lora_parallel.layers.module_names import innermost
+from lora_parallel.layers.module_names import block_of, innermost
 from lora_parallel.layers.styles import STYLES, fed_all, fed_tokens, giving_tokens
-from lora_parallel.planning.plan_builder import PlanBuilder, in_block
+from lora_parallel.planning.plan_builder import PlanBuilder
 from lora_parallel.tracing.structure import Structure
 from lora_parallel.tracing.token_chunks import find_sequence
 
@@ -35,7 +35,7 @@ def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str
         model = type(structure.tracer.model).__name__
         in_group = {name for group in groups for name in group.layers}
         for _, plan in builder.plans_of(sorted(structure.called - in_group)):
-            if plan.style is not None and in_block(plan.name) and isinstance(plan.style.weight, Shard):
+            if plan.style is not None and block_of(plan.name) and isinstance(plan.style.weight, Shard):
                 raise ValueError(
                     f"sequence_parallel=True: {plan.name!r} is {plan.style.name}, and its output would have to be "
                     f"gathered with that of other tokens. {remedy[:-1]}, or the style replicate for it."

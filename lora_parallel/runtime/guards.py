@@ -16,20 +16,10 @@ from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
 from lora_parallel.state import ParallelState
 
-__all__ = ["check_values", "ties_of", "verify"]
+__all__ = ["check_values", "verify"]
 
 Ties = Sequence[list[tuple[nn.Module, str]]]
 """Type of a list with one entry per tied weight: the modules that hold the weight, each with its key there."""
-
-
-def ties_of(model: nn.Module) -> Ties:
-    """Return the weights that several modules hold, each as a list of these modules and the key of the weight there."""
-    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append((module, key))
-    return [places for places in holders.values() if len(places) > 1]
 
 
 def verify(model: nn.Module, state: ParallelState, ties: Ties = ()) -> None:

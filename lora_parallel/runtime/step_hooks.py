@@ -60,7 +60,7 @@ class StepHooks:
         context: The context of the model's tensor parallel layers; None if tp is 1.
         order: The order of the model's FSDP units; None if it has none.
         first_batch_checks: Checks of the model's plan, each of which runs once, on the first batch.
-        recoveries: Functions that are called after a failed step.
+        recover: Function that is called as a step begins, if the step before it has failed.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class StepHooks:
         context: TPContext | None,
         order: ModelOrder | None,
         first_batch_checks: Sequence[FirstBatchCheck] = (),
-        recoveries: Sequence[Callable[[], None]] = (),
+        recover: Callable[[], None] = lambda: None,
     ) -> None:
         self._first_batch_checks = list(first_batch_checks)
-        self._recoveries = recoveries
+        self._recover_pool = recover
         self._mesh = mesh
         self._count = count
         self._gradients = gradients
@@ -176,8 +176,7 @@ class StepHooks:
         self._unused.drop()
         for parameter in self._trained:
             parameter.grad = None
-        for recovery in self._recoveries:
-            recovery()
+        self._recover_pool()
         if self._order is not None:
             self._order.order.forget_place()
         if isinstance(model, FSDPModule):

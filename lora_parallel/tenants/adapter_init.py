@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from lora_parallel.adapters.injection import seeded
-from lora_parallel.adapters.peft_private import observe_layers
+from lora_parallel.adapters.injection import draw_adapter
 from lora_parallel.layers.module_names import clean_names
 from lora_parallel.lazy.tracking import without_values
 
@@ -26,7 +24,7 @@ def shaped(bare: nn.Module, name: str, config: LoraConfig) -> Any:
         name: The adapter's name.
         config: The adapter's config.
     """
-    return _adapted(bare, name, config, 0, lambda layer: None)
+    return draw_adapter(without_values(bare, {}), config, 0, lambda layer: None, name)
 
 
 def adapted_layers(shapes: nn.Module) -> dict[str, Any]:
@@ -57,11 +55,4 @@ def draw(
             meta.weight = nn.Parameter(values.weight.detach().to(meta.weight.dtype))
         put(where, layer)
 
-    _adapted(bare, name, config, seed, keep)
-
-
-def _adapted(
-    bare: nn.Module, name: str, config: LoraConfig, seed: int, observer: Callable[[nn.Module], None]
-) -> nn.Module:
-    with seeded(seed), observe_layers(observer):
-        return get_peft_model(without_values(bare, {}), copy.deepcopy(config), adapter_name=name)
+    draw_adapter(without_values(bare, {}), config, seed, keep, name)

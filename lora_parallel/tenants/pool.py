@@ -41,6 +41,7 @@ from lora_parallel.tenants.validation import (
     check_dtype,
     check_layers,
     check_name,
+    check_one_active,
     check_plain,
     check_rows_apart,
     check_samples,
@@ -92,8 +93,7 @@ class TenantPool:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self._base = base_fingerprints(model, state.mesh)
-        state.recoveries.append(self._drop_failed)
-        state.pooled = True
+        state.pool = self
 
     # ------------------------------------------------------------------ queries
 
@@ -201,7 +201,7 @@ class TenantPool:
         self._discard(tenant)
 
     def _check_idle(self, what: str) -> None:
-        self._drop_failed()
+        self.recover()
         if in_backward() or self._forwards.route is not None:
             where = "during a backward" if in_backward() else "inside of train() or route()"
             raise ValueError(f"{what} was called {where}: the step is not over. Call it between steps.")
@@ -212,6 +212,10 @@ class TenantPool:
         self._tenants.pop(tenant.name, None)
         self._forwards.trained.discard(tenant.name)
         self._tell_peft()
+
+    def check_export(self) -> None:
+        """Check that exactly one tenant is active, for `export_merged`, which calls it."""
+        check_one_active(self.model)
 
     def _tell_peft(self) -> None:
         self._slots.tell({name: tenant.config for name, tenant in self._tenants.items()})
@@ -255,8 +259,7 @@ class TenantPool:
             lengths = check_samples(names, lengths)
             for name in names:
                 self._tenant(name)
-        route = route_samples(self.names(), names, lengths, self._state.mesh, self._gone)
-        with self._routed(route):
+        with self._routed(route_samples(self.names(), names, lengths, self._state.mesh, self._gone)):
             yield
 
     def _gone(self, names: Sequence[str]) -> Callable[[], list[str]]:
@@ -354,7 +357,7 @@ class TenantPool:
                 not positive.
             RuntimeError: The optimizer does not take parameters that are on a mesh (DTensors).
         """
-        self._drop_failed()
+        self.recover()
         waiting = self._unsummed()
         there = [tenant.name for tenant in self._tenants.values() if tenant in waiting or tenant.has_sums]
         call = f"step({name!r}, max_norm={max_norm}) with gradients of {there}"
@@ -371,7 +374,7 @@ class TenantPool:
 
     def zero_grad(self, name: str) -> None:
         """Drop the gradients of a tenant, without communication."""
-        self._drop_failed()
+        self.recover()
         with self._calls.apart(f"zero_grad({name!r})"):
             self._zero(self._tenant(name))
 
@@ -384,16 +387,14 @@ class TenantPool:
         trained = self._forwards.trained
         return [each for each in self._tenants.values() if each.name in trained or each.has_unsummed]
 
-    def _drop_failed(self) -> None:
-        """Drop all gradients of tenants whose backward ended with an error.
+    def recover(self) -> None:
+        """Drop all gradients of tenants whose backward ended with an error; `step` and the next forward call it.
 
         The part that the failed backward added cannot be told from gradients that were there before.
         """
         died = self._forwards.died()
         names = [name for name in self._tenants if name in died]
-        if not names:
-            return
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if names and (not dist.is_initialized() or dist.get_rank() == 0):
             log.warning("a backward of %s did not finish: the gradients accumulated so far are dropped.", names)
         for name in names:
             self._zero(self._tenants[name])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -27,6 +27,7 @@ __all__ = [
     "check_dtype",
     "check_layers",
     "check_name",
+    "check_one_active",
     "check_plain",
     "check_rows_apart",
     "check_samples",
@@ -212,7 +213,7 @@ def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
             "the model has adapters of its own, or was told to need some: parallelize the bare base with "
             "ParallelConfig(require_adapters=False)."
         )
-    if state.pooled or has_adapters(model):
+    if state.pool is not None or has_adapters(model):
         raise ValueError("the model has a TenantPool, or adapters of its own, already: a base has one pool.")
     if isinstance(state.bare, Exception):
         raise ValueError(
@@ -248,3 +249,19 @@ def check_samples(names: Sequence[str], lengths: Sequence[int] | None) -> list[i
     if len(counted) != len(names):
         raise ValueError(f"route names {len(names)} samples, and gives {len(counted)} lengths: one for each.")
     return counted
+
+
+def check_one_active(model: nn.Module) -> None:
+    """Check that exactly one of the tenants on a base is active.
+
+    Raises:
+        ValueError: No tenant is active, or several are, whose sum would be merged.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    tenants = sorted({name for layer in layers for name in layer.lora_A})
+    active = sorted({name for layer in layers for name in layer.active_adapters} & {*tenants})
+    if layers and len(active) != 1:
+        raise ValueError(
+            f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), which "
+            "makes one of them active."
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from lora_parallel.layers.row_partition import RowPartition
 
-__all__ = ["LayerGroup", "pattern_of"]
+__all__ = ["LayerGroup"]
 
 
 @dataclass(eq=False)
@@ -41,8 +40,3 @@ class LayerGroup:
         """Yield the names of all layers, producers first."""
         yield from self.producers
         yield from self.consumers
-
-
-def pattern_of(name: str) -> str:
-    """Return a layer's name with a star in place of each number, so that like layers of all blocks have one name."""
-    return re.sub(r"\d+", "*", name)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lora_parallel.distributed.collectives import chunk_bounds
+from lora_parallel.layers.module_names import without_block_numbers
 from lora_parallel.tracing.config_view import viewed_with
-from lora_parallel.tracing.layer_group import LayerGroup, pattern_of
+from lora_parallel.tracing.layer_group import LayerGroup
 from lora_parallel.tracing.trace_errors import FailedError, TraceError
 from lora_parallel.tracing.tracer import Call, Tracer
 
@@ -60,7 +61,7 @@ def proven(
         return layer_groups
     kinds: dict[tuple[str, ...], list[LayerGroup]] = {}
     for layer_group in layer_groups:
-        kinds.setdefault(tuple(pattern_of(name) for name in layer_group.layers), []).append(layer_group)
+        kinds.setdefault(tuple(without_block_numbers(name) for name in layer_group.layers), []).append(layer_group)
     kept: list[LayerGroup] = []
     for group in kinds.values():
         problem = verify_ranks(tracer, [*kept, *group], tp, ranks)

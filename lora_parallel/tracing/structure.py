@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.layers.layer_parameters import base_of, is_linear
+from lora_parallel.layers.module_names import without_block_numbers
 from lora_parallel.layers.row_partition import RowPartition
-from lora_parallel.tracing.layer_group import LayerGroup, pattern_of
+from lora_parallel.tracing.layer_group import LayerGroup
 from lora_parallel.tracing.module_sizes import sizes_on_a_rank
 from lora_parallel.tracing.rank_simulation import proven, verify_rank
 from lora_parallel.tracing.tracer import Call, Tracer
@@ -88,7 +89,7 @@ def find_structure(
         if used := direct.intersection(layer_group.layers):
             rejected.update(dict.fromkeys(layer_group.layers, f"the weight of {min(used)} is used without calling it"))
             continue
-        key = tuple((pattern_of(name), layer_group.producers.get(name)) for name in layer_group.layers)
+        key = tuple((without_block_numbers(name), layer_group.producers.get(name)) for name in layer_group.layers)
         groups.setdefault(key, []).append(layer_group)
     kept: list[LayerGroup] = []
     for group in groups.values():

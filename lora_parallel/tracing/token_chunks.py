@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lora_parallel.distributed.collectives import chunk_bounds
+from lora_parallel.layers.module_names import block_of
 from lora_parallel.tp.sequence import (
     NoActivationsError,
     Sequence,
@@ -44,7 +45,7 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
     found = Sequence()
     stacks: dict[str, list[nn.Module]] = {}
     for layer_group in layer_groups:
-        block = {_block(paths[layers[name]]) for name in layer_group.layers}
+        block = {block_of(paths[layers[name]]) for name in layer_group.layers}
         stack = {path.rpartition(".")[0] for path in block}
         if "" in block or len(stack) != 1:
             raise ValueError(f"{next(layer_group.layers)} is in no block")
@@ -86,13 +87,6 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
         {real_of[module] for module in found.inside},
         tracer.model,
     )
-
-
-def _block(path: str) -> str:
-    """Return the path of the outermost member of a module list that a module is in, or "" if it is in none."""
-    parts = path.split(".")
-    index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
-    return "" if index is None else ".".join(parts[: index + 1])
 
 
 def _home(twin: nn.Module, paths: list[str]) -> nn.Module | None:
