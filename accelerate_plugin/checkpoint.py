@@ -18,16 +18,16 @@ from accelerate_plugin.scheduler import check_schedule, resume_schedule
 from lora_parallel.integration import (
     TrainState,
     agreed,
-    check_plain,
+    check_loadable,
     load_models,
     load_optimizers,
     local_path,
     parallelized,
-    plain,
     read_checkpoint,
     remove_folder,
     restore_random_state,
     resume_counting,
+    without_numpy,
     write_checkpoint,
 )
 
@@ -82,8 +82,10 @@ def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serializat
         }
         for index, each in enumerate(extra["custom"]):
             kind = type(accelerator._custom_objects[index]).__name__
-            check_plain(
-                f"the state_dict of {kind}, registered for checkpointing, holds what", plain(each), "use plain values."
+            check_loadable(
+                f"the state_dict of {kind}, registered for checkpointing, holds what",
+                without_numpy(each),
+                "use plain values.",
             )
     write_checkpoint(path, state, {"accelerator": extra}, _WRITER, replace=not naming)
     with agreed():

@@ -17,7 +17,7 @@ from accelerate_plugin.config_file import check_config_file
 from accelerate_plugin.parallelism import LoRAParallelism
 from accelerate_plugin.plugin import LoRAParallelPlugin, check_version
 
-__all__ = ["asked_by_environment", "choose", "has_accelerator"]
+__all__ = ["asked_by_environment", "has_accelerator", "requested_parallelism"]
 
 
 def asked_by_environment() -> bool:
@@ -32,7 +32,7 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
-def choose(arguments: dict[str, Any]) -> LoRAParallelism | None:
+def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
     """Return the parallelism that an Accelerator's arguments and the environment ask for.
 
     Args:

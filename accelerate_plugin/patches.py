@@ -21,7 +21,7 @@ from typing import Any
 from accelerate import Accelerator
 from packaging.version import Version
 
-from accelerate_plugin import detect, processes, trainer
+from accelerate_plugin import accelerator_init, detect, trainer
 from accelerate_plugin.accelerator import AcceleratorOverrides
 from lora_parallel.integration import defer_from_pretrained
 
@@ -74,10 +74,10 @@ def check_parameters(owner: type, name: str, parameters: str) -> None:
     package = owner.__module__.split(".")[0]
     place = f"{package} {version(package)} changed {owner.__module__}.{owner.__name__}.{name}"
     remedy = f"Use a version of {package} that this release was tested with, or a later release of lightning-lora."
-    own = inspect.unwrap(owner.__dict__.get(name, None) or _absent)
-    if own is _absent:
+    original = inspect.unwrap(owner.__dict__.get(name, None) or _absent)
+    if original is _absent:
         raise ImportError(f"{place}: it is gone. {remedy}")
-    found = " ".join(inspect.signature(own).parameters)
+    found = " ".join(inspect.signature(original).parameters)
     if found != parameters:
         raise ImportError(f"{place}: its parameters are ({found}), not ({parameters}). {remedy}")
 
@@ -98,14 +98,14 @@ PATCHES = (
     Patch(
         f"{_STATE}:PartialState",
         "_prepare_backend",
-        processes.prepare_backend,
+        accelerator_init.prepare_backend,
         "processes that torchrun started on a machine without accelerators are not joined",
         "self cpu sagemaker_dp backend",
     ),
     Patch(
         f"{_STATE}:AcceleratorState",
         "__init__",
-        processes.state_init,
+        accelerator_init.state_init,
         "FSDP is for machines with accelerators only, and num_processes counts tensor-parallel peers",
         "self mixed_precision cpu dynamo_plugin deepspeed_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin "
         "parallelism_config _from_accelerator kwargs",
@@ -113,7 +113,7 @@ PATCHES = (
     Patch(
         _ACCELERATOR,
         "__init__",
-        processes.accelerator_init,
+        accelerator_init.accelerator_init,
         "the mesh is made in here, from a parallelism_config that a plugin cannot give",
         "self device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config "
         "deepspeed_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin rng_types log_with project_dir project_config "
@@ -256,11 +256,11 @@ def patched() -> Iterator[None]:
         before: list[tuple[type, str, Any]] = []
         check()
         for patch in PATCHES:
-            own = patch.target.__dict__[patch.name]
-            if hasattr(own, _STANDS_IN):  # importing the package has put it there
+            original = patch.target.__dict__[patch.name]
+            if hasattr(original, _STANDS_IN):  # importing the package has put it there
                 continue
-            before.append((patch.target, patch.name, own))
-            setattr(patch.target, patch.name, _standing_in(own, patch.instead))
+            before.append((patch.target, patch.name, original))
+            setattr(patch.target, patch.name, _standing_in(original, patch.instead))
         stack.callback(_put_back, before)
         if detect.asked_by_environment():
             stack.enter_context(defer_from_pretrained())
@@ -272,10 +272,10 @@ def _put_back(before: list[tuple[type, str, Any]]) -> None:
         setattr(*each)
 
 
-def _standing_in(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(own)
+def _standing_in(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return instead(own, *args, **kwargs)
+        return instead(original, *args, **kwargs)
 
     setattr(method, _STANDS_IN, True)
     return method

@@ -1,6 +1,6 @@
 """Replace methods of transformers' Trainer where its Accelerator trains with `lora_parallel`.
 
-`patches.py` replaces each method by the function of its name here, whose argument `own` is the replaced method.
+`patches.py` replaces each method by the function of its name here, whose argument `original` is the replaced method.
 Trainer supports FSDP and tensor parallelism, but not both together. When it saves and loads a sharded model it follows
 the state-dict type: it gathers the base, or writes nothing at all.
 """
@@ -22,9 +22,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from accelerate_plugin import detect
+from accelerate_plugin.accelerator_init import Original
 from accelerate_plugin.models import innermost
 from accelerate_plugin.parallelism import collective_method, parallelism_of
-from accelerate_plugin.processes import Own
 from lora_parallel.integration import (
     Contents,
     Scratch,
@@ -52,23 +52,23 @@ TRAIN_STATE = "train_state"
 """Name of the folder, inside a checkpoint of Trainer, that the engine writes."""
 
 
-def get_tp_size(own: Own, self: Any) -> int:
+def get_tp_size(original: Original, self: Any) -> int:
     """Return 1 as the tensor-parallel size.
 
     Trainer divides numbers of processes by it to get those of data-parallel processes. The Accelerator counts, gathers
     and averages over data-parallel processes already.
     """
-    return own(self) if parallelism_of(self.accelerator) is None else 1
+    return original(self) if parallelism_of(self.accelerator) is None else 1
 
 
-def get_total_train_batch_size(own: Own, self: Any, args: Any) -> int:
+def get_total_train_batch_size(original: Original, self: Any, args: Any) -> int:
     """Return the number of samples in one optimizer step on all data-parallel processes."""
     if parallelism_of(self.accelerator) is None:
-        return own(self, args)
+        return original(self, args)
     return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
 
-def arguments_post_init(own: Own, self: TrainingArguments) -> None:
+def arguments_post_init(original: Original, self: TrainingArguments) -> None:
     """Set `use_cpu` if the environment asks for this package on a machine without accelerators.
 
     Raises:
@@ -81,10 +81,10 @@ def arguments_post_init(own: Own, self: TrainingArguments) -> None:
             "precompute_ref_log_probs=True runs the model before it is sharded: leave it False. The reference is the "
             "same model with its adapter off, and costs one forward more."
         )
-    own(self)
+    original(self)
 
 
-def train(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Train, after two corrections.
 
     TRL's trainers keep the tensor-parallel size in `_tp_size` and divide counts of tokens by it: it is set to 1. The
@@ -97,37 +97,37 @@ def train(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(resume, str):
             with agreed():
                 _check_readable(local_path(resume))
-    return own(self, *args, **kwargs)
+    return original(self, *args, **kwargs)
 
 
-def has_mixed_mesh_grads(own: Own, self: Any, model: nn.Module) -> bool:
+def has_mixed_mesh_grads(original: Original, self: Any, model: nn.Module) -> bool:
     """Return False, so that Trainer lets the Accelerator clip, which can clip gradients on several meshes."""
-    return parallelism_of(self.accelerator) is None and own(self, model)
+    return parallelism_of(self.accelerator) is None and original(self, model)
 
 
-def store_flos(own: Own, self: Any) -> None:
+def store_flos(original: Original, self: Any) -> None:
     """Add up the floating-point operations that the data-parallel processes have counted, each for its own batches.
 
     Tensor-parallel peers see the same batches, and count once.
     """
     if parallelism_of(self.accelerator) is None:
-        own(self)
+        original(self)
         return
     counted = torch.tensor(float(self.current_flos), dtype=torch.float64, device=self.args.device)
     self.state.total_flos += self.accelerator.reduce(counted, "sum").item()
     self.current_flos = 0
 
 
-def evaluate(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
+def evaluate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Evaluate, and report the speed in steps of the data-parallel processes."""
     with _steps_counted(self):
-        return own(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
 
-def predict(own: Own, self: Any, *args: Any, **kwargs: Any) -> Any:
+def predict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Predict, and report the speed in steps of the data-parallel processes."""
     with _steps_counted(self):
-        return own(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
 
 @contextmanager
@@ -146,23 +146,23 @@ def _steps_counted(self: Any) -> Iterator[None]:
     ) -> Any:
         if num_samples is not None and num_steps is not None:
             num_steps = math.ceil(num_samples / batch)
-        return own(split, start_time, num_samples, num_steps, num_tokens)
+        return original(split, start_time, num_samples, num_steps, num_tokens)
 
-    own, transformers.trainer.speed_metrics = transformers.trainer.speed_metrics, speed_metrics
+    original, transformers.trainer.speed_metrics = transformers.trainer.speed_metrics, speed_metrics
     try:
         yield
     finally:
-        transformers.trainer.speed_metrics = own
+        transformers.trainer.speed_metrics = original
 
 
 # ---------------------------------------------------------------------- saving
 
 
 @collective_method("trainer.save_model")
-def save_model(own: Own, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+def save_model(original: Original, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """Write the adapters, with any state-dict type, and the files that Trainer writes beside a model. Collective."""
     if parallelism_of(self.accelerator) is None:
-        own(self, output_dir, _internal_call)
+        original(self, output_dir, _internal_call)
         return
     directory = output_dir if output_dir is not None else self.args.output_dir
     if state_of(self.model) is None:
@@ -187,13 +187,13 @@ def _saved_already(*args: Any, **kwargs: Any) -> None: ...
 
 
 @collective_method("Trainer's saving of a checkpoint")
-def save_checkpoint(own: Own, self: Any, model: nn.Module, trial: Any) -> None:
+def save_checkpoint(original: Original, self: Any, model: nn.Module, trial: Any) -> None:
     """Save a checkpoint by Trainer's own steps, in a folder beside its place that is renamed at the end. Collective.
 
     Trainer itself writes in place; since scripts resume from the newest folder, they could find an incomplete one.
     """
     if parallelism_of(self.accelerator) is None:
-        own(self, model, trial)
+        original(self, model, trial)
         return
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
@@ -243,10 +243,10 @@ def _note_callbacks(self: Any) -> None:
 
 
 @collective_method("Trainer's saving of the optimizer")
-def save_optimizer_and_scheduler(own: Own, self: Any, output_dir: str) -> None:
+def save_optimizer_and_scheduler(original: Original, self: Any, output_dir: str) -> None:
     """Write everything that a run needs to resume, on any mesh, in the engine's format. Collective."""
     if parallelism_of(self.accelerator) is None:
-        own(self, output_dir)
+        original(self, output_dir)
         return
     extra = {"scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None}
     path = local_path(Path(output_dir) / TRAIN_STATE)
@@ -261,10 +261,12 @@ def _train_state(self: Any) -> TrainState:
 
 
 @collective_method("Trainer's loading of a checkpoint")
-def load_from_checkpoint(own: Own, self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+def load_from_checkpoint(
+    original: Original, self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
+) -> None:
     """Load the adapters, each process its own slices, and the count of forwards. Collective."""
     if parallelism_of(self.accelerator) is None:
-        own(self, resume_from_checkpoint, model)
+        original(self, resume_from_checkpoint, model)
         return
     found = _read(resume_from_checkpoint)
     state = _train_state(self)
@@ -274,10 +276,10 @@ def load_from_checkpoint(own: Own, self: Any, resume_from_checkpoint: str, model
 
 
 @collective_method("Trainer's loading of the optimizer")
-def load_optimizer_and_scheduler(own: Own, self: Any, checkpoint: str | None) -> None:
+def load_optimizer_and_scheduler(original: Original, self: Any, checkpoint: str | None) -> None:
     """Load the states of the optimizer and of the scheduler. Collective."""
     if parallelism_of(self.accelerator) is None or checkpoint is None:
-        own(self, checkpoint)
+        original(self, checkpoint)
         return
     found = _read(checkpoint)
     for commit in load_optimizers(found, _train_state(self)):
@@ -288,23 +290,23 @@ def load_optimizer_and_scheduler(own: Own, self: Any, checkpoint: str | None) ->
 
 
 @collective_method("Trainer's loading of random states")
-def load_rng_state(own: Own, self: Any, checkpoint: str | None) -> None:
+def load_rng_state(original: Original, self: Any, checkpoint: str | None) -> None:
     """Load the random state of this process's data-parallel rank from a checkpoint. Collective.
 
     A rank that the checkpoint lacks gets a state that is derived from the first rank's.
     """
     parallelism = parallelism_of(self.accelerator)
     if parallelism is None or checkpoint is None:
-        own(self, checkpoint)
+        original(self, checkpoint)
         return
     restore_random_state(_read(checkpoint).record["random"], parallelism.mesh)
 
 
 @collective_method("Trainer's loading of the best model")
-def load_best_model(own: Own, self: Any) -> None:
+def load_best_model(original: Original, self: Any) -> None:
     """Load the adapters from the best checkpoint. Collective."""
     if parallelism_of(self.accelerator) is None:
-        own(self)
+        original(self)
         return
     best = Path(str(self.state.best_model_checkpoint))
     for name in peft_configs(self.model):

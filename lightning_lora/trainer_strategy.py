@@ -33,12 +33,12 @@ from lora_parallel.integration import (
     load_optimizers,
     local,
     local_path,
-    plain,
     read_checkpoint,
     refuse_stale,
     restore_random_state,
     resume_counting,
     state_of,
+    without_numpy,
     write_checkpoint,
 )
 
@@ -257,7 +257,7 @@ class StrategyLogic(BaseLogic, Base):
             path = local_path(name)
         with agreed():
             self._check_untouched(checkpoint_state.pop("state_dict"))
-        checkpoint_state = plain(checkpoint_state)
+        checkpoint_state = without_numpy(checkpoint_state)
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
         state = self._train_state({} if weights_only else self._optimizers_by_name())
         extra = {"trainer": checkpoint_state, "weights_only": weights_only}

@@ -41,7 +41,7 @@ from lora_parallel.runtime.optimizer_params import HeldByName, described, refuse
 from lora_parallel.runtime.refusals import explained
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
-from lora_parallel.storage.weights_only import check_plain, plain
+from lora_parallel.storage.weights_only import check_loadable, without_numpy
 
 __all__ = [
     "Contents",
@@ -57,7 +57,7 @@ __all__ = [
     "check_checkpoints",
     "check_config",
     "check_free",
-    "check_plain",
+    "check_loadable",
     "clip_grad_value_",
     "collective_call",
     "defer_from_pretrained",
@@ -80,7 +80,6 @@ __all__ = [
     "open_checkpoint_folder",
     "parallelized",
     "peft_configs",
-    "plain",
     "read_checkpoint",
     "read_meta",
     "read_weights",
@@ -94,6 +93,7 @@ __all__ = [
     "suggest_arguments",
     "sweep",
     "tensors_of",
+    "without_numpy",
     "write_checkpoint",
     "write_pretrained",
 ]

@@ -40,9 +40,9 @@ def _hash(x: Tensor, key: int) -> Tensor:
     return x ^ _shift(x, 16)
 
 
-def _keys(seed: int, name: str, count: int) -> tuple[int, int, int]:
+def _keys(seed: int, name: str, forward_number: int) -> tuple[int, int, int]:
     """Return three independent 32-bit keys (row, token, feature) for one module in one forward."""
-    digest = hashlib.blake2b(f"{seed}\0{name}\0{count}".encode(), digest_size=12).digest()
+    digest = hashlib.blake2b(f"{seed}\0{name}\0{forward_number}".encode(), digest_size=12).digest()
     row, token, feature = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
     return row, token, feature
 
@@ -73,13 +73,13 @@ class TopologyInvariantDropout(nn.Module):
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
-    def dropped(self, shape: torch.Size, device: torch.device, count: int | None = None) -> Tensor:
+    def dropped(self, shape: torch.Size, device: torch.device, forward_number: int | None = None) -> Tensor:
         """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped.
 
         Args:
             shape: The shape of the input.
             device: The device of the mask.
-            count: The number of the training forward; None for the one that is being computed.
+            forward_number: The number of the training forward; None for the one that is being computed.
         """
         rows, tokens = shape[:-1][:1].numel(), shape[1:-1].numel()
 
@@ -88,22 +88,25 @@ class TopologyInvariantDropout(nn.Module):
 
         row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
         return self.dropped_at(
-            row, index(0, tokens).expand(rows, tokens), shape[-1], self.count.current if count is None else count
+            row,
+            index(0, tokens).expand(rows, tokens),
+            shape[-1],
+            self.count.current if forward_number is None else forward_number,
         ).view(shape)
 
-    def dropped_at(self, row: Tensor, token: Tensor, features: int, count: int) -> Tensor:
+    def dropped_at(self, row: Tensor, token: Tensor, features: int, forward_number: int) -> Tensor:
         """Return the mask of tokens at any places of the global batch.
 
         Args:
             row: The global row of each token, int32 [...].
             token: The index of each token in its row, int32 [...].
             features: The number of features, from `feature_offset` on.
-            count: The number of the training forward.
+            forward_number: The number of the training forward.
 
         Returns:
             The mask, bool [number of tokens, features], True for the elements that are dropped.
         """
-        row_key, token_key, feature_key = _keys(self.seed, self.name, count)
+        row_key, token_key, feature_key = _keys(self.seed, self.name, forward_number)
         position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
         index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)
         feature = _hash(index, feature_key)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lora_parallel.distributed.gather import local, region_of
-from lora_parallel.storage.weights_only import plain
+from lora_parallel.storage.weights_only import without_numpy
 
 __all__ = ["OptimizerState", "check_optimizer", "optimizer_state", "restored"]
 
@@ -71,9 +71,9 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
                     )
                 else:
                     values.setdefault(name, {})[key] = (
-                        value.cpu().clone() if isinstance(value, Tensor) else plain(value)
+                        value.cpu().clone() if isinstance(value, Tensor) else without_numpy(value)
                     )
-    shared = {key: plain(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    shared = {key: without_numpy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for key, value in shared.items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise ValueError(
@@ -83,7 +83,9 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
-            "settings": copy.deepcopy({key: plain(value) for key, value in group.items() if key not in _OF_PARAMETERS}),
+            "settings": copy.deepcopy(
+                {key: without_numpy(value) for key, value in group.items() if key not in _OF_PARAMETERS}
+            ),
         }
         for group in optimizer.param_groups
     ]

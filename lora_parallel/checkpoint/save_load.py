@@ -21,7 +21,7 @@ from lora_parallel.checkpoint.writer import write_checkpoint
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.storage.atomic import local_path
-from lora_parallel.storage.weights_only import check_plain, plain
+from lora_parallel.storage.weights_only import check_loadable, without_numpy
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -77,9 +77,11 @@ def save_checkpoint(
             raise ValueError(f"keep_last={keep_last!r}: give a positive int, or None to keep all.")
         if not state.models:
             raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
-        values = plain(dict(extra or {}))
+        values = without_numpy(dict(extra or {}))
         for key, value in values.items():
-            check_plain(f"extra[{key!r}] holds what", value, "save plain values and tensors, such as a state_dict().")
+            check_loadable(
+                f"extra[{key!r}] holds what", value, "save plain values and tensors, such as a state_dict()."
+            )
     return write_checkpoint(path, state, {"extra": values}, _WRITER, keep_last=keep_last, async_save=async_save)
 
 

@@ -45,7 +45,7 @@ from lora_parallel.distributed.gather import reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.torch_private import is_rectangle
 from lora_parallel.storage.atomic import Scratch, check_free, is_taken, sweep
-from lora_parallel.storage.weights_only import check_plain, plain
+from lora_parallel.storage.weights_only import check_loadable, without_numpy
 
 __all__ = ["may_be_replaced", "write_checkpoint"]
 
@@ -75,7 +75,7 @@ def write_checkpoint(
         async_save: As in `save_checkpoint`.
     """
     wait_for_save()
-    extra = plain(extra)
+    extra = without_numpy(extra)
     _check_extra(extra)
     check_alike(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
     save = _Save(path, state, writer, replace, keep_last)
@@ -135,7 +135,7 @@ class _Save:
             reshard(model)  # a forward may have left full parameters in place of the shards that optimizers hold
         names = self._state.parameter_names()
         self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
-        others = plain(self._state.other_state())
+        others = without_numpy(self._state.other_state())
         self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), others)
         for name, value in self._other_state.items():
             _check_other(name, value)
@@ -202,7 +202,7 @@ class _Save:
                 torch.save(record, written)
                 self._record = written.getvalue()
                 own = {key: value for key, value in record.items() if key not in extra}
-                check_plain("an optimizer has settings or states that", own, "use plain values and tensors.")
+                check_loadable("an optimizer has settings or states that", own, "use plain values and tensors.")
         return tensors
 
     def finish(self) -> None:
@@ -292,7 +292,7 @@ def _check_other(name: str, value: Any) -> None:
             f"{name} in the state dict is or holds a DTensor and is no parameter, and of it only rank 0's shard would "
             "be saved: keep it as a plain tensor that all ranks have, or in a buffer that is not persistent."
         )
-    check_plain(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
+    check_loadable(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
 
 
 _swept: set[Path] = set()

@@ -111,9 +111,9 @@ def _search(base: nn.Module, columns: bool) -> dict[str, Role] | None:
         if name == "weight" or not parameter.numel():
             continue
         dims = list(enumerate(parameter.shape))
-        roles: list[Role] = [("output", dim) for dim, size in dims if size == out and name != "bias"]
+        roles: list[Role] = [("per_output", dim) for dim, size in dims if size == out and name != "bias"]
         roles += [("addend", dim) for dim, size in dims if size == out]
-        roles += [("input", dim) for dim, size in dims if size == width]
+        roles += [("per_input", dim) for dim, size in dims if size == width]
         candidates[name] = [*roles, ("other", None)]
     sizes = [_SMALL, *([(out, width)] if out * width <= _LARGE else [])]
     for small in sizes:
@@ -142,7 +142,7 @@ def _agrees(base: nn.Module, roles: dict[str, Role], sizes: tuple[int, int], col
         if name == "weight":
             shape[at], shape[1 - at] = out, width
         elif dim is not None:
-            shape[dim] = width if role == "input" else out
+            shape[dim] = width if role == "per_input" else out
         values[name] = torch.rand(shape, dtype=torch.float64) + 0.5
     values["weight"] -= 1
     x = torch.randn(3, width, dtype=torch.float64)
@@ -154,7 +154,7 @@ def _agrees(base: nn.Module, roles: dict[str, Role], sizes: tuple[int, int], col
         mine = dict(values)
         mine["weight"] = values["weight"].index_select(1 - at if columns else at, chosen)
         for name, (role, dim) in roles.items():
-            cut = role == "input" if columns else role in ("output", "addend")
+            cut = role == "per_input" if columns else role in ("per_output", "addend")
             if cut and dim is not None:
                 mine[name] = values[name].index_select(dim, chosen)
             elif role == "addend":

@@ -46,7 +46,7 @@ class QuantisedLayer(nn.Linear):
 
     def roles(self) -> dict[str, tuple[str, int | None]]:
         """Map the names of the scales to roles as in `LayerTensor`: scales of blocks are cut as the weight is."""
-        return {name: ("output", 0) if of_rows else ("weight", None) for name, of_rows in self.scales.items()}
+        return {name: ("per_output", 0) if of_rows else ("weight", None) for name, of_rows in self.scales.items()}
 
     def cut_problem(self, style: Any, tp: int) -> str | None:
         """Return the reason why tp ranks cannot each have a part of the layer as `style` says, or None if they can."""

@@ -21,7 +21,7 @@ __all__ = ["RowPartition", "partition_of", "set_partition"]
 
 Range = tuple[int, int]
 
-_ATTRIBUTE = "_lora_parallel_selection"
+_ATTRIBUTE = "_lora_parallel_row_partition"
 
 
 @dataclass(frozen=True)

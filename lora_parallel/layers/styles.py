@@ -62,7 +62,7 @@ class Style:
     - "tokens": the output is a partial sum; each rank gets the sum for its chunk of the tokens.
     """
 
-    partial: frozenset[str]
+    partial_roles: frozenset[str]
     """Roles of the tensors whose gradient on one rank is a partial sum over tp."""
 
     even: bool
@@ -76,7 +76,7 @@ class Style:
         return self.bias
 
     @property
-    def output(self) -> Placement:
+    def per_output(self) -> Placement:
         """Return the placement of a parameter with which a subclass of `nn.Linear` changes each output feature.
 
         If this is `Shard`, the parameter is cut along `LayerTensor.dim`.
@@ -92,7 +92,7 @@ class Style:
         return self.bias
 
     @property
-    def input(self) -> Placement:
+    def per_input(self) -> Placement:
         """Return the placement of a parameter with which a subclass of `nn.Linear` changes each input feature.
 
         If this is `Shard`, the parameter is cut along `LayerTensor.dim`.
@@ -111,31 +111,33 @@ class Style:
 
 
 _ROWS, _COLUMNS, _WHOLE = Shard(0), Shard(1), Replicate()
-_OF_OUTPUT_SLICES = frozenset({"lora_A", "input", "other"})
-_OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "output", "addend", "other"})
+_OF_OUTPUT_SLICES = frozenset({"lora_A", "per_input", "other"})
+_OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "per_output", "addend", "other"})
 _OF_EXPERTS = frozenset({"lora_A", "lora_B", "addend", "other"})
 
 STYLES: dict[str, Style] = {
-    "colwise": Style(_ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_OF_OUTPUT_SLICES, even=True),
+    "colwise": Style(
+        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial_roles=_OF_OUTPUT_SLICES, even=True
+    ),
     # One weight that holds two matrices, gate and up.
     "packed_colwise": Style(
-        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial=_OF_OUTPUT_SLICES, even=True
+        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial_roles=_OF_OUTPUT_SLICES, even=True
     ),
     "colwise_gather_output": Style(
-        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="gather", partial=_OF_OUTPUT_SLICES, even=False
+        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="gather", partial_roles=_OF_OUTPUT_SLICES, even=False
     ),
     "rowwise": Style(
-        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="keep", leave="reduce", partial=_OF_PARTIAL_SUMS, even=True
+        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="keep", leave="reduce", partial_roles=_OF_PARTIAL_SUMS, even=True
     ),
     "rowwise_split_input": Style(
-        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="split", leave="reduce", partial=_OF_PARTIAL_SUMS, even=False
+        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="split", leave="reduce", partial_roles=_OF_PARTIAL_SUMS, even=False
     ),
     "embedding_rowwise": Style(
-        _ROWS, _WHOLE, _COLUMNS, _WHOLE, enter="mask", leave="reduce", partial=_OF_PARTIAL_SUMS, even=False
+        _ROWS, _WHOLE, _COLUMNS, _WHOLE, enter="mask", leave="reduce", partial_roles=_OF_PARTIAL_SUMS, even=False
     ),
     # A table with one column for each head (T5's relative positions): each rank looks up the columns of its heads.
     "embedding_colwise": Style(
-        _COLUMNS, _WHOLE, _WHOLE, _ROWS, enter="keep", leave="keep", partial=_OF_OUTPUT_SLICES, even=True
+        _COLUMNS, _WHOLE, _WHOLE, _ROWS, enter="keep", leave="keep", partial_roles=_OF_OUTPUT_SLICES, even=True
     ),
     # A layer whose input and output are slices (Qwen3's q_norm on this rank's heads): whole weights, partial gradients.
     "replicated_with_grad_allreduce": Style(
@@ -145,17 +147,19 @@ STYLES: dict[str, Style] = {
         _WHOLE,
         enter="keep",
         leave="keep",
-        partial=frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS,
+        partial_roles=frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS,
         even=False,
     ),
     # A module of experts (see `tp/experts.py`): each rank holds a slice of every expert, or some whole experts.
     "moe_tp_experts": Style(
-        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial=_OF_EXPERTS, even=False
+        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial_roles=_OF_EXPERTS, even=False
     ),
     "ep_dispatch_experts": Style(
-        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial=_OF_EXPERTS, even=False
+        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial_roles=_OF_EXPERTS, even=False
     ),
-    "replicate": Style(_WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial=frozenset(), even=False),
+    "replicate": Style(
+        _WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial_roles=frozenset(), even=False
+    ),
 }
 
 
@@ -177,7 +181,7 @@ def fed_all(style: Style) -> Style:
 
 def giving_tokens(style: Style) -> Style:
     """Return the style of a rowwise layer whose output is a chunk of the tokens; its bias is added to that chunk."""
-    return replace(style, leave="tokens", partial=style.partial | {"bias"})
+    return replace(style, leave="tokens", partial_roles=style.partial_roles | {"bias"})
 
 
 def style_named(name: str, where: str) -> Style:

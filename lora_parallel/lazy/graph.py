@@ -22,7 +22,7 @@ __all__ = [
     "Node",
     "Permute",
     "Piece",
-    "Read",
+    "ReadNode",
     "Region",
     "Select",
     "Slice",
@@ -38,7 +38,7 @@ __all__ = [
 Region = tuple[slice, ...]
 """A rectangle of a tensor: one slice with start and stop for each dim."""
 
-Read = Callable[..., Tensor]
+ReadNode = Callable[..., Tensor]
 """Function like `read`, which brings a node, or a region of it, into memory."""
 
 
@@ -82,7 +82,7 @@ class Derived(Node, Protocol):
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         """Yield the inputs that a region of this node needs, each with the region of the input."""
 
-    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+    def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
         """Yield the values of regions of this node, on any device, computed from inputs that `read` brings into memory.
 
         Args:

@@ -25,7 +25,7 @@ from lora_parallel.lazy.graph import (
     Concat,
     Node,
     Permute,
-    Read,
+    ReadNode,
     Region,
     Select,
     Slice,
@@ -58,7 +58,7 @@ class Computed(Block):
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         yield from ((node, whole(node.shape)) for node in self.inputs)
 
-    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+    def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
         args, kwargs = tree_map_only(LazyTensor, lambda each: read(each.node), (self.args, self.kwargs))
         result = self.function(*args, **kwargs)
         result = result if self.index is None else result[self.index]

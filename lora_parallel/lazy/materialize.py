@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lora_parallel.distributed.gather import local, region_of
 from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Derived, Leaf, Node, Piece, Region, describe, read_blocks
-from lora_parallel.lazy.tracking import forget, stored_of
+from lora_parallel.lazy.tracking import forget, lazy_tensors_of
 
 __all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
 
@@ -75,7 +75,7 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
             names[at],
             tensors[at],
             tuple(holders[at]),
-            next((stored_of(m)[key].node for m, key in holders[at] if key in stored_of(m)), None),
+            next((lazy_tensors_of(m)[key].node for m, key in holders[at] if key in lazy_tensors_of(m)), None),
         )
         for at in tensors
     ]

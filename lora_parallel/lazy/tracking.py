@@ -34,12 +34,12 @@ __all__ = [
     "has_deferred",
     "is_deferred",
     "keep_settings",
+    "lazy_tensors_of",
     "read_whole",
-    "rearrange_stored",
+    "rearrange_lazy",
     "remember",
     "settle",
     "sources_of",
-    "stored_of",
     "without_values",
 ]
 
@@ -142,7 +142,7 @@ def has_deferred(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters()) or any(b.is_meta for b in model.buffers())
 
 
-def stored_of(module: nn.Module) -> dict[str, LazyTensor]:
+def lazy_tensors_of(module: nn.Module) -> dict[str, LazyTensor]:
     """Map names of the parameters and buffers that `module` itself holds to the lazy tensors that will fill them."""
     held = {**module._parameters, **module._buffers}
     waiting = {key: LazyTensor(tensor.node) for key, tensor in held.items() if isinstance(tensor, LazyParameter)}
@@ -206,7 +206,7 @@ def settle(model: nn.Module) -> None:
                 container[key] = replaced[id(tensor)]  # type: ignore[assignment]
 
 
-def rearrange_stored(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:
+def rearrange_lazy(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:
     """Apply `rearrange` to the lazy tensor that `settle` noted for the parameter `key` of `module`, if there is one."""
     stored = _record_of(module).lazy
     if key in stored:
@@ -317,7 +317,7 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
                 )
     if not materialize:
         return
-    filled = {id(module._parameters.get(key, module._buffers.get(key))) for module, key in _stored_in(model)}
+    filled = {id(module._parameters.get(key, module._buffers.get(key))) for module, key in _lazy_in(model)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and id(tensor) not in filled:
             raise ValueError(
@@ -329,13 +329,13 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
 
 def sources_of(model: nn.Module) -> list[Source]:
     """Return the files that the model will be filled from, sorted by path."""
-    found = {leaf.source: None for module, key in _stored_in(model) for leaf in leaves(stored_of(module)[key].node)}
+    found = {leaf.source: None for module, key in _lazy_in(model) for leaf in leaves(lazy_tensors_of(module)[key].node)}
     return sorted(found, key=lambda source: str(source.path))
 
 
-def _stored_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _lazy_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
-        for key in stored_of(module):
+        for key in lazy_tensors_of(module):
             yield module, key
 
 

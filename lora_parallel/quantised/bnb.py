@@ -14,7 +14,7 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 
 from lora_parallel.layers.quantised_layer import QuantisedLayer, bytes_of, frozen
-from lora_parallel.lazy.graph import Block, Node, Read, Region, read, whole
+from lora_parallel.lazy.graph import Block, Node, ReadNode, Region, read, whole
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.quantised.packed_weight import Bytes, Encoding, Packed
 
@@ -245,7 +245,7 @@ class _Compressed(Block):
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         yield self.absmax, whole(self.shape)
 
-    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+    def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
         absmax = read(self.absmax, device=device).view(torch.float32).flatten()
         offset = absmax.mean()
         compressed, state = quantisation.quantize_blockwise(absmax - offset, blocksize=256)
@@ -318,7 +318,7 @@ class _Nested(Block):
         scales = slice(rows.start * each // size, -(-rows.stop * each // size))
         return scales, slice(scales.start * size, min(scales.stop * size, self.compressed.shape[0]))
 
-    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+    def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
         for rows, columns in regions:
             scales, blocks = self._blocks(rows)
             values = quantisation.dequantize_blockwise(

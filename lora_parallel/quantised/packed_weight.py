@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_parallel.lazy.graph import Block, Node, Piece, Read, Region, whole
+from lora_parallel.lazy.graph import Block, Node, Piece, ReadNode, Region, whole
 
 __all__ = ["Bytes", "Encoded", "Encoding", "Packed", "row_chunks"]
 
@@ -137,7 +137,9 @@ class Encoding:
         first, last = columns.start * total // width, -(-columns.stop * total // width)
         return slice(first // self.block * self.block, min(-(-last // self.block) * self.block, total))
 
-    def rows(self, part: str, rows: slice, features: slice, read: Read, device: str) -> Iterator[tuple[slice, Tensor]]:
+    def rows(
+        self, part: str, rows: slice, features: slice, read: ReadNode, device: str
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Yield the bytes of `part` for some rows and features: ranges of a few rows, each with its uint8 [rows, .]."""
         for some in row_chunks(rows, features.stop - features.start):
             key = (some.start, some.stop, features.start, features.stop)
@@ -165,7 +167,7 @@ class Encoded(Block):
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         yield self.encoding.dense, (region[0], self.encoding.features(self.part, region[1]))
 
-    def blocks(self, regions: Sequence[Region], read: Read, device: str) -> Iterator[Tensor]:
+    def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
         for rows, columns in regions:
             features = self.encoding.features(self.part, columns)
             before = features.start * self.shape[1] // self.encoding.dense.shape[1]

@@ -27,9 +27,9 @@ from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.layers.module_names import innermost
 from lora_parallel.planning.first_batch_check import FirstBatchCheck
-from lora_parallel.runtime.functional_call import Substitutes
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.same_batch import SameBatch
+from lora_parallel.runtime.substitutes import Substitutes
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import TPContext
 

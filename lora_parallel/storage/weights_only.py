@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["check_plain", "plain"]
+__all__ = ["check_loadable", "without_numpy"]
 
 
-def plain(value: Any) -> Any:
+def without_numpy(value: Any) -> Any:
     """Return `value` with all NumPy numbers in it, also inside of containers, converted to Python numbers.
 
     A learning rate schedule may hold such numbers.
@@ -20,7 +20,7 @@ def plain(value: Any) -> Any:
     return tree_map_only(np.generic, lambda number: number.item(), value)
 
 
-def check_plain(what: str, value: Any, remedy: str) -> None:
+def check_loadable(what: str, value: Any, remedy: str) -> None:
     """Check that `torch.load(weights_only=True)` reads `value` back, so that the error comes now and not at a resume.
 
     Args:

@@ -40,9 +40,9 @@ from lora_parallel.tenants.validation import (
     check_budget,
     check_dtype,
     check_layers,
+    check_lora_config,
     check_name,
     check_one_active,
-    check_plain,
     check_rows_apart,
     check_samples,
     described,
@@ -165,7 +165,7 @@ class TenantPool:
             if name in self._tenants:
                 raise ValueError(f"there is a tenant {name!r} already: give another name, or remove it first.")
             check_name(name, self._bare)
-            check_plain(config)
+            check_lora_config(config)
             check_dtype(dtype)
             init_seed = seed_of(init_seed)
             shapes = shaped(self._bare, name, config)

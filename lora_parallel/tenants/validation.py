@@ -26,9 +26,9 @@ __all__ = [
     "check_budget",
     "check_dtype",
     "check_layers",
+    "check_lora_config",
     "check_name",
     "check_one_active",
-    "check_plain",
     "check_rows_apart",
     "check_samples",
     "described",
@@ -81,7 +81,7 @@ _FILLED_IN = {"target_parameters", "modules_to_save"}
 _LINEAR = "tenants are plain LoRA on linear layers: name those in target_modules."
 
 
-def check_plain(config: Any) -> None:
+def check_lora_config(config: Any) -> None:
     """Check that a config asks for plain LoRA with random initial values.
 
     Raises:
@@ -184,7 +184,7 @@ def check_layers(adapted: Any, name: str, config: LoraConfig) -> None:
                 f"adapter would be on {sorted({where.rpartition('.')[2] for where in layers})} alone. Correct them, or "
                 "leave them out."
             )
-    check_plain(adapted.peft_config[name])  # PEFT fills in what it knows of the model
+    check_lora_config(adapted.peft_config[name])  # PEFT fills in what it knows of the model
     places = Counter(child for parent in adapted.modules() for child in parent._modules.values() if child is not None)
     for where, layer in layers.items():
         plain = name in layer.lora_A and isinstance(layer.lora_A[name], nn.Linear)

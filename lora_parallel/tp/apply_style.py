@@ -23,7 +23,7 @@ from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, layer_tensors
 from lora_parallel.layers.row_partition import RowPartition, set_partition
 from lora_parallel.layers.styles import Style
-from lora_parallel.lazy.tracking import rearrange_stored
+from lora_parallel.lazy.tracking import rearrange_lazy
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.experts import ExpertSharing, adapter_cuts
 from lora_parallel.tp.layer import Rows, TPLayer, partition_in_layer, placement_of, set_tp_layer
@@ -74,14 +74,14 @@ def apply_style(
             if isinstance(placement, Shard) and parameter not in context.stored_whole:
                 arranged = chosen, dim
                 set_partition(tensor.owner, tensor.key, chosen, dim)
-                rearrange_stored(tensor.owner, tensor.key, partial_of(chosen.arranged, dim=dim))
+                rearrange_lazy(tensor.owner, tensor.key, partial_of(chosen.arranged, dim=dim))
             else:
                 placement = Replicate()
                 rows[tensor] = dim, chosen.rows(context.rank)
         if isinstance(placement, Shard) or parameter in context.stored_whole or context.is_placed(parameter):
             tensor.put(context.place(parameter, placement, arranged))
             context.stored_whole.discard(parameter)  # else this set would keep the full copy in memory
-        if tensor.role in style.partial or tensor in rows:
+        if tensor.role in style.partial_roles or tensor in rows:
             partial.append((tensor.owner, tensor.key))
     if isinstance(base, Conv1D) and style.lora_B == Shard(0):
         base.nf = context.slice_of(base.nf) if partition is None else partition.width

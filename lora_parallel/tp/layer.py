@@ -143,7 +143,7 @@ class TPLayer:
             if rows is not None:
                 placement = Replicate()
             tensor.put(self.context.place(tensor.parameter, placement))
-            found[role] = tensor.parameter, rows, role in self.style.partial or rows is not None
+            found[role] = tensor.parameter, rows, role in self.style.partial_roles or rows is not None
         return found
 
     def feature_offset(self, features: int) -> int:
@@ -231,7 +231,7 @@ class TPLayer:
                 f"the {tensor.key} of {self.name} was frozen when the model was parallelized. It is stored as the rows "
                 "that each tp rank computes with, and cannot train: set requires_grad before parallelize."
             )
-        if tensor.role in self.style.partial or tensor in self.rows:
+        if tensor.role in self.style.partial_roles or tensor in self.rows:
             return self.context.gradients.local(parameter)
         return parameter.to_local()
 
@@ -324,4 +324,6 @@ def partition_in_layer(
         return None
     if tensor.role == "weight":
         return features_dim(base), partition
-    return (tensor.dim or 0, partition) if tensor.role in ("bias", "lora_B", "magnitude", "output", "addend") else None
+    return (
+        (tensor.dim or 0, partition) if tensor.role in ("bias", "lora_B", "magnitude", "per_output", "addend") else None
+    )

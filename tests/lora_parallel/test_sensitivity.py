@@ -63,12 +63,12 @@ def take_a_partial_gradient_for_whole(patch: pytest.MonkeyPatch) -> None:
     own = TPLayer._held
 
     def held(self: Any, tensor: Any) -> Any:
-        self.style = replace(self.style, partial=self.style.partial - {"weight"})
+        self.style = replace(self.style, partial_roles=self.style.partial_roles - {"weight"})
         return own(self, tensor)
 
     patch.setattr(TPLayer, "_held", held)
     by_name = "replicated_with_grad_allreduce"
-    patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial=frozenset()))
+    patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial_roles=frozenset()))
 
 
 def forget_the_input_reduction(patch: pytest.MonkeyPatch) -> None:

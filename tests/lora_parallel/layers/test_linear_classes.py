@@ -87,18 +87,18 @@ def test_roles_of_what_a_subclass_adds(sizes):
     layer = Scaled(*sizes)
     for style in (ROWS, COLUMNS):
         assert own_roles(layer, style) == {
-            (layer, "fed"): ("input", 1),
-            (layer, "given"): ("output", 0),
+            (layer, "fed"): ("per_input", 1),
+            (layer, "given"): ("per_output", 0),
             (layer, "gain"): ("other", None),
             (layer, "bias"): ("addend", 0),
         }
     branched = Branched(*sizes)
     found = own_roles(branched, COLUMNS)
-    assert found[branched.down, "weight"] == ("input", 1)
-    assert found[branched.up, "weight"] == ("output", 0)
+    assert found[branched.down, "weight"] == ("per_input", 1)
+    assert found[branched.up, "weight"] == ("per_output", 0)
     assert found[branched.up, "bias"] == ("addend", 0)
     conv = Transposed(8, 6)
-    assert own_roles(conv, ROWS)[conv, "gain"] == ("output", 0)
+    assert own_roles(conv, ROWS)[conv, "gain"] == ("per_output", 0)
     assert own_roles(nn.Linear(*sizes), ROWS) == {}
 
 

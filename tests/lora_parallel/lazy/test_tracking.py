@@ -23,7 +23,7 @@ from lora_parallel.lazy.tracking import (
     defer,
     has_deferred,
     is_deferred,
-    stored_of,
+    lazy_tensors_of,
 )
 from tests.oracle import SIZES, causal_lm
 
@@ -504,11 +504,11 @@ def test_what_is_remembered_is_where_the_parameter_is(tmp_path):
     want = trained()
     save(want, tmp_path / "model.safetensors")
     model = attached(tmp_path)
-    stored = stored_of(model.layers[1])
+    stored = lazy_tensors_of(model.layers[1])
     assert stored.keys() == {"weight", "bias"}
     assert all(type(tensor) is LazyTensor for tensor in stored.values())
     assert torch.equal(read(stored["weight"].node), want.layers[1].weight)
-    assert stored_of(model) == {}
+    assert lazy_tensors_of(model) == {}
 
 
 def test_a_problem_is_not_in_the_text_of_a_checkpoint():

@@ -453,17 +453,17 @@ def test_the_table_of_styles():
         assert {style.weight, style.bias, style.lora_A, style.lora_B} <= {Replicate(), Shard(0), Shard(1)}
         if name in WAYS_OF_EXPERTS:  # several tensors, each placed along its own dim
             assert (style.enter, style.leave) == ("experts", "reduce")
-            assert style.partial == {"lora_A", "lora_B", "addend", "other"}
+            assert style.partial_roles == {"lora_A", "lora_B", "addend", "other"}
         elif style.weight == Shard(0) and style.enter != "mask":  # slices of the output
             assert (style.lora_A, style.lora_B, style.bias) == (Replicate(), Shard(0), Shard(0))
-            assert style.partial == {"lora_A", "input", "other"}
-            assert (style.magnitude, style.output, style.addend, style.input) == (*[Shard(0)] * 3, Replicate())
+            assert style.partial_roles == {"lora_A", "per_input", "other"}
+            assert (style.magnitude, style.per_output, style.addend, style.per_input) == (*[Shard(0)] * 3, Replicate())
             assert style.enter == "copy"
         elif style.leave == "reduce":  # partial sums
             assert (style.lora_A, style.lora_B, style.bias) == (Shard(1), Replicate(), Replicate())
-            assert style.partial == {"lora_B", "magnitude", "output", "addend", "other"}
+            assert style.partial_roles == {"lora_B", "magnitude", "per_output", "addend", "other"}
             embeds = style.enter == "mask"
-            assert (style.magnitude, style.output, style.addend) == (Replicate(),) * 3
-            assert style.input == (Replicate() if embeds else Shard(0))
+            assert (style.magnitude, style.per_output, style.addend) == (Replicate(),) * 3
+            assert style.per_input == (Replicate() if embeds else Shard(0))
             assert style.leave == "reduce"
     assert set(SEVEN) <= {name.rsplit(".", 1)[-1] for name in styles_of(causal_lm())}

@@ -1,6 +1,6 @@
 """Find out whether an Accelerator trains with `lora_parallel`, and adapt its process group, state and class.
 
-`patches.py` replaces methods of Accelerate by these functions; their argument `own` is the replaced method.
+`patches.py` replaces methods of Accelerate by these functions; their argument `original` is the replaced method.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from accelerate_plugin.plugin import LoRAParallelPlugin
 
 __all__ = ["accelerator_init", "prepare_backend", "state_init"]
 
-Own = Callable[..., Any]
+Original = Callable[..., Any]
 
 
-def prepare_backend(own: Own, self: PartialState, *args: Any, **kwargs: Any) -> Any:
+def prepare_backend(original: Original, self: PartialState, *args: Any, **kwargs: Any) -> Any:
     """Choose the backend gloo for several processes on a machine without accelerators; Accelerate chooses none."""
-    backend, distributed_type = own(self, *args, **kwargs)
+    backend, distributed_type = original(self, *args, **kwargs)
     if distributed_type is DistributedType.NO and world_size() > 1 and _asked() and not detect.has_accelerator():
         return "gloo", DistributedType.MULTI_CPU
     return backend, distributed_type
@@ -39,7 +39,7 @@ def _asked() -> bool:
     return _choosing or detect.asked_by_environment()
 
 
-def accelerator_init(own: Own, self: Accelerator, *args: Any, **kwargs: Any) -> None:
+def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs: Any) -> None:
     """Make an Accelerator train with `lora_parallel` if its arguments or the environment ask for it.
 
     Raises:
@@ -47,22 +47,22 @@ def accelerator_init(own: Own, self: Accelerator, *args: Any, **kwargs: Any) -> 
             settings than an earlier Accelerator of this process.
     """
     global _choosing
-    bound = inspect.signature(own).bind(self, *args, **kwargs)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
     if _state_is_ours() and not isinstance(bound.arguments.get("fsdp_plugin"), LoRAParallelPlugin):
         _make_ours(self)
         bound.arguments.pop("fsdp_plugin", None)  # a later Accelerator shares the first one's state
-        own(*bound.args, **bound.kwargs)
+        original(*bound.args, **bound.kwargs)
         return
-    chosen = detect.choose({name: value for name, value in bound.arguments.items() if name != "self"})
+    chosen = detect.requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
     if chosen is None:
-        own(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         return
     _make_ours(self)
     bound.arguments.pop("torch_tp_plugin", None)
     bound.arguments.update(fsdp_plugin=chosen.plugin, parallelism_config=chosen)
     _choosing = True
     try:
-        own(*bound.args, **bound.kwargs)
+        original(*bound.args, **bound.kwargs)
     finally:
         _choosing = False
     present = parallelism_of(self)
@@ -89,13 +89,13 @@ def _state_is_ours() -> bool:
     return isinstance(AcceleratorState._shared_state.get("parallelism_config"), LoRAParallelism)
 
 
-def state_init(own: Own, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+def state_init(original: Original, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
     """Make Accelerate's state, then adapt it if it has a `LoRAParallelism`.
 
     The state's type is then FSDP, also on a CPU and in a single process, and `num_processes` counts data-parallel
     processes.
     """
-    own(self, *args, **kwargs)
+    original(self, *args, **kwargs)
     parallelism = self.__dict__.get("parallelism_config")
     if not isinstance(parallelism, LoRAParallelism):
         return
