@@ -30,7 +30,7 @@ def one_process() -> Outcome:
 def test_minilm_trains_as_in_one_process(pool, one_process, late):
     """Built in `__init__`, or in `configure_model` and read from the checkpoint by slices."""
     for got in pool.run(ranks_of("2x2"), trains, "2x2", late):
-        check(got, one_process, double=False)
+        check(got, one_process, close=1e-5)
 
 
 def test_the_oracle_learns(one_process):
