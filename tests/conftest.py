@@ -23,6 +23,14 @@ def pool() -> Iterator[WorkerPool]:
     workers.close()
 
 
+@pytest.fixture(scope="session")
+def impatient_pool() -> Iterator[WorkerPool]:
+    """The same, for what leaves a rank waiting for a peer that does not come."""
+    workers = WorkerPool(timeout=15)
+    yield workers
+    workers.close()
+
+
 MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 """Meshes that have no mechanism which 1x1, 2x1, 1x2, 2x2, 2x1x1 and 2x2x1 lack."""
 
@@ -34,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
     for item in items:
-        if {"pool", "own_pool"} & set(getattr(item, "fixturenames", ())):
+        if {"pool", "own_pool", "impatient_pool"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
         arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()
         more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)

@@ -27,6 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests import workers
+
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 # The vocabulary is no multiple of 2: vocabulary shards are uneven on every mesh.
@@ -175,14 +177,14 @@ def mesh_of(text: str) -> DeviceMesh:
     """The mesh of these sizes; each makes process groups, so one for all tests of a rank."""
     from lora_parallel import ParallelConfig, build_mesh
 
-    return build_mesh(ParallelConfig(**parse_mesh(text), timeout_seconds=60), "cpu")
+    return build_mesh(ParallelConfig(**parse_mesh(text), timeout_seconds=workers.COLLECTIVE_TIMEOUT), "cpu")
 
 
 def on_mesh(text: str, **config: Any) -> tuple[DeviceMesh, Any]:
     """The mesh of these sizes and a `ParallelConfig` for it: what `parallelize` wants."""
     from lora_parallel import ParallelConfig
 
-    return mesh_of(text), ParallelConfig(**parse_mesh(text), timeout_seconds=60, **config)
+    return mesh_of(text), ParallelConfig(**parse_mesh(text), timeout_seconds=workers.COLLECTIVE_TIMEOUT, **config)
 
 
 def sharded(case: Case, mesh_text: str, **config: Any) -> Run:

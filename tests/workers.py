@@ -69,7 +69,9 @@ def _received(pipe: Connection) -> Any:
     return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
 
 
-def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection, timeout: int) -> None:
+    global COLLECTIVE_TIMEOUT
+    COLLECTIVE_TIMEOUT = timeout
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
@@ -87,7 +89,7 @@ def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection) 
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+            timeout=timedelta(seconds=timeout),
         )
     while True:
         try:
@@ -114,9 +116,10 @@ class Rank:
 
 
 class WorkerPool:
-    """Runs `function(*args)` on ranks 0 .. world_size - 1."""
+    """Runs `function(*args)` on ranks 0 .. world_size - 1, whose collectives wait `timeout` seconds for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: int = COLLECTIVE_TIMEOUT) -> None:
+        self._timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._ranks: dict[int, list[Rank]] = {}
@@ -132,7 +135,9 @@ class WorkerPool:
                 ours, theirs = self._context.Pipe()
                 log = Path(f"{store}.{rank}.log")
                 log.touch()
-                process = self._context.Process(target=_serve, args=(rank, world_size, store, log, theirs), daemon=True)
+                process = self._context.Process(
+                    target=_serve, args=(rank, world_size, store, log, theirs, self._timeout), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._ranks[world_size].append(Rank(process, ours, log))

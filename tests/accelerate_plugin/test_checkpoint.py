@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from tests.accelerate_plugin.harness import launched, plugin, rows_of
+from tests.cases import cases
 from tests.oracle import Case, causal_lm, differing, full, ranks_of, reference, relative_error, trained
 from tests.workers import Failure, attempt
 
@@ -97,12 +98,14 @@ def oracle() -> list[Any]:
         return [script.train(0, 6), script.adapters()]
 
 
-@pytest.mark.parametrize("mesh", MESHES[:2])
-def test_a_run_goes_on_on_any_mesh(pool, tmp_path, oracle, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "others"), cases(("2x2", ["2x2", "1x2", "2x1"]), matrix=[("2x2", MESHES[2:]), ("1x2", MESHES)])
+)
+def test_a_run_goes_on_on_any_mesh(pool, tmp_path, oracle, mesh, others):
     losses, adapters = oracle
     for answer in pool.run(ranks_of(mesh), saved, mesh, tmp_path):
         assert relative_error(answer[1], adapters) < 1e-10
-    for other in MESHES:
+    for other in others:
         for got, after, count, rate in pool.run(ranks_of(other), resumed, other, tmp_path):
             assert got == pytest.approx(losses[3:], abs=1e-6), other
             assert relative_error(after, adapters) < 1e-10, other
@@ -132,7 +135,7 @@ def shuffled(mesh: str, folder: Path, seedable: bool) -> list[Any]:
     return answers
 
 
-@pytest.mark.parametrize(("mesh", "seedable"), [("2x2", False), ("1x2", False), ("2x2", True)])
+@pytest.mark.parametrize(("mesh", "seedable"), cases(("2x2", False), matrix=[("1x2", False), ("2x2", True)]))
 def test_shuffling_goes_on_in_mid_epoch(pool, tmp_path, mesh, seedable):
     for (losses, adapters), (again, after) in pool.run(ranks_of(mesh), shuffled, mesh, tmp_path, seedable):
         assert again == losses

@@ -14,6 +14,7 @@ from lora_parallel import no_sync, parallelize
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.state import ForwardCount, state_of
+from tests.cases import cases
 from tests.oracle import (
     SEVEN,
     Case,
@@ -28,7 +29,7 @@ from tests.oracle import (
 )
 
 # The same on every mesh. A program is a list of steps on one model; what differs beside the mesh must not show.
-MESHES = ["1x1", "2x1", "1x2", "2x2", "1x4", "4x1", "2x2x2"]
+MESHES = cases("1x1", "2x2", matrix=["2x1", "1x2", "1x4", "4x1", "2x2x2"])
 BATCHES = Case(steps=3).batches()
 
 

@@ -102,7 +102,7 @@ def goes_on(pool, folder: Path, undisturbed: Trained, mesh: str) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["one rank", "every rank", "disk"])
-def test_a_disturbed_job_ends_as_an_undisturbed_one(pool, tmp_path, undisturbed, kind, capsys):
+def test_a_disturbed_job_ends_as_an_undisturbed_one(pool, impatient_pool, tmp_path, undisturbed, kind, capsys):
     whole, seconds = undisturbed
     draw = random.Random(f"{kind} {COUNT}")
     survived, died, resumed = 0, 0, 0
@@ -113,7 +113,9 @@ def test_a_disturbed_job_ends_as_an_undisturbed_one(pool, tmp_path, undisturbed,
             answers = pool.try_run(4, disk_fills_up, folder, draw.randrange(4), draw.randrange(1, 2 * STEPS - 4))
         else:
             rank = draw.randrange(4) if kind == "one rank" else None
-            answers = pool.try_run(4, killed, folder, rank, draw.uniform(0, 0.7 * seconds), draw.random() < 0.5)
+            answers = impatient_pool.try_run(
+                4, killed, folder, rank, draw.uniform(0, 0.7 * seconds), draw.random() < 0.5
+            )
         died += any(isinstance(answer, Failure) for answer in answers)
         newest = latest_checkpoint(folder)
         resumed += newest is not None

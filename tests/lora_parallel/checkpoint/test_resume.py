@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.lora_parallel.checkpoint.resume import OPTIMIZERS, STEPS, Job, Trained
 from tests.oracle import Case, ranks_of, relative_error
 
@@ -73,7 +74,11 @@ def test_the_same_mesh_bit_for_bit(pool, sources, mesh):
         check_equal(resumed, whole, STEPS - step)
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
+OWN_WAYS = ["AdamW, fused", "AdamW, two groups", "SGD with momentum", "schedule-free"]
+"""Optimizers whose states differ in kind from AdamW's: where they are, in groups, one, with an average beside."""
+
+
+@pytest.mark.parametrize("optimizer", cases(*OWN_WAYS, matrix=[n for n in OPTIMIZERS if n not in ("AdamW", *OWN_WAYS)]))
 def test_optimizers(pool, tmp_path, optimizer):
     """Their states go from 2x2 to 2x2, bit for bit, and to 1x2."""
     job = Job(optimizer=optimizer)

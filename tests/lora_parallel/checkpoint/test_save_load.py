@@ -35,6 +35,7 @@ from lora_parallel import (
 )
 from lora_parallel.checkpoint.optimizer_state import optimizer_state, restored
 from lora_parallel.distributed.gather import local
+from tests.cases import cases
 from tests.lora_parallel.test_features import FEATURES
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, trained
 from tests.workers import Failure, attempt
@@ -418,7 +419,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "destroy", "destroy by name"])
+@pytest.mark.parametrize("end", cases("destroy by name", matrix=["exit", "destroy"]))
 @pytest.mark.processes
 def test_a_save_in_flight_is_finished_at_exit(tmp_path, end):
     script = tmp_path / "script.py"

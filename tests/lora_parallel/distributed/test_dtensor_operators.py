@@ -12,10 +12,11 @@ from lora_parallel import parallelize
 from lora_parallel.distributed.dtensor_operators import guard_dtensor_operators
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.torch_private import local_region
+from tests.cases import cases
 from tests.oracle import Case, full, mesh_of, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
-MESHES = ["2x1", "1x2", "2x2", "2x2x1"]
+MESHES = cases("2x2", matrix=["2x1", "1x2", "2x2x1"])
 CASE = Case(steps=4)
 LIMIT = 1e-3
 

@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from lora_parallel import export_merged, parallelize
 from lora_parallel.export import safetensors_writer as writer_module
+from tests.cases import cases
 from tests.families import FAMILIES
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
 from tests.workers import Failure, attempt
@@ -111,9 +112,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "mesh", ["2x2", "2x1", "1x2", *(pytest.param(mesh, marks=pytest.mark.matrix) for mesh in ("1x1", "4x1", "2x2x1"))]
-)
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "1x2", "1x1", "4x1", "2x2x1"]))
 def test_the_folder_is_that_of_one_process(pool, tmp_path, mesh):
     kinds = [*KINDS, *(OTHERS if mesh in ("2x1", "1x1") else [])]
     for answers in pool.run(ranks_of(mesh), export_all, mesh, kinds, tmp_path / "ours"):

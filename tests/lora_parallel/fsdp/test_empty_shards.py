@@ -24,6 +24,7 @@ from lora_parallel import (
 )
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.planning.plan import resolve_plan
+from tests.cases import cases
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
 
 
@@ -157,7 +158,7 @@ def ran(pool, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2", "2x2x1", "1x4"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "1x2", "2x2x1", "1x4"]))
 def test_layers_narrower_than_tp_equal_one_process(ran, mesh):
     for found in ran(mesh)[0]:
         for (adapter, number), (first, trained_to) in found.items():
@@ -255,7 +256,7 @@ def register_gradients(mesh_text: str, folder: Path) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2", "2x2x1"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "1x2", "2x2x1"]))
 def test_parameters_without_elements(pool, tmp_path, mesh):
     """Frozen or not, in memory or read from a file, saved and loaded. Nothing of them trains."""
     save_file(registers("all").state_dict(), tmp_path / "model.safetensors")

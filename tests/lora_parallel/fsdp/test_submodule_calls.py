@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.cases import cases
 from tests.oracle import SEVEN, Case, fill_adapters, full, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
@@ -21,7 +22,7 @@ CASES = {
     "adapted ends": Case(steps=1, lora={"target_modules": [*SEVEN, "embed_tokens", "lm_head"]}),
 }
 TWO_STEPS = Case(steps=2, lora=CASES["adapted ends"].lora)
-MESHES = ["2x1", "1x2", "2x2", "2x2x1"]
+MESHES = cases("2x2", matrix=["2x1", "1x2", "2x2x1"])
 
 
 def parts(model: nn.Module, ids: Tensor) -> dict[str, Any]:

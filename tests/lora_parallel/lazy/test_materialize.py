@@ -28,6 +28,7 @@ from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.row_partition import partition_of
 from lora_parallel.lazy import files
 from lora_parallel.lazy.tracking import checkpoints_in
+from tests.cases import cases
 from tests.families import FAMILIES, Family
 from tests.oracle import fill_adapters, full, on_mesh, ranks_of, trained
 from tests.workers import Failure, attempt
@@ -112,7 +113,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     return {name: family.save(root / name) for name, family in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x1", "1x2", "2x2", "2x2x1"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x1", "2x1", "1x2", "2x2x1"]))
 def test_every_family_loads_as_it_would_in_one_process(pool, checkpoints, mesh):
     tp = int(mesh.rsplit("x", 1)[-1])
     for found in pool.run(ranks_of(mesh), load_all, checkpoints, mesh):
@@ -213,7 +214,7 @@ def read_all(paths: dict[str, Path], mesh_text: str) -> dict[str, tuple[int, int
     return {name: reads_of(name, path, mesh_text) for name, path in paths.items()}
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x1", "1x2", "2x2", "2x2x1", "4x1"])
+@pytest.mark.parametrize("mesh", cases("2x1", "2x2", matrix=["1x1", "1x2", "2x2x1", "4x1"]))
 def test_each_rank_reads_the_bytes_it_owns(pool, checkpoints, mesh):
     """Uneven shards (a vocabulary of 101), empty ones (norms of 4 dp ranks), experts fused from several files."""
     names = ["llama", "llama-tied"] + (["mixtral", "qwen3-moe", "gpt-neox"] if mesh.endswith("x1") else [])
@@ -400,7 +401,7 @@ def generic_alike(paths: dict[str, Path], mesh_text: str) -> None:
             torch.testing.assert_close(model(ids), want(ids), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x1", "1x2", "2x2"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x1", "2x1", "1x2"]))
 def test_any_module_from_safetensors_dcp_or_a_pickle(pool, tmp_path, mesh):
     state = net().state_dict()
     torch.save(state, tmp_path / "net.pt")
