@@ -43,7 +43,10 @@ __all__ = ["AcceleratorOverrides"]
 
 
 class AcceleratorOverrides(Accelerator):
-    """Override what Accelerate does otherwise; a comment at each method says why. `processes.py` puts it in place."""
+    """Override what Accelerate does otherwise; a comment at each method says why.
+
+    `accelerator_init.py` puts the class in place.
+    """
 
     @property
     def _parallelism(self) -> LoRAParallelism:

@@ -16,10 +16,10 @@ from lora_parallel.integration import (
     HeldByName,
     agreed,
     check_alike,
-    described,
+    check_not_stale,
+    describe_optimizer,
     has_adapters,
     parallelized,
-    refuse_stale,
 )
 
 __all__ = ["innermost", "prepare_models"]
@@ -67,7 +67,7 @@ def prepare_models(
             )
             held = [HeldByName(each, new, sharded, remedy) for each in fresh]
         else:
-            refuse_stale(
+            check_not_stale(
                 fresh, sharded, "Prepare both at once: model, optimizer = accelerator.prepare(model, optimizer)."
             )
             held = []
@@ -80,7 +80,7 @@ def prepare_models(
                 each.restore_adapted(new)
             else:
                 each.restore(new)
-    check_alike(optimizers=[described(each, nn.ModuleList(models)) for each in fresh])
+    check_alike(optimizers=[describe_optimizer(each, nn.ModuleList(models)) for each in fresh])
     accelerator._models.extend(model for model in models if model not in accelerator._models)
 
 

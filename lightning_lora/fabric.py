@@ -29,6 +29,7 @@ from lora_parallel.integration import (
     TrainState,
     agreed,
     check_alike,
+    check_not_stale,
     clip_grad_value_,
     collective_call,
     has_adapters,
@@ -37,7 +38,6 @@ from lora_parallel.integration import (
     local_path,
     parallelized,
     read_checkpoint,
-    refuse_stale,
     restore_random_state,
     resume_counting,
     write_checkpoint,
@@ -164,7 +164,7 @@ class FabricLogic(BaseLogic, Base):
             ValueError: The optimizer holds parameters that are not those of a model that was set up.
         """
         with agreed():
-            refuse_stale(
+            check_not_stale(
                 [optimizer],
                 self._parameters(),
                 "Make it after model = fabric.setup_module(model), from model.parameters(), or set both up at once: "

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lora_parallel.integration import parallelized, refuse_stale
+from lora_parallel.integration import check_not_stale, parallelized
 
 __all__ = ["FabricState", "divide", "kinds"]
 
@@ -69,7 +69,7 @@ def divide(state: Mapping[str, Any]) -> FabricState:
             f"the state ({', '.join(map(str, state)) or 'empty'}) holds no model that Fabric has set up: put the model "
             'that fabric.setup returned in it, for example {"model": model, "optimizer": optimizer, "step": step}.'
         )
-    refuse_stale(
+    check_not_stale(
         found.optimizers.values(),
         set(found.models.parameters()),
         "Put all models whose parameters it holds in the state too.",

@@ -10,13 +10,13 @@ from pytorch_lightning.strategies import ParallelStrategy
 
 from lightning_lora.fabric import FabricLogic
 from lightning_lora.namespace import fabric_namespace, trainer_namespace
-from lightning_lora.trainer_strategy import StrategyLogic
+from lightning_lora.trainer_strategy import TrainerStrategyLogic
 
 __all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
 
 
-class LoRAParallelStrategy(StrategyLogic, ParallelStrategy):  # noqa: D101  its docstring is the logic's
-    __doc__ = StrategyLogic.__doc__
+class LoRAParallelStrategy(TrainerStrategyLogic, ParallelStrategy):  # noqa: D101  its docstring is the logic's
+    __doc__ = TrainerStrategyLogic.__doc__
 
     lightning = trainer_namespace("pytorch_lightning", "lightning_fabric")
 

@@ -27,6 +27,7 @@ from lora_parallel.integration import (
     Contents,
     TrainState,
     agreed,
+    check_not_stale,
     collective_call,
     explained,
     load_models,
@@ -34,7 +35,6 @@ from lora_parallel.integration import (
     local,
     local_path,
     read_checkpoint,
-    refuse_stale,
     restore_random_state,
     resume_counting,
     state_of,
@@ -42,7 +42,7 @@ from lora_parallel.integration import (
     write_checkpoint,
 )
 
-__all__ = ["StrategyLogic"]
+__all__ = ["TrainerStrategyLogic"]
 
 if TYPE_CHECKING:  # at run time the class is mixed into either namespace's ParallelStrategy
     from lightning.pytorch.strategies import ParallelStrategy as Base
@@ -58,7 +58,7 @@ _REFUSED_CALLBACKS = {
 }
 
 
-class StrategyLogic(BaseLogic, Base):
+class TrainerStrategyLogic(BaseLogic, Base):
     """Train LoRA adapters of a LightningModule's model under FSDP2 and tensor parallelism, as one device would.
 
     The LightningModule's code needs no change. Its model may be built in `__init__` or in `configure_model`, with PEFT
@@ -170,7 +170,7 @@ class StrategyLogic(BaseLogic, Base):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         with agreed():
-            refuse_stale(
+            check_not_stale(
                 self.optimizers,
                 set(self.lightning_module.parameters()),
                 "Make it in configure_optimizers, from self.parameters().",

@@ -37,7 +37,7 @@ from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import defer_from_pretrained
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
-from lora_parallel.runtime.optimizer_params import HeldByName, described, refuse_stale
+from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
@@ -58,10 +58,11 @@ __all__ = [
     "check_config",
     "check_free",
     "check_loadable",
+    "check_not_stale",
     "clip_grad_value_",
     "collective_call",
     "defer_from_pretrained",
-    "described",
+    "describe_optimizer",
     "dp_rank",
     "dp_size",
     "explained",
@@ -83,7 +84,6 @@ __all__ = [
     "read_checkpoint",
     "read_meta",
     "read_weights",
-    "refuse_stale",
     "remove_folder",
     "reshard",
     "restore_random_state",

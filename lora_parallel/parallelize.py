@@ -28,7 +28,7 @@ from lora_parallel.distributed.rank_checks import agreed, check_alike, gather_nu
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
 from lora_parallel.fsdp.submodule_calls import gather_for_calls
-from lora_parallel.fsdp.unit_order import compare_order
+from lora_parallel.fsdp.unit_order import install_order_check
 from lora_parallel.fsdp.wrapping import check_scalars, fsdp_blocks, shard_for_dp, wants_fsdp
 from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.module_names import innermost
@@ -40,7 +40,7 @@ from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.runtime.generation import allow_generate
 from lora_parallel.runtime.guards import verify
-from lora_parallel.runtime.optimizer_params import refuse_steps_of
+from lora_parallel.runtime.optimizer_params import refuse_stale_steps
 from lora_parallel.runtime.refusals import seal
 from lora_parallel.runtime.step_hooks import StepHooks
 from lora_parallel.state import ForwardCount, ParallelState, state_of
@@ -141,7 +141,7 @@ def parallelize(
     order = None
     if wants_fsdp(mesh, config):
         tied = shard_for_dp(model, blocks, mesh, config)
-        order = compare_order(model, mesh["dp_shard"].size())
+        order = install_order_check(model, mesh["dp_shard"].size())
         gather_for_calls(model, tied)
     with agreed():
         if late is not None:
@@ -163,7 +163,7 @@ def parallelize(
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:
         state.fingerprints = base_fingerprints(model, mesh)
-    refuse_steps_of(before, model)
+    refuse_stale_steps(before, model)
     state.attach(model)
     seal(model, mesh.size())
     return model

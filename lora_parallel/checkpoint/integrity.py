@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from lora_parallel.checkpoint.layout import META
-from lora_parallel.checkpoint.meta import alteration, checksum
+from lora_parallel.checkpoint.meta import checksum, find_alteration
 from lora_parallel.distributed.rank_checks import agreed
 from lora_parallel.distributed.torch_private import file_of
 
@@ -93,7 +93,7 @@ def check_bytes(path: Path, meta: Mapping[str, Any]) -> None:
     dist.all_gather_object(everyone, mine)
     here = [rank for rank, theirs in enumerate(everyone) if theirs == mine]
     with agreed():
-        fault = alteration(path, meta, _share(meta["files"], len(here), here.index(dist.get_rank())))
+        fault = find_alteration(path, meta, _share(meta["files"], len(here), here.index(dist.get_rank())))
         if fault is not None:
             raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_parallel.checkpoint.layout import DIGEST_SINCE, META
 
-__all__ = ["alteration", "checksum", "damage", "read_meta", "write_meta"]
+__all__ = ["checksum", "find_alteration", "find_damage", "read_meta", "write_meta"]
 
 _ENTRIES = {
     "format": int,
@@ -55,7 +55,7 @@ def _text(meta: dict[str, Any]) -> str:
     return json.dumps({**meta, "digest": zlib.crc32(json.dumps(meta).encode())}, indent=2) + "\n"
 
 
-def damage(path: Path, meta: dict[str, Any]) -> str | None:
+def find_damage(path: Path, meta: dict[str, Any]) -> str | None:
     """Describe the first file of a checkpoint that is missing or has another size; return None if there is none."""
     for name, size in meta["files"].items():
         file = path / name
@@ -78,7 +78,7 @@ def checksum(file: Path) -> int:
 _BLOCK_BYTES = 2**24
 
 
-def alteration(path: Path, meta: Mapping[str, Any], names: Container[str] | None = None) -> str | None:
+def find_alteration(path: Path, meta: Mapping[str, Any], names: Container[str] | None = None) -> str | None:
     """Describe the first file of a checkpoint whose bytes do not match its checksum; return None if there is none.
 
     Args:

@@ -26,7 +26,7 @@ from lora_parallel.checkpoint.background import wait_for_save
 from lora_parallel.checkpoint.calls import of_another, written_here
 from lora_parallel.checkpoint.integrity import check_bytes
 from lora_parallel.checkpoint.layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
-from lora_parallel.checkpoint.meta import alteration, damage, read_meta
+from lora_parallel.checkpoint.meta import find_alteration, find_damage, read_meta
 from lora_parallel.checkpoint.optimizer_state import check_optimizer, restored
 from lora_parallel.checkpoint.train_state import TrainState
 from lora_parallel.distributed.gather import local, region_of
@@ -119,7 +119,7 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
         ValueError: There is no complete checkpoint of this format at `path`, or it is damaged or of another writer.
     """
     meta = _complete(path, writer)
-    fault = alteration(path, meta)
+    fault = find_alteration(path, meta)
     if fault is not None:
         raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
     return Contents(path, meta, _record(path, weights_only))
@@ -145,7 +145,7 @@ def _complete(path: Path, writer: str) -> dict[str, Any]:
             "wrote it, or a later one."
         )
     meta = read_meta(path)
-    fault = damage(path, meta)
+    fault = find_damage(path, meta)
     if fault is not None:
         raise ValueError(f"the checkpoint {path} is incomplete: {fault}. Resume from another one.")
     if meta["writer"] != writer:

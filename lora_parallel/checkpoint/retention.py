@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lora_parallel.checkpoint.meta import damage, read_meta
+from lora_parallel.checkpoint.meta import find_damage, read_meta
 from lora_parallel.storage.atomic import remove_folder
 
 __all__ = ["complete_checkpoints", "latest_checkpoint", "prune"]
@@ -32,7 +32,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
             continue
         try:
             meta = read_meta(path)
-            if damage(path, meta) is None:
+            if find_damage(path, meta) is None:
                 found.append((meta["number"], path.name, path))
         except (OSError, ValueError):  # no checkpoint of this library, or not readable by this user
             continue

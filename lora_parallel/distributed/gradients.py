@@ -24,12 +24,12 @@ from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.gradient_hooks import PostponedHooks
 from lora_parallel.distributed.torch_private import queue_after_backward
 
-__all__ = ["PartialGradients", "clip_grad_norm_", "keep_elsewhere"]
+__all__ = ["PartialGradients", "clip_grad_norm_", "refuse_clipping_if"]
 
 _ELSEWHERE = "_lora_parallel_gradient"
 
 
-def keep_elsewhere(parameter: nn.Parameter, waits: Callable[[], str | None]) -> None:
+def refuse_clipping_if(parameter: nn.Parameter, waits: Callable[[], str | None]) -> None:
     """Make clipping ask if gradients of `parameter` wait elsewhere than in `.grad`, where clipping would miss them.
 
     Args:
@@ -44,7 +44,7 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of those `parameters` that have one.
 
     Raises:
-        ValueError: Gradients of a parameter wait elsewhere than in `.grad` (see `keep_elsewhere`).
+        ValueError: Gradients of a parameter wait elsewhere than in `.grad` (see `refuse_clipping_if`).
     """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for owner in owners:
@@ -72,7 +72,7 @@ class PartialGradients:
         self.synchronise = True
         """True if the next backward pass finishes the sum over tp; `no_sync` sets it to False."""
 
-        self.ahead: Callable[[], None] = lambda: None
+        self.before_backward: Callable[[], None] = lambda: None
         """Function that is called as a backward pass begins, before the gradients in `.grad` are set aside."""
 
         self.ranks = 1 if group is None else group.size()
@@ -108,7 +108,7 @@ class PartialGradients:
         """
         if self._finished is not None:
             return
-        self.ahead()
+        self.before_backward()
         if not self._parameters:
             return
         self._finished = {index: parameter.grad for index, parameter in enumerate(self._parameters)}

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from lora_parallel.distributed.gather import class_of
 from lora_parallel.distributed.rendezvous import is_awaited_by, is_done, meet
 
-__all__ = ["ModelOrder", "UnitOrder", "compare_order", "refuse_layer_drop"]
+__all__ = ["ModelOrder", "UnitOrder", "install_order_check", "refuse_layer_drop"]
 
 # torch 2.13 renames both functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,20 +41,20 @@ PATIENCE = 3.0
 class _Place:
     """Hold a place in a pass: the step that was last taken from this place, and steps that were taken before it."""
 
-    usual: str | None = None
-    following: _Place | None = None
-    others: dict[str, _Place] | None = None
+    expected: str | None = None
+    next_place: _Place | None = None
+    alternatives: dict[str, _Place] | None = None
 
     def take(self, step: str) -> _Place:
         """Make `step` the usual step from this place, and return the place that the step leads to."""
-        if self.usual != step:
-            others = self.others or {}
-            if self.usual is not None and self.following is not None:
-                others[self.usual] = self.following
-            self.usual, self.following = step, others.pop(step, None) or _Place()
-            self.others = others or None
-        assert self.following is not None
-        return self.following
+        if self.expected != step:
+            others = self.alternatives or {}
+            if self.expected is not None and self.next_place is not None:
+                others[self.expected] = self.next_place
+            self.expected, self.next_place = step, others.pop(step, None) or _Place()
+            self.alternatives = others or None
+        assert self.next_place is not None
+        return self.next_place
 
 
 class UnitOrder:
@@ -95,7 +95,7 @@ class UnitOrder:
             RuntimeError: Other ranks take another step; raised on every rank.
         """
         place = self._place or _Place()
-        if place.usual != step:
+        if place.expected != step:
             meet(step, _REMEDY)
         self._place = place.take(step)
 
@@ -214,7 +214,7 @@ _orders: WeakKeyDictionary[Any, UnitOrder] = WeakKeyDictionary()
 """Order of the units of each default process group."""
 
 
-def compare_order(model: nn.Module, dp_shard: int) -> ModelOrder:
+def install_order_check(model: nn.Module, dp_shard: int) -> ModelOrder:
     """Make the FSDP units of a model, which are sharded over `dp_shard` ranks, compare their order between ranks."""
     order = _orders.setdefault(dist.group.WORLD, UnitOrder())
     number = order.number()

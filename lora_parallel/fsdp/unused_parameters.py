@@ -59,7 +59,7 @@ class UnusedParameters:
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
         units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
         self._units = [unit for unit in units if unit.held]
-        partial_gradients.ahead = self.begin
+        partial_gradients.before_backward = self.begin
 
     def begin_forward(self) -> None:
         """Forget, as a forward with gradients begins after a finished step, which units ran in that step."""

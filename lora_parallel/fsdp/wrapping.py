@@ -1,4 +1,4 @@
-"""Wrap a model in FSDP2, with one unit per block and one for the rest."""
+"""Wrap a model in FSDP2: a unit per block, one per set of tied layers in different blocks, and one for the rest."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def shard_for_dp(
     sharding: dict[str, Any] = {
         "mesh": dp_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
-        "shard_placement_fn": partial(_even_dim, mesh["dp_shard"].size()),
+        "shard_placement_fn": partial(_shard_placement, mesh["dp_shard"].size()),
         # FSDP2 cannot shard a scalar. A frozen one (a temperature) stays whole on every rank.
         "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},
     }
@@ -99,7 +99,7 @@ def _reduce_dtype(model: nn.Module, config: ParallelConfig) -> torch.dtype | Non
     return wide
 
 
-def _even_dim(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
+def _shard_placement(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
     """Return the placement over the first dim that `dp_shard` divides; None stands for dim 0, FSDP2's default.
 
     Sharding dim 0 of `lora_A` [r, in] with r < dp_shard would leave ranks empty. FSDP2 shards dims other than 0 only

@@ -20,7 +20,15 @@ from typing import Literal
 
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-__all__ = ["STYLES", "WAYS_OF_EXPERTS", "Style", "fed_all", "fed_tokens", "giving_tokens", "style_named"]
+__all__ = [
+    "EXPERT_SPLITS",
+    "STYLES",
+    "Style",
+    "style_named",
+    "with_gathered_input",
+    "with_token_input",
+    "with_token_output",
+]
 
 Enter = Literal["keep", "copy", "split", "mask", "tokens", "experts"]
 Leave = Literal["keep", "reduce", "gather", "tokens"]
@@ -65,7 +73,7 @@ class Style:
     partial_roles: frozenset[str]
     """Roles of the tensors whose gradient on one rank is a partial sum over tp."""
 
-    even: bool
+    requires_even_split: bool
     """True if the split width must be a multiple of tp, because code outside of the layer computes on the slices."""
 
     name: str = ""
@@ -115,71 +123,75 @@ _OF_OUTPUT_SLICES = frozenset({"lora_A", "per_input", "other"})
 _OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "per_output", "addend", "other"})
 _OF_EXPERTS = frozenset({"lora_A", "lora_B", "addend", "other"})
 
+_COLWISE = Style(
+    weight=_ROWS,
+    bias=_ROWS,
+    lora_A=_WHOLE,
+    lora_B=_ROWS,
+    enter="copy",
+    leave="keep",
+    partial_roles=_OF_OUTPUT_SLICES,
+    requires_even_split=True,
+)
+_ROWWISE = Style(
+    weight=_COLUMNS,
+    bias=_WHOLE,
+    lora_A=_COLUMNS,
+    lora_B=_WHOLE,
+    enter="keep",
+    leave="reduce",
+    partial_roles=_OF_PARTIAL_SUMS,
+    requires_even_split=True,
+)
+_REPLICATE = Style(
+    weight=_WHOLE,
+    bias=_WHOLE,
+    lora_A=_WHOLE,
+    lora_B=_WHOLE,
+    enter="keep",
+    leave="keep",
+    partial_roles=frozenset(),
+    requires_even_split=False,
+)
+# A module of experts (see `tp/experts.py`): each rank holds a slice of every expert, or some whole experts.
+_EXPERTS = replace(_REPLICATE, weight=_ROWS, enter="experts", leave="reduce", partial_roles=_OF_EXPERTS)
+# A layer whose input and output are slices (Qwen3's q_norm on this rank's heads): whole weights, partial gradients.
+_PARTIAL_GRADIENTS = frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS
+
 STYLES: dict[str, Style] = {
-    "colwise": Style(
-        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial_roles=_OF_OUTPUT_SLICES, even=True
-    ),
-    # One weight that holds two matrices, gate and up.
-    "packed_colwise": Style(
-        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="keep", partial_roles=_OF_OUTPUT_SLICES, even=True
-    ),
-    "colwise_gather_output": Style(
-        _ROWS, _ROWS, _WHOLE, _ROWS, enter="copy", leave="gather", partial_roles=_OF_OUTPUT_SLICES, even=False
-    ),
-    "rowwise": Style(
-        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="keep", leave="reduce", partial_roles=_OF_PARTIAL_SUMS, even=True
-    ),
-    "rowwise_split_input": Style(
-        _COLUMNS, _WHOLE, _COLUMNS, _WHOLE, enter="split", leave="reduce", partial_roles=_OF_PARTIAL_SUMS, even=False
-    ),
-    "embedding_rowwise": Style(
-        _ROWS, _WHOLE, _COLUMNS, _WHOLE, enter="mask", leave="reduce", partial_roles=_OF_PARTIAL_SUMS, even=False
-    ),
-    # A table with one column for each head (T5's relative positions): each rank looks up the columns of its heads.
-    "embedding_colwise": Style(
-        _COLUMNS, _WHOLE, _WHOLE, _ROWS, enter="keep", leave="keep", partial_roles=_OF_OUTPUT_SLICES, even=True
-    ),
-    # A layer whose input and output are slices (Qwen3's q_norm on this rank's heads): whole weights, partial gradients.
-    "replicated_with_grad_allreduce": Style(
-        _WHOLE,
-        _WHOLE,
-        _WHOLE,
-        _WHOLE,
-        enter="keep",
-        leave="keep",
-        partial_roles=frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS,
-        even=False,
-    ),
-    # A module of experts (see `tp/experts.py`): each rank holds a slice of every expert, or some whole experts.
-    "moe_tp_experts": Style(
-        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial_roles=_OF_EXPERTS, even=False
-    ),
-    "ep_dispatch_experts": Style(
-        _ROWS, _WHOLE, _WHOLE, _WHOLE, enter="experts", leave="reduce", partial_roles=_OF_EXPERTS, even=False
-    ),
-    "replicate": Style(
-        _WHOLE, _WHOLE, _WHOLE, _WHOLE, enter="keep", leave="keep", partial_roles=frozenset(), even=False
-    ),
+    name: replace(style, name=name)
+    for name, style in {
+        "colwise": _COLWISE,
+        "packed_colwise": _COLWISE,  # one weight that holds two matrices, gate and up: the plan cuts each of them
+        "colwise_gather_output": replace(_COLWISE, leave="gather", requires_even_split=False),
+        "rowwise": _ROWWISE,
+        "rowwise_split_input": replace(_ROWWISE, enter="split", requires_even_split=False),
+        "embedding_rowwise": replace(_ROWWISE, weight=_ROWS, enter="mask", requires_even_split=False),
+        # A table with one column for each head (T5's relative positions): each rank looks up its heads' columns.
+        "embedding_colwise": replace(_COLWISE, weight=_COLUMNS, bias=_WHOLE, enter="keep"),
+        "replicated_with_grad_allreduce": replace(_REPLICATE, partial_roles=_PARTIAL_GRADIENTS),
+        "moe_tp_experts": _EXPERTS,
+        "ep_dispatch_experts": _EXPERTS,
+        "replicate": _REPLICATE,
+    }.items()
 }
+"""Each style by its name in a plan. `planning/plan_checks.py` names those that only linear layers can have."""
 
-
-STYLES = {name: replace(style, name=name) for name, style in STYLES.items()}
-
-WAYS_OF_EXPERTS = {"moe_tp_experts": "features", "ep_dispatch_experts": "experts"}
+EXPERT_SPLITS = {"moe_tp_experts": "features", "ep_dispatch_experts": "experts"}
 """Kind of share that each tp rank has, by style: "features" for a slice of every expert, "experts" for some experts."""
 
 
-def fed_tokens(style: Style) -> Style:
+def with_token_input(style: Style) -> Style:
     """Return the style of a colwise layer whose input is a chunk of the tokens (sequence parallelism)."""
     return replace(style, enter="tokens")
 
 
-def fed_all(style: Style) -> Style:
+def with_gathered_input(style: Style) -> Style:
     """Return the style of a colwise layer in a module whose input is already all tokens."""
     return replace(style, enter="keep")
 
 
-def giving_tokens(style: Style) -> Style:
+def with_token_output(style: Style) -> Style:
     """Return the style of a rowwise layer whose output is a chunk of the tokens; its bias is added to that chunk."""
     return replace(style, leave="tokens", partial_roles=style.partial_roles | {"bias"})
 

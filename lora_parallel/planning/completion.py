@@ -52,7 +52,7 @@ def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
         problem = cut_problem(module, plan.style if plan.style is not None else STYLES["colwise_gather_output"])
         if problem is None or plan.asked is not None or problem_anywhere(module) is not None:
             continue
-        if plan.style is None or not plan.style.even or (plan.name in reached and not plan.proven):
+        if plan.style is None or not plan.style.requires_even_split or (plan.name in reached and not plan.proven):
             plan.style, plan.whole, plan.gathered = STYLES["replicate"], problem, None
     if any(plan.whole is not None for plan in builder.layers.values()):
         _untie(builder)
@@ -68,7 +68,11 @@ def keep_small_whole(builder: PlanBuilder) -> None:
     A whole layer gives the same, and FSDP2 reduces no gradient without elements.
     """
     for module, plan in builder.layers.items():
-        if plan.style is not None and not plan.style.even and leaves_a_rank_empty(module, plan.style, builder.tp):
+        if (
+            plan.style is not None
+            and not plan.style.requires_even_split
+            and leaves_a_rank_empty(module, plan.style, builder.tp)
+        ):
             plan.style, plan.gathered = STYLES["replicate"], None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lora_parallel.layers.layer_parameters import base_of
-from lora_parallel.layers.styles import STYLES, WAYS_OF_EXPERTS
+from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES
 from lora_parallel.planning.expert_sharing import share_experts
 from lora_parallel.planning.plan_builder import PlanBuilder
 from lora_parallel.tp.experts import ExpertSharing, holds_experts
@@ -30,7 +30,7 @@ def plan_experts(builder: PlanBuilder, structures: list[Structure], sequence_par
     Raises:
         ValueError: Experts cannot be shared as the user says, or have adapters and cannot be shared at all.
     """
-    ways = {STYLES[style]: by for style, by in WAYS_OF_EXPERTS.items()}
+    ways = {STYLES[style]: by for style, by in EXPERT_SPLITS.items()}
     fed = {
         module: (tracer, tracer.twin_of[base])
         for tracer in (structure.tracer for structure in structures)

@@ -81,7 +81,7 @@ def _by_experts(module: nn.Module, experts: int, tp: int) -> Iterator[ExpertShar
     }
     if hasattr(module, "_is_expert_parallel"):
         yield ExpertSharing(
-            "experts", cuts, attributes={**counts, "_is_expert_parallel": True}, elsewhere=experts // tp
+            "experts", cuts, attributes={**counts, "_is_expert_parallel": True}, absent_expert=experts // tp
         )
     yield ExpertSharing("experts", cuts, attributes=counts)
 
@@ -162,7 +162,7 @@ def _problem(
         for key in sharing.addends:
             mine[key] = values[key] * (rank == 0)
         try:
-            part = _run(module, mine, sharing.attributes, sharing.routed(fed, rank))
+            part = _run(module, mine, sharing.attributes, sharing.local_arguments(fed, rank))
         except Exception as error:  # a forward may raise anything on sizes that do not fit
             return f"its forward fails on a rank's share ({brief(error)})"
         if part.shape != whole.shape:

@@ -84,7 +84,7 @@ class FirstBatchCheck:
             rows.update(layer_group.producers)
         for name in sorted(found.called):
             style, partition = self._wanted.get(name, (None, None))
-            if style is None or not style.even:
+            if style is None or not style.requires_even_split:
                 continue
             if name in rows and _alike(rows[name], partition):
                 continue

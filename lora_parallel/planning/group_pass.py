@@ -103,7 +103,7 @@ def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
     fitting = builder.proven | {module for group in groups for module, _ in builder.plans_of(group.layers)}
     for structure in structures:
         for module, plan in builder.plans_of(sorted(structure.called)):
-            if plan.style is None or plan.proven or not plan.style.even:
+            if plan.style is None or plan.proven or not plan.style.requires_even_split:
                 continue
             kind = plan.style.name
             reason = structure.rejected.get(plan.name, NO_CONSUMER)

@@ -17,7 +17,7 @@ from torch import nn
 
 from lora_parallel.layers.module_names import clean_names, innermost
 from lora_parallel.layers.row_partition import RowPartition
-from lora_parallel.layers.styles import STYLES, WAYS_OF_EXPERTS, Style, style_named
+from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, Style, style_named
 from lora_parallel.planning.completion import (
     add_replicated,
     complete,
@@ -132,7 +132,7 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     check_entries(builder, structures)
     check_between(builder, structures)
     plan_experts(builder, structures, sequence_parallel)
-    of_layers = [glob for glob, style in (globs or {}).items() if style not in WAYS_OF_EXPERTS]
+    of_layers = [glob for glob, style in (globs or {}).items() if style not in EXPERT_SPLITS]
     if structures and not of_layers:
         complete(builder, structures)
     keep_whole(builder, structures)

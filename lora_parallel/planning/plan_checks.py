@@ -90,7 +90,7 @@ def check_widths(
     checked: set[str] = set()
     for module, (name, style) in styles.items():
         base: Any = base_of(module)
-        if not style.even or not is_linear(base):
+        if not style.requires_even_split or not is_linear(base):
             continue
         split_out = style.weight == Shard(0)
         width = _cut_width(base, style)

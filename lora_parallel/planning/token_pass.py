@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.layers.module_names import block_of, innermost
-from lora_parallel.layers.styles import STYLES, fed_all, fed_tokens, giving_tokens
+from lora_parallel.layers.styles import STYLES, with_gathered_input, with_token_input, with_token_output
 from lora_parallel.planning.plan_builder import PlanBuilder
 from lora_parallel.tracing.structure import Structure
 from lora_parallel.tracing.token_chunks import find_sequence
@@ -53,6 +53,8 @@ def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str
             if plan.name not in in_group:
                 plan.style = STYLES["replicated_with_grad_allreduce"]
             elif plan.name in sequence.consumers:
-                plan.style = giving_tokens(plan.style)
+                plan.style = with_token_output(plan.style)
             elif plan.style.enter == "copy":
-                plan.style = fed_tokens(plan.style) if plan.name in sequence.layers else fed_all(plan.style)
+                plan.style = (
+                    with_token_input(plan.style) if plan.name in sequence.layers else with_gathered_input(plan.style)
+                )

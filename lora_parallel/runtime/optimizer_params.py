@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lora_parallel.distributed.gradients import keep_elsewhere
+from lora_parallel.distributed.gradients import refuse_clipping_if
 from lora_parallel.distributed.rendezvous import place_of_call
 
-__all__ = ["HeldByName", "described", "refuse_stale", "refuse_steps_of"]
+__all__ = ["HeldByName", "check_not_stale", "describe_optimizer", "refuse_stale_steps"]
 
 _REPLACED, _LIVE = "_lora_parallel_replaced", "_lora_parallel_live"
 _REMEDY = (
@@ -27,7 +27,7 @@ _REMEDY = (
 )
 
 
-def refuse_steps_of(before: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
+def refuse_stale_steps(before: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
     """Make every optimizer that holds a parameter which sharding has replaced raise an error when it steps.
 
     Nothing else tells such an optimizer from one that works: the old parameters get no gradients, and optimizers skip
@@ -46,7 +46,7 @@ def refuse_steps_of(before: Mapping[str, ref[nn.Parameter]], model: nn.Module) -
     where = place_of_call()
     for name, parameter in replaced.items():
         setattr(parameter, _REPLACED, (name, where))
-        keep_elsewhere(parameter, partial(_gradient_elsewhere, ref(parameter)))
+        refuse_clipping_if(parameter, partial(_gradient_elsewhere, ref(parameter)))
         if parameter.requires_grad:
             setattr(parameter, _LIVE, False)
             parameter.register_post_accumulate_grad_hook(_note_gradient)
@@ -93,7 +93,7 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
         )
 
 
-def refuse_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parameter], remedy: str) -> None:
+def check_not_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parameter], remedy: str) -> None:
     """Check that optimizers hold parameters of sharded models only.
 
     Args:
@@ -113,7 +113,7 @@ def refuse_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parameter
             )
 
 
-def described(optimizer: Optimizer, module: nn.Module) -> str:
+def describe_optimizer(optimizer: Optimizer, module: nn.Module) -> str:
     """Return a text with an optimizer's class, settings and parameters, to be compared between ranks.
 
     Replicated parameters that ranks update in different ways drift apart.

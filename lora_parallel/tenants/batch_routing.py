@@ -60,16 +60,16 @@ class Route:
     weights: dict[str, float]
     """Share of each tenant's samples that is on this rank: the weight of this rank's mean in the mean over ranks."""
 
-    first: dict[str, int]
+    first_sample: dict[str, int]
     """Number of each tenant's first sample on this rank, counted over all data-parallel ranks."""
 
-    gone: Callable[[], list[str]]
+    removed: Callable[[], list[str]]
     """Function that returns those of `tenants` that have been removed from the pool since the route was made."""
 
-    lent: dict[Factor, Tensor] = field(default_factory=dict)
+    gathered: dict[Factor, Tensor] = field(default_factory=dict)
     """Gathered values of each factor whose adapter is sharded over dp_shard: the part that this tp rank has."""
 
-    _spread: dict[tuple[int, ...], dict[str, TenantTokens]] = field(default_factory=dict)
+    _tokens_by_shape: dict[tuple[int, ...], dict[str, TenantTokens]] = field(default_factory=dict)
 
     def tokens(
         self, shape: Sequence[int], device: torch.device, layer: str, widths: set[int]
@@ -89,15 +89,15 @@ class Route:
         """
         assert self.names is not None
         key = tuple(shape)
-        if key not in self._spread:
+        if key not in self._tokens_by_shape:
             if self.lengths is None and len(key) == 1 and widths and key[0] not in self._flat(widths):
                 raise ValueError(
                     f"route: {layer} is fed {key[0]} tokens in one dim, which are not those of {len(self.names)} rows "
                     f"of {' or '.join(map(str, sorted(widths)))}: nobody knows whose they are. Leave it out of "
                     "target_modules."
                 )
-            self._spread[key] = self._place(key, device, layer)
-        return self._spread[key]
+            self._tokens_by_shape[key] = self._place(key, device, layer)
+        return self._tokens_by_shape[key]
 
     def _flat(self, widths: set[int]) -> set[int]:
         """Return the lengths that an input in one dim may have: all tokens of all rows, or one (pooled) of each row."""
@@ -125,7 +125,9 @@ class Route:
             mine = [index for index, name in enumerate(self.names) if name == tenant]
             if not mine:
                 continue
-            row = [torch.full((lengths[i],), self.first[tenant] + n, dtype=torch.int32) for n, i in enumerate(mine)]
+            row = [
+                torch.full((lengths[i],), self.first_sample[tenant] + n, dtype=torch.int32) for n, i in enumerate(mine)
+            ]
             token = [torch.arange(lengths[i], dtype=torch.int32) for i in mine]
             if flattened:
                 row = [sample * lengths[0] + place for sample, place in zip(row, token, strict=True)]
@@ -198,7 +200,7 @@ def route_samples(
     names: Sequence[str],
     lengths: Sequence[int] | None,
     mesh: DeviceMesh,
-    gone: Callable[[Sequence[str]], Callable[[], list[str]]],
+    removed: Callable[[Sequence[str]], Callable[[], list[str]]],
 ) -> Route:
     """Make the route of a batch: its tenants, and each one's weight and first sample on this rank. Collective.
 
@@ -207,7 +209,7 @@ def route_samples(
         names: The tenant of each sample of this rank's batch.
         lengths: The number of tokens of each sample, if rows are packed; else None.
         mesh: The model's mesh.
-        gone: Given tenants, returns a function that returns those of them that have been removed since.
+        removed: Given tenants, returns a function that returns those of them that have been removed since.
     """
     counts = _count_samples(tenants, names, lengths, mesh)
     mine, total = dp_rank(mesh), counts.sum(0)
@@ -219,7 +221,7 @@ def route_samples(
         lengths if lengths is None else tuple(lengths),
         {name: int(counts[mine, index[name]]) / int(total[index[name]]) for name in there},
         {name: int(counts[:mine, index[name]].sum()) for name in there},
-        gone(there),
+        removed(there),
     )
 
 

@@ -34,7 +34,7 @@ class Factor:
     cut: Cut | None = None
     """Layout of the factor's chunks over dp_shard; None if it is not sharded over dp_shard."""
 
-    lent: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
+    gathered: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
     """Gathered copies of the factor that are still alive, for instance in the graph of a forward."""
 
     waiting: Tensor | None = None
@@ -53,16 +53,16 @@ class Factor:
         """Return the shape of the part that this tp rank has, before it is sharded over dp_shard."""
         return tuple(local(self.parameter).shape) if self.cut is None else self.cut.shape
 
-    def compute(self, lent: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
+    def compute(self, gathered: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
         """Return the values that this rank computes with; their gradient is multiplied by `weight` on its way back.
 
         Args:
-            lent: The gathered values, if the factor is sharded over dp_shard; else None.
+            gathered: The gathered values, if the factor is sharded over dp_shard; else None.
             weight: The share of the tenant's samples that is on this rank (`Route.weights`).
             dtype: Dtype to compute in; None: the stored one.
         """
-        held: Tensor = self.parameter if lent is None else lent
-        if lent is None and torch.is_grad_enabled():
+        held: Tensor = self.parameter if gathered is None else gathered
+        if gathered is None and torch.is_grad_enabled():
             held = self.lend(local(self.parameter))
         elif isinstance(held, DTensor):
             held = held.to_local()
@@ -78,7 +78,7 @@ class Factor:
         """
         whole.requires_grad_().register_post_accumulate_grad_hook(self._keep)
         if self.cut is not None:
-            self.lent.add(whole)
+            self.gathered.add(whole)
         return whole
 
     def _keep(self, whole: Tensor) -> None:

@@ -79,11 +79,11 @@ class ForwardTracker:
         if backward_pass() not in self._begun:
             raise RuntimeError(f"{layer} is recomputed, and it cannot be told in which forward it was. {_REENTRANT}")
         forward = self._begun[backward_pass()][-1]
-        gone = [] if forward is None else forward.route.gone()
-        if gone:
+        removed = [] if forward is None else forward.route.removed()
+        if removed:
             raise RuntimeError(
-                f"{layer} is recomputed for the tenants {gone}, which were removed after the forward: remove a tenant "
-                "when the backwards of its forwards are over."
+                f"{layer} is recomputed for the tenants {removed}, which were removed after the forward: remove a "
+                "tenant when the backwards of its forwards are over."
             )
         return forward
 

@@ -104,7 +104,8 @@ class TenantLayer:
             return y
         x = args[0] if args else next(iter(kwargs.values()))
         factors = {
-            t: [f.compute(route.lent.get(f), route.weights[t], self._dtype) for f in self.factors[t]] for t in tenants
+            t: [f.compute(route.gathered.get(f), route.weights[t], self._dtype) for f in self.factors[t]]
+            for t in tenants
         }
         if route.names is None:
             (tenant,) = tenants

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lora_parallel.distributed.gradients import clip_grad_norm_, keep_elsewhere
+from lora_parallel.distributed.gradients import clip_grad_norm_, refuse_clipping_if
 
 __all__ = ["OptimizerGuard", "settings_of"]
 
@@ -45,7 +45,7 @@ class OptimizerGuard:
 
         made.register_step_pre_hook(check_driven)
         for parameter in parameters:
-            keep_elsewhere(parameter, lambda: None if (guard := this()) is None else guard._not_clipped())
+            refuse_clipping_if(parameter, lambda: None if (guard := this()) is None else guard._not_clipped())
 
     def step(self, gradients: Sequence[Tensor | None], max_norm: float | None) -> Tensor | None:
         """Step the optimizer with `gradients`; without any gradient it takes no step.

@@ -45,7 +45,7 @@ from lora_parallel.tenants.validation import (
     check_one_active,
     check_rows_apart,
     check_samples,
-    described,
+    describe_config,
     seed_of,
 )
 
@@ -160,7 +160,7 @@ class TenantPool:
                 targets layers that the base does not have; the tenant does not fit into the budget; or another argument
                 cannot work.
         """
-        with self._calls.together(f"add({name!r}, {described(config)}, init_seed={init_seed}, dtype={dtype})"):
+        with self._calls.together(f"add({name!r}, {describe_config(config)}, init_seed={init_seed}, dtype={dtype})"):
             self._check_idle("add")
             if name in self._tenants:
                 raise ValueError(f"there is a tenant {name!r} already: give another name, or remove it first.")
@@ -237,7 +237,7 @@ class TenantPool:
             check_rows_apart(self._mixing)
             self._tenant(name)
         weight = 1 / dp_size(self._state.mesh)
-        with self._routed(Route((name,), None, None, {name: weight}, {name: 0}, self._gone((name,)))):
+        with self._routed(Route((name,), None, None, {name: weight}, {name: 0}, self._removed((name,)))):
             yield
 
     @contextmanager
@@ -259,10 +259,10 @@ class TenantPool:
             lengths = check_samples(names, lengths)
             for name in names:
                 self._tenant(name)
-        with self._routed(route_samples(self.names(), names, lengths, self._state.mesh, self._gone)):
+        with self._routed(route_samples(self.names(), names, lengths, self._state.mesh, self._removed)):
             yield
 
-    def _gone(self, names: Sequence[str]) -> Callable[[], list[str]]:
+    def _removed(self, names: Sequence[str]) -> Callable[[], list[str]]:
         # Weak references: the graph of a loss keeps its route alive, and must not keep removed tenants.
         there = {name: weakref.ref(self._tenants[name]) for name in names}
         return lambda: [name for name, tenant in there.items() if self._tenants.get(name, self) is not tenant()]
@@ -274,7 +274,7 @@ class TenantPool:
             with self._forwards.within(route):
                 if self._shards is not None:
                     factors = [factor for name in route.tenants for factor in self._tenants[name].factors]
-                    route.lent = gathered_factors(factors, self._shards)
+                    route.gathered = gathered_factors(factors, self._shards)
                 yield
         finally:
             self._slots.activate(())

@@ -60,7 +60,7 @@ class Tenant:
         gradients = [each for each in (*self.finished, *waiting) if each is not None]
         return {
             "adapter": sum(local(each).nbytes for each in parameters),
-            "gathered": sum(whole.nbytes for factor in self.factors for whole in factor.lent),
+            "gathered": sum(whole.nbytes for factor in self.factors for whole in factor.gathered),
             "gradients": sum(local(each).nbytes for each in gradients),
             "optimizer": state_bytes(self.optimizer),
         }

@@ -31,12 +31,12 @@ __all__ = [
     "check_one_active",
     "check_rows_apart",
     "check_samples",
-    "described",
+    "describe_config",
     "seed_of",
 ]
 
 
-def described(config: Any) -> str:
+def describe_config(config: Any) -> str:
     """Describe a config by its values that are not the defaults, as text that is the same in every process.
 
     Sets are sorted, since their order differs between processes.

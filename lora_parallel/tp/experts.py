@@ -23,7 +23,7 @@ __all__ = ["ExpertSharing", "adapter_cuts", "expert_stacks", "holds_experts"]
 class ExpertSharing:
     """Describe the part of a module of experts that each tp rank has."""
 
-    by: str
+    split_by: str
     """"features": slices of all experts; "experts": all of some."""
 
     cuts: dict[str, tuple[int, RowPartition]]
@@ -35,11 +35,11 @@ class ExpertSharing:
     attributes: dict[str, Any] = field(default_factory=dict)
     """Sizes that the module keeps as attributes, as they are on a rank, by attribute name."""
 
-    elsewhere: int = 0
-    """Index that replaces the index of an expert of another rank, if `by` is "experts"; its routing weight becomes 0.
+    absent_expert: int = 0
+    """Index that replaces the index of another rank's expert, if `split_by` is "experts"; its routing weight becomes 0.
     It is one past this rank's last expert, as in transformers' expert parallelism, or else 0, any valid index."""
 
-    def routed(self, values: Any, rank: int) -> Any:
+    def local_arguments(self, values: Any, rank: int) -> Any:
         """Return the arguments of one rank's share of the module, made from the arguments of the whole module.
 
         If the split is by features, they are the same. If it is by experts, an index of an expert counts from the
@@ -52,7 +52,7 @@ class ExpertSharing:
         Raises:
             ValueError: The split is by experts, and no argument is a tensor of indices.
         """
-        if self.by == "features":
+        if self.split_by == "features":
             return values
         _, chosen = next(iter(self.cuts.values()))
         start, stop = chosen.ranks[rank][0]
@@ -63,7 +63,7 @@ class ExpertSharing:
 
         def mine(x: Tensor) -> Tensor:
             if x is index:
-                return (x - start).masked_fill(others, self.elsewhere)
+                return (x - start).masked_fill(others, self.absent_expert)
             return x.masked_fill(others, 0) if x.is_floating_point() and x.shape == others.shape else x
 
         return tree_map_only(Tensor, mine, values)

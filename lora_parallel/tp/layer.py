@@ -162,7 +162,7 @@ class TPLayer:
         fed = copy_all_to_tp([leaves[place] for place in places], self.context.group, self.name)
         for place, x in zip(places, fed, strict=True):
             leaves[place] = x
-        return sharing.routed(tree_unflatten(leaves, structure), self.context.rank)
+        return sharing.local_arguments(tree_unflatten(leaves, structure), self.context.rank)
 
     def _shadow(self, module: nn.Module) -> Tensor | None:
         """Shadow the layer's DTensors by this rank's plain tensors.

@@ -68,8 +68,8 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
         stacks[prefix] = list(tracer.twin.get_submodule(prefix).children())
         found.stacks[stacks[prefix][0]] = stacks[prefix][-1]
     inside = {module for blocks in stacks.values() for block in blocks for module in block.modules()}
-    fed_all = {module for home in found.modules for module in home.modules()}
-    found.inside = inside - fed_all
+    fed_whole = {module for home in found.modules for module in home.modules()}
+    found.inside = inside - fed_whole
     outside = {id(p) for module in set(tracer.twin.modules()) - inside for p in module._parameters.values()}
     for module in found.inside:
         for key, parameter in real_of[module]._parameters.items():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from lora_parallel.layers.module_names import clean_names
-from lora_parallel.layers.styles import STYLES, WAYS_OF_EXPERTS, style_named
+from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, style_named
 from lora_parallel.planning.family_plans import family_plan
 from lora_parallel.planning.plan import check_globs, resolve_plan
 from tests.oracle import SEVEN, causal_lm, lora_config
@@ -451,7 +451,7 @@ def test_the_table_of_styles():
     for name, style in STYLES.items():
         assert style_named(name, "here") is style
         assert {style.weight, style.bias, style.lora_A, style.lora_B} <= {Replicate(), Shard(0), Shard(1)}
-        if name in WAYS_OF_EXPERTS:  # several tensors, each placed along its own dim
+        if name in EXPERT_SPLITS:  # several tensors, each placed along its own dim
             assert (style.enter, style.leave) == ("experts", "reduce")
             assert style.partial_roles == {"lora_A", "lora_B", "addend", "other"}
         elif style.weight == Shard(0) and style.enter != "mask":  # slices of the output

@@ -28,7 +28,7 @@ from lora_parallel import clip_grad_norm_, export_merged, meta_init, parallelize
 from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.tenants.pool import TenantPool
-from lora_parallel.tenants.validation import described
+from lora_parallel.tenants.validation import describe_config
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, differing, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
@@ -738,9 +738,9 @@ def test_a_config_is_described_alike_in_every_process():
     """Sets are in another order where PYTHONHASHSEED is another."""
     names = [f"layer{number}" for number in range(40)]
     one, other = (LoraConfig(r=3, target_modules=order) for order in (names, names[::-1]))
-    assert described(one) == described(other)
-    assert described(one).startswith("LoraConfig(r=3, target_modules=['layer0', 'layer1', 'layer10', ")
-    assert described(LoraConfig(r=4, target_modules=names)) != described(one)
+    assert describe_config(one) == describe_config(other)
+    assert describe_config(one).startswith("LoraConfig(r=3, target_modules=['layer0', 'layer1', 'layer10', ")
+    assert describe_config(LoraConfig(r=4, target_modules=names)) != describe_config(one)
 
 
 # ---------------------------------------------------------------------- memory

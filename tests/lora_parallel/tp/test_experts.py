@@ -413,7 +413,7 @@ def test_the_trial_refuses_wrong_shares(monkeypatch):
     assert "does not add up to the whole" in share_experts(module, fed, 2, "features")
     del module.is_concatenated  # none
     assert isinstance(share_experts(module, fed, 2, "features"), ExpertSharing)
-    monkeypatch.setattr(ExpertSharing, "routed", lambda self, values, rank: values)
+    monkeypatch.setattr(ExpertSharing, "local_arguments", lambda self, values, rank: values)
     assert isinstance(share_experts(module, fed, 2, "experts"), str)
 
 
@@ -477,7 +477,7 @@ def test_an_entry_for_experts_leaves_the_plan_of_other_layers(caplog):
     model = rows()["deepseek-v3"].build()
     keep_factored(model)
     plan = resolve_plan(model, {"*.experts": "ep_dispatch_experts"}, 2)
-    assert {sharing.by for sharing in plan.sharings.values()} == {"experts"}
+    assert {sharing.split_by for sharing in plan.sharings.values()} == {"experts"}
     names = {name for name, _ in plan.styles.values()}
     assert "model.layers.1.self_attn.o_proj" in names
 

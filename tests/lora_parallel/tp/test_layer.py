@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.layers.layer_parameters import base_of, layer_tensors, shared_parameters
-from lora_parallel.layers.styles import STYLES, WAYS_OF_EXPERTS
+from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
@@ -349,4 +349,4 @@ def test_roles_and_shared_parameters():
 
 
 def test_every_style_is_tested_here():
-    assert {style for _, plan in MODELS.values() for style in plan.values()} == set(STYLES) - set(WAYS_OF_EXPERTS)
+    assert {style for _, plan in MODELS.values() for style in plan.values()} == set(STYLES) - set(EXPERT_SPLITS)
