@@ -8,7 +8,7 @@ every rank of a process group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ def base_model(name: str, settings: dict[str, Any], change: Callable[[Any], None
     for module in model.modules():
         scale = 1.0 if isinstance(module, nn.Embedding) else 0.3
         for key, parameter in module.named_parameters(recurse=False):
+            if key in getattr(module, "own_values", ()):
+                continue
             mean = 1.0 if key == "weight" and parameter.dim() == 1 else 0.0  # a norm's
             parameter.data = mean + torch.randn(parameter.shape, generator=generator) * scale
     model.tie_weights()
@@ -51,7 +53,7 @@ def fill(model: nn.Module, zeros_only: bool = False) -> None:
     """Random adapters: with B = 0 most errors are invisible. What PEFT takes from the base is moved away from it."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or (zeros_only and parameter.any()):
+        if not (parameter.requires_grad or "lora_" in name) or (zeros_only and parameter.any()):
             continue
         noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.2
         if "lora_" in name and "magnitude" not in name:
@@ -170,6 +172,7 @@ class Row:
 def rows() -> dict[str, Row]:
     """All rows by name, families first."""
     from tests.expert_rows import experts  # which are made of what is here
+    from tests.feature_rows import features
     from tests.quantised_rows import quantised_rows
 
     found = [*families(), *experts(), *quantised_rows(), *features()]
@@ -510,110 +513,6 @@ def families() -> list[Row]:
             task=None,
             batch=speech,
         ),
-    ]
-
-
-class Gained(nn.Linear):
-    """A linear layer with one parameter more for each output feature."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(inside, outside, bias=False)
-        self.gain = nn.Parameter(torch.ones(outside))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.gain
-
-
-class Normed(nn.Linear):
-    """A linear layer with a layer in it, which computes on the whole output."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(inside, outside, bias=False)
-        self.norm = nn.LayerNorm(outside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(super().forward(x))
-
-
-def _mlps_of(kind: Callable[[int, int], nn.Module], *names: str) -> Callable[[Any], None]:
-    """Changes a Llama: these layers of its MLPs are of this kind."""
-
-    def change(model: Any) -> None:
-        for layer in model.model.layers:
-            for name in names:
-                plain = getattr(layer.mlp, name)
-                setattr(layer.mlp, name, kind(plain.in_features, plain.out_features))
-
-    return change
-
-
-def _feature(
-    name: str,
-    sizes: dict[str, Any] | None = None,
-    change: Callable[[Any], None] | None = None,
-    keep: bool = False,
-    row: dict[str, Any] | None = None,
-    **lora: Any,
-) -> Row:
-    """LoRA on all seven linear layers of a Llama, and what the feature changes about it."""
-    settings = {**DECODER, **(sizes or {})}
-    lora = {"target_modules": SEVEN, "task_type": LANGUAGE_LM, **lora}
-    return Row(name, "feature", lambda: build("LlamaForCausalLM", settings, change, keep, **lora), **(row or {}))
-
-
-def _variant(of: Row, name: str, refused: dict[str, str] | None = None, **config: Any) -> Row:
-    """A family with more settings of `ParallelConfig`."""
-    return replace(of, name=name, group="feature", config=config, refused=refused or of.refused)
-
-
-def features() -> list[Row]:
-    """What can be asked of LoRA and of this project, on a tiny Llama unless the row says otherwise."""
-    ends = [*SEVEN, "embed_tokens", "lm_head"]
-    biases = {"attention_bias": True, "mlp_bias": True}
-    by_name = {row.name: row for row in families()}
-    sequence_parallel = [
-        _variant(by_name[name], f"sequence_parallel, {name}", sequence_parallel=True)
-        for name in ("llama", "qwen3", "gemma2", "gpt-neox", "gpt2")
-    ]
-    return [
-        _feature("embeddings and head", target_modules=ends),
-        _feature("embeddings and head, tied", {"tie_word_embeddings": True}, target_modules=ends),
-        _feature(
-            "rsLoRA, rank_pattern, alpha_pattern",
-            use_rslora=True,
-            rank_pattern={"q_proj": 5, "down_proj": 1},
-            alpha_pattern={"up_proj": 11, r"layers\.1\.self_attn\.v_proj": 3},
-        ),
-        _feature("DoRA", use_dora=True),
-        _feature("DoRA, embeddings and head", use_dora=True, target_modules=ends),
-        _feature("lora_bias", biases, lora_bias=True),
-        _feature("bias='all'", biases, bias="all"),
-        _feature("bias='lora_only'", biases, bias="lora_only", target_modules=["q_proj", "o_proj", "down_proj"]),
-        _feature("biases everywhere, frozen", biases),
-        _feature("modules_to_save: head", modules_to_save=["lm_head"]),
-        _feature("modules_to_save: norms", modules_to_save=["norm", "input_layernorm"]),
-        _feature("layers_to_transform", layers_to_transform=[1]),
-        _feature(
-            "target_parameters",
-            target_modules=["q_proj"],
-            target_parameters=["mlp.down_proj.weight"],
-        ),
-        _feature(
-            "trainable_token_indices",
-            trainable_token_indices={"embed_tokens": [1, 5, 64, 130]},
-        ),
-        _feature("gaussian", keep=True, init_lora_weights="gaussian"),
-        _feature("orthogonal", keep=True, init_lora_weights="orthogonal", r=4),
-        _feature("PiSSA", keep=True, init_lora_weights="pissa"),
-        _feature("OLoRA", keep=True, init_lora_weights="olora"),
-        _feature("a Linear with one parameter more, colwise", change=_mlps_of(Gained, "up_proj")),
-        _feature(
-            "a Linear with one parameter more, rowwise",
-            change=_mlps_of(Gained, "down_proj"),
-        ),
-        _feature("a Linear with a norm in it", change=_mlps_of(Normed, "up_proj")),
-        _variant(by_name["llama"], "activation_checkpointing", activation_checkpointing=True),
-        *sequence_parallel,
     ]
 
 

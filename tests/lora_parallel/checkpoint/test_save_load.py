@@ -36,8 +36,8 @@ from lora_parallel import (
 from lora_parallel.checkpoint.optimizer_state import optimizer_state, restored
 from lora_parallel.distributed.gather import local
 from tests.cases import cases
-from tests.lora_parallel.test_features import FEATURES
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, trained
+from tests.rows import rows
 from tests.workers import Failure, attempt
 
 CASE = Case()
@@ -73,15 +73,15 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 FILLED = {
-    "factors": (Case(), {}),
-    "embeddings": (Case(lora={"target_modules": ["embed_tokens", "lm_head", "q_proj", "down_proj"]}), {}),
-    "a saved head": (Case(lora={"modules_to_save": ["lm_head"]}), {}),
-    "biases": (Case(lora={"bias": "all"}, sizes={"attention_bias": True, "mlp_bias": True}), {}),
-    "ranks": (Case(lora={"rank_pattern": {"q_proj": 1}, "use_rslora": True}), {}),
-    "dora": (Case(lora={"use_dora": True}), {}),
-    "empty biases": (FEATURES["empty biases train"], {}),
-    "tokens": (FEATURES["tokens, tied"], {}),
-    "everything": (Case(adapters=False), {"require_adapters": False}),
+    "factors": (Case().model, {}),
+    "embeddings": (Case(lora={"target_modules": ["embed_tokens", "lm_head", "q_proj", "down_proj"]}).model, {}),
+    "a saved head": (Case(lora={"modules_to_save": ["lm_head"]}).model, {}),
+    "biases": (Case(lora={"bias": "all"}, sizes={"attention_bias": True, "mlp_bias": True}).model, {}),
+    "ranks": (Case(lora={"rank_pattern": {"q_proj": 1}, "use_rslora": True}).model, {}),
+    "dora": (Case(lora={"use_dora": True}).model, {}),
+    "empty biases": (lambda: rows()["a Linear with an empty bias, bias='all'"].build(), {}),
+    "tokens": (lambda: rows()["trainable_token_indices, tied"].build(), {}),
+    "everything": (Case(adapters=False).model, {"require_adapters": False}),
 }
 
 
@@ -89,8 +89,8 @@ def fill_and_load(mesh_text: str, kinds: list[str], folder: Path) -> dict[str, b
     """Fill each rank's slices with values that no other rank has (but for its replicas), save, zero, load."""
     found = {}
     for kind in kinds:
-        case, config = FILLED[kind]
-        model, optimizer = made(mesh_text, case, **config)
+        build, config = FILLED[kind]
+        model, optimizer = made(mesh_text, model=build(), **config)
         tensors = [p.detach() for p in trained(model).values()]
         for states in optimizer.state.values():
             tensors += [value.detach() for value in states.values() if value.dim()]
