@@ -151,7 +151,7 @@ def test_empty_shards_and_parameters_without_a_gradient(pool, tmp_path):
 
 def after_a_forward(folder: Path) -> list[bool]:
     """The root's unit, which holds the adapters of embedding and head, stays gathered after a forward."""
-    model, optimizer = made("2x1", FILLED["embeddings"][0])
+    model, optimizer = made("2x1", model=FILLED["embeddings"][0]())
     want = snapshot(model, optimizer)
     model(input_ids=torch.arange(12)[None])
     gathered = any(not isinstance(p, DTensor) for p in trained(model).values())
