@@ -145,6 +145,7 @@ def test_the_module_says_why_it_will_not_run(monkeypatch, words, environment, me
         launch.main(words)
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_the_module_is_a_command(tmp_path):
     (tmp_path / "train.py").write_text("print('trained')")

@@ -245,6 +245,8 @@ def test_precision(pool, precision):
 # ---------------------------------------------------------------------- the real thing
 
 
+@pytest.mark.matrix
+@pytest.mark.processes
 def test_the_documented_loop_runs(tmp_path):
     """Fabric's own launcher starts the processes (two here); what it saves is a PEFT adapter."""
     causal_lm(dtype=torch.float32).save_pretrained(tmp_path / "model")

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_lora import LoRAParallelStrategy
+from tests.cases import cases
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
     ROWS,
@@ -96,7 +97,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "1x2", "2x1"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "2x1"]))
 def test_evaluation_leaves_training_as_it_was(pool, mesh):
     for order in ORDERS[: 3 if mesh == "2x2" else 1]:
         want, _ = sequence(None, order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.lightning_lora.harness import Outcome, check, fit, tidy, tuner
 from tests.minilm import BATCH, RATE, STEPS, classifier, sentences
 from tests.oracle import ranks_of
@@ -26,7 +27,7 @@ def one_process() -> Outcome:
     return trains(None)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", cases(True, matrix=[False]))
 def test_minilm_trains_as_in_one_process(pool, one_process, late):
     """Built in `__init__`, or in `configure_model` and read from the checkpoint by slices."""
     for got in pool.run(ranks_of("2x2"), trains, "2x2", late):

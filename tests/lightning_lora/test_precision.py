@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_lora import LoRAParallelStrategy
 from lora_parallel.adapters.inspection import adapter_parameters
+from tests.cases import cases
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Outcome, Points, Tokens, fit, loader, tidy, trainer, tuner
 from tests.oracle import causal_lm, fill_adapters, lora_config, ranks_of
@@ -66,7 +67,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "1x2", "1x1"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "1x1"]))
 def test_what_is_stored(pool, mesh):
     table = m.adapted().get_buffer("base_model.model.model.rotary_emb.inv_freq")
     for precision, expected in EXPECTED.items():

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lora_parallel import clip_grad_norm_, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.state import state_of
+from tests.cases import cases
 from tests.oracle import (
     SEVEN,
     Case,
@@ -61,7 +62,7 @@ def run_kinds(mesh, kinds):
     return {kind: attempt(sharded, KINDS[kind][0], mesh, **KINDS[kind][1]) for kind in kinds}
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "1x2"]))
 def test_other_kinds_of_training_equal_one_process(pool, mesh):
     for found in pool.run(ranks_of(mesh), run_kinds, mesh, list(KINDS)):
         for kind, run in found.items():

@@ -19,10 +19,11 @@ from lora_parallel import load_adapter, parallelize, save_adapter
 from lora_parallel.distributed import rendezvous
 from lora_parallel.distributed.rendezvous import limit_waiting, meet, wait_for
 from lora_parallel.distributed.torch_private import default_store
+from tests.cases import cases
 from tests.oracle import Case, on_mesh, ranks_of
 from tests.workers import Failure, attempt
 
-MESHES = ["2x1", "1x2", "2x2"]
+MESHES = cases("2x2", matrix=["2x1", "1x2"])
 
 
 @contextmanager

@@ -122,14 +122,16 @@ def test_ranks_that_run_different_blocks_are_all_told_which(pool, mesh):
 
 @pytest.mark.parametrize(
     ("mesh", "kind", "units"),
-    [
+    cases(
         ("2x1", "others", ("layers.1", "layers.2")),
-        ("2x1", "fewer", ("layers.3", "layers.4")),
         ("2x1", "in backward", ()),
-        ("2x2", "others", ("layers.1", "layers.2")),
         ("2x2", "fewer at the end", ("layers.2", "layers.3")),
-        ("2x2x1", "fewer", ("layers.3", "layers.4")),
-    ],
+        matrix=[
+            ("2x1", "fewer", ("layers.3", "layers.4")),
+            ("2x2", "others", ("layers.1", "layers.2")),
+            ("2x2x1", "fewer", ("layers.3", "layers.4")),
+        ],
+    ),
 )
 def test_ranks_that_part_after_steps_alike_are_all_told(pool, mesh, kind, units):
     """One of them waits in a gather by then, which nobody joins; it finds out that another rank asks."""

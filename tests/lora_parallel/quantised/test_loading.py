@@ -38,6 +38,7 @@ from lora_parallel.loading.transformers_quantisers import check_loaded
 from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.quantised import packed_weight
 from lora_parallel.quantised.conversion import check_quantised, hold_as_bytes
+from tests.cases import cases
 from tests.lora_parallel.quantised.test_conversion import KINDS, LLAMA, base, batch, dense, gradients
 from tests.oracle import differing, fill_adapters, on_mesh, ranks_of
 from tests.workers import Failure, attempt
@@ -216,7 +217,7 @@ def weight_bytes(folder: str) -> int:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("mesh", ["4x1", "2x2"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["4x1"]))
 def test_no_rank_holds_more_than_a_slice_while_reading(pool, wide, mesh):
     """Beside its shards: less than its quarter of the largest weight, dense; and it reads a quarter of the files."""
     path, saved = wide
@@ -432,24 +433,24 @@ def exported(mesh_text: str, sources: dict[str, tuple[str, str | None]], root: s
     return found
 
 
-def test_an_export_is_dequantised_and_merged(pool, folders, tmp_path):
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["4x1"]))
+def test_an_export_is_dequantised_and_merged(pool, folders, tmp_path, mesh):
     sources: dict[str, tuple[str, str | None]] = {kind: (folders["llama"], kind) for kind in KINDS}
     sources |= {"saved nf4, double": (folders["nf4, double"], None), "phi3": (folders["phi3"], "nf4")}
     sources |= {"gpt2": (folders["gpt2"], "int8"), "saved torchao float8": (folders["torchao float8"], None)}
     for name, source in sources.items():
         merged_alone(*source).save_pretrained(tmp_path / "alone" / name)
-    for mesh in ("2x2", "4x1"):
-        for found in pool.run(4, exported, mesh, sources, str(tmp_path / mesh)):
-            assert not [answer.trace for answer in found.values() if isinstance(answer, Failure)]
-        for name in sources:
-            got, want = (tmp_path / side / name for side in (mesh, "alone"))
-            assert (got / "config.json").read_text() == (want / "config.json").read_text()
-            wanted = load_file(want / "model.safetensors")
-            for key, tensor in load_file(got / "model.safetensors").items():
-                want_it = wanted.pop(key)
-                if name == "gpt2" and tensor.dim() == 2 and ".h." in key:
-                    want_it = want_it.T  # transformers dequantises a Conv1D into a linear layer
-                # Sums in bfloat16, of products of factors in other pieces.
-                torch.testing.assert_close(tensor, want_it, rtol=1e-2, atol=1e-4, msg=f"{name} {key}")
-            assert not wanted
-            AutoModelForCausalLM.from_pretrained(got)
+    for found in pool.run(4, exported, mesh, sources, str(tmp_path / mesh)):
+        assert not [answer.trace for answer in found.values() if isinstance(answer, Failure)]
+    for name in sources:
+        got, want = (tmp_path / side / name for side in (mesh, "alone"))
+        assert (got / "config.json").read_text() == (want / "config.json").read_text()
+        wanted = load_file(want / "model.safetensors")
+        for key, tensor in load_file(got / "model.safetensors").items():
+            want_it = wanted.pop(key)
+            if name == "gpt2" and tensor.dim() == 2 and ".h." in key:
+                want_it = want_it.T  # transformers dequantises a Conv1D into a linear layer
+            # Sums in bfloat16, of products of factors in other pieces.
+            torch.testing.assert_close(tensor, want_it, rtol=1e-2, atol=1e-4, msg=f"{name} {key}")
+        assert not wanted
+        AutoModelForCausalLM.from_pretrained(got)

@@ -17,6 +17,7 @@ from lora_parallel.adapters.injection import adapt_dropout
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.state import ForwardCount
 from lora_parallel.tenants.layer import _grouped
+from tests.cases import cases
 from tests.families import FAMILIES
 from tests.oracle import causal_lm, differing, on_mesh, ranks_of, relative_error, trained
 from tests.tenant_rows import (
@@ -176,7 +177,7 @@ def hidden(mesh_text: str, shard: bool, dies: bool, together: bool) -> dict[str,
 
 
 @pytest.mark.parametrize(("dies", "together"), [(False, True), (True, False), (True, True)])
-@pytest.mark.parametrize(("mesh", "shard"), [("1x2", False), ("2x1", True)])
+@pytest.mark.parametrize(("mesh", "shard"), cases(("1x2", False), matrix=[("2x1", True)]))
 def test_a_recompute_is_of_its_own_forward_wherever_the_loss_is_from(pool, mesh, shard, dies, together):
     """And of a backward that dies, nothing is left of any tenant that took part."""
     base = causal_lm()
@@ -355,7 +356,7 @@ def step_of(mesh_text: str, families: list[str]) -> dict[str, dict[str, dict[str
 DENSE = ["llama-tied", "qwen3", "phi3", "gemma3", "gpt-neox", "gpt2", "falcon", "mixtral"]
 
 
-@pytest.mark.parametrize(("mesh", "families"), [("2x2", DENSE), ("1x4", ["llama", "phi3"])])
+@pytest.mark.parametrize(("mesh", "families"), cases(("2x2", DENSE), matrix=[("1x4", ["llama", "phi3"])]))
 def test_tenants_of_other_models(pool, mesh, families):
     """On 1x4 there are more tp ranks than heads of keys and values."""
     want: dict[str, dict[str, Any]] = {}

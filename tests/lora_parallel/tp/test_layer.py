@@ -14,6 +14,7 @@ from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.layers.layer_parameters import base_of, layer_tensors, shared_parameters
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES
+from tests.cases import cases
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
@@ -239,7 +240,7 @@ def on_ranks(mesh_text: str, cases: list[tuple[str, str, bool]]) -> list[Any]:
 CASES = [(name, shape, lora) for name in MODELS for shape in SHAPES for lora in (True, False)]
 
 
-@pytest.mark.parametrize("mesh", ["1x2", "1x4", "2x2"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "1x4"]))
 def test_every_style_equals_the_unsharded_layer(pool, mesh):
     """Everything trains, base weights too, so that each tensor's gradient is seen."""
     wanted = [in_one_process(*case) for case in CASES]
