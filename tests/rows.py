@@ -569,6 +569,8 @@ class Cell:
     """What a row came to on a mesh: one of the three."""
 
     error: float | None = None
+    """The largest relative error of a gradient, rounding included."""
+
     refusal: str | None = None
     failure: str | None = None
 
@@ -588,6 +590,7 @@ def compare(pool: WorkerPool, row: Row, mesh: str, want: Step) -> Cell:
         return Cell(refusal=refusals[0]) if len(refusals) == len(found) else Cell(failure="refused on some ranks only")
     try:
         error = max(relative_error(step.gradients, want.gradients) for step in found)
+        told = max(relative_error(step.gradients, want.gradients, rounding_counts=True) for step in found)
     except AssertionError as wrong:
         return Cell(failure=f"other gradients: {wrong}")
     loss = sum(step.loss for step in found) / len(found)
@@ -595,4 +598,4 @@ def compare(pool: WorkerPool, row: Row, mesh: str, want: Step) -> Cell:
         return Cell(failure=f"gradients differ by {error:.1e}")
     if abs(loss - want.loss) > 1e-5:
         return Cell(failure=f"loss {loss} in place of {want.loss}")
-    return Cell(error=error)
+    return Cell(error=told)

@@ -40,6 +40,12 @@ def test_what_is_rounding_in_one_process_has_no_digit_to_compare():
     assert relative_error({**zero, "q_proj": torch.full((2,), 1e-9, dtype=torch.float64)}, exact) == math.inf
 
 
+def test_a_table_tells_rounding_too():
+    assert relative_error(off("small", 1e-15), WANT, rounding_counts=True) == pytest.approx(1e-12, rel=0.1)
+    zero = {"large": WANT["large"], "q_proj": torch.tensor([3e-17, -1e-17], dtype=torch.float64)}
+    assert relative_error({**zero, "q_proj": -zero["q_proj"]}, zero, rounding_counts=True) == 0.0
+
+
 def test_nan_is_an_error():
     assert math.isnan(relative_error(off("small", math.nan), WANT))
     assert math.isnan(relative_error(WANT, off("small", math.nan)))
