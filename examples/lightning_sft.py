@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1, help="processes, one for each device")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, bf16-true or 64-true")
-    parser.add_argument("--max-steps", type=int, default=120)
+    parser.add_argument("--max-steps", type=int, default=80)
     parser.add_argument("--batch-size", type=int, default=16, help="rows in a step, over all processes together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("outputs/lightning_sft"))
