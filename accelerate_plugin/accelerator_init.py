@@ -76,13 +76,15 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
 
 
 def _make_ours(accelerator: Accelerator) -> None:
-    """Change the class of an Accelerator to a subclass of it in which `AcceleratorOverrides` comes first.
+    """Change the class of an Accelerator to a subclass with `AcceleratorOverrides` between it and Accelerator itself.
 
-    The class may be a subclass of Accelerator that the user wrote.
+    The class may be a subclass of Accelerator that the user wrote. Its methods come first, and what they call by
+    `super()` is ours.
     """
     kind = type(accelerator)
     if not issubclass(kind, AcceleratorOverrides):
-        accelerator.__class__ = type(f"LoRAParallel{kind.__name__}", (AcceleratorOverrides, kind), {})
+        bases = (AcceleratorOverrides,) if kind is Accelerator else (kind, AcceleratorOverrides)
+        accelerator.__class__ = type(f"LoRAParallel{kind.__name__}", bases, {})
 
 
 def _state_is_ours() -> bool:

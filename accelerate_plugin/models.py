@@ -31,17 +31,6 @@ def prepare_models(
     optimizers: list[AcceleratedOptimizer],
     evaluation_mode: bool = False,
 ) -> None:
-    """Shard models and let their optimizers hold the sharded parameters. Collective.
-
-    Args:
-        accelerator: One that trains by us.
-        models: Models that the Accelerator is given, sharded or not.
-        optimizers: Optimizers that it is given with them.
-        evaluation_mode: Shard a model without adapters as it is.
-
-    Raises:
-        ValueError: An optimizer holds parameters of a model that is prepared without it, or earlier. On every rank.
-    """
     """Shard the models that are not sharded yet, and give the optimizers their sharded parameters. Collective.
 
     Args:

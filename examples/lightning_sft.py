@@ -126,6 +126,7 @@ def main() -> None:
         num_sanity_val_steps=0,
         enable_progress_bar=False,  # the report has one for the whole run
         enable_model_summary=False,
+        enable_checkpointing=False,  # SaveAdapter saves what the run is for
         log_every_n_steps=1,
         logger=False,
         default_root_dir=output,

@@ -99,7 +99,8 @@ class Report(L.Callback):
         _say("adapter", str(self.adapter))
         self._compare_with_plain_peft(question)
         load = f'AutoModelForCausalLM.from_pretrained("{self.base}")'
-        _say("load it", f'model = PeftModel.from_pretrained({load}, "{self.adapter}")')
+        _say("load it", "from peft import PeftModel; from transformers import AutoModelForCausalLM")
+        _say("", f'model = PeftModel.from_pretrained({load}, "{self.adapter}")')
         _say("next", "your own model: docs/lightning.md, and examples/own_model.py for one without a plan")
 
     def _compare_with_plain_peft(self, question: str) -> None:
@@ -120,7 +121,7 @@ class Report(L.Callback):
         )
         _say("", f"largest logit difference {difference:.1e}, where logits reach {expected.abs().max():.1f}")
         _say("", f"(without the adapter it would be {(without - expected).abs().max():.1f})")
-        _say("asked", f"{question}   (a model made in a minute: look at the form)")
+        _say("asked", f"{question}   (of a model with 0.7 million parameters expect the form, not facts)")
         _say("base", base_answer)
         _say("tuned", tuned_answer)
 

@@ -7,6 +7,8 @@ Plain torch, PEFT and safetensors; usable by itself in a loop started by torchru
 flag of Lightning's Trainer.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lora_parallel.adapters.load_adapter import load_adapter
 from lora_parallel.adapters.save_adapter import save_adapter
 from lora_parallel.checkpoint.background import wait_for_save
@@ -21,7 +23,9 @@ from lora_parallel.loading.attach_checkpoint import attach_checkpoint
 from lora_parallel.loading.meta_init import meta_init
 from lora_parallel.parallelize import parallelize
 from lora_parallel.state import no_sync
-from lora_parallel.tenants.pool import TenantPool
+
+if TYPE_CHECKING:
+    from lora_parallel.tenants.pool import TenantPool
 
 __all__ = [
     "ParallelConfig",
@@ -42,3 +46,12 @@ __all__ = [
     "save_checkpoint",
     "wait_for_save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `TenantPool` when it is asked for: the engine runs without the folder `tenants`."""
+    if name == "TenantPool":
+        from lora_parallel.tenants.pool import TenantPool
+
+        return TenantPool
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -133,6 +133,21 @@ def test_front_ends_import_the_face_of_the_engine_only(package):
         assert {each for each in imported if each.split(".")[0] != package} <= FACE, name
 
 
+@pytest.mark.parametrize("package", [ENGINE, *FRONT_ENDS])
+def test_every_import_can_be_read(package):
+    """No relative import, no module by its name as text, no way through `import lora_parallel` to what is inside."""
+    for name, path in modules(ROOT, package).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), name
+            assert not (isinstance(node, ast.Import) and any(each.name.startswith(ENGINE) for each in node.names)), name
+        assert f'import_module("{ENGINE}' not in path.read_text(), name
+
+
+def test_front_ends_are_flat():
+    for package in FRONT_ENDS:
+        assert not [path for path in (ROOT / package).rglob("*.py") if path.parent != ROOT / package]
+
+
 def test_folders_and_files_are_small():
     for package in (ENGINE, *FRONT_ENDS):
         long = {name: n for name, path in modules(ROOT, package).items() if (n := path.read_text().count("\n")) > 400}

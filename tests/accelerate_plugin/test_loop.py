@@ -48,6 +48,35 @@ MESHES = {
 }
 
 
+class Mine(Accelerator):
+    """A user's own class, which looks at what passes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.seen: list[str] = []
+        super().__init__(**kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append("prepare")
+        return super().prepare(*args, **kwargs)
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append("clip_grad_norm_")
+        return super().clip_grad_norm_(*args, **kwargs)
+
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append("gather")
+        return super().gather(*args, **kwargs)
+
+
+def in_a_class_of_ones_own(mesh: str) -> tuple[set[str], Run]:
+    case = CASES["accumulated and clipped"]
+    with launched():
+        accelerator = Mine(gradient_accumulation_steps=case.accumulate, fsdp_plugin=plugin(mesh))
+        run = trains(case, accelerator)
+        accelerator.gather(torch.ones(1))
+        return set(accelerator.seen), run
+
+
 def loops(mesh: str, cases: list[str], by_environment: bool) -> dict[str, Run]:
     found = {}
     for name in cases:
@@ -68,6 +97,14 @@ def test_a_loop_trains_as_one_process_does(pool, mesh):
             assert run.norms == pytest.approx(want.norms, rel=1e-9), name
             assert relative_error(run.gradients, want.gradients) < (1e-5 if name == "float32" else 1e-12), name
             assert relative_error(run.adapters, want.adapters) < (1e-3 if name == "float32" else 1e-10), name
+
+
+def test_a_users_own_class_comes_before_ours(pool):
+    want = reference(CASES["accumulated and clipped"])
+    for seen, run in pool.run(2, in_a_class_of_ones_own, "1x2"):
+        assert seen == {"prepare", "clip_grad_norm_", "gather"}
+        assert run.norms == pytest.approx(want.norms, rel=1e-9)
+        assert relative_error(run.adapters, want.adapters) < 1e-10
 
 
 def test_one_process_is_a_mesh_too():

@@ -101,6 +101,7 @@ def write_for_long(target: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.processes
 def test_what_a_killed_process_left_is_swept(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=write_for_long, args=(tmp_path / "a",))
     process.start()
