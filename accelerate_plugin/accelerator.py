@@ -1,8 +1,8 @@
-"""The methods of an Accelerator that trains by us, in front of Accelerate's own.
+"""Override methods of Accelerator for training with `lora_parallel`.
 
-In such an Accelerator `num_processes` counts data-parallel processes, and `gather` and `reduce` go over these:
-tensor-parallel peers see the same batch and act as one process. Scripts that scale learning-rate schedules, batch sizes
-or metrics by `num_processes` are right without knowing of tensor parallelism.
+In such an Accelerator `num_processes` counts data-parallel processes, and `gather` and `reduce` work on values of these
+processes: tensor-parallel peers see the same batch and act as one process. So scripts that scale learning-rate
+schedules, batch sizes or metrics by `num_processes` stay right under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = ["AcceleratorOverrides"]
 
 
 class AcceleratorOverrides(Accelerator):
-    """Override what Accelerate does otherwise; a comment at each method says why.
+    """Mix overrides into the class of an Accelerator that trains with `lora_parallel`.
 
-    `accelerator_init.py` puts the class in place.
+    The comment at each method gives the reason. `accelerator_init.py` changes the class of the Accelerator.
     """
 
     @property
@@ -60,7 +60,8 @@ class AcceleratorOverrides(Accelerator):
 
     # ------------------------------------------------------------------ preparation
 
-    # _prepare_tp shards nothing, and _prepare_fsdp2 remaps optimizers by pointer, which meta tensors share.
+    # Accelerate's _prepare_tp shards nothing, and its _prepare_fsdp2 finds the parameters of an optimizer by their data
+    # pointer, which meta tensors share.
     @collective_call("accelerator.prepare")
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shard models, give optimizers their sharded parameters, and let Accelerate prepare the rest. Collective."""
@@ -83,21 +84,21 @@ class AcceleratorOverrides(Accelerator):
                 each._is_accelerate_prepared = True
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
-    # Accelerate's refuses FSDP2.
+    # Accelerate's method refuses FSDP2.
     @collective_call("accelerator.prepare_model")
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model, for evaluation whether or not it has adapters. Collective."""
+        """Shard a model, which may lack adapters if it is prepared for evaluation. Collective."""
         prepare_models(self, [model], [], evaluation_mode)
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
 
-    # Shuffling differs between tensor-parallel peers, and is not resumed in mid-epoch.
+    # Accelerate's dataloaders may shuffle differently on tensor-parallel peers, and do not resume in mid-epoch.
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Deal batches out by data-parallel process, in the order that rank 0 says. Collective."""
+        """Give each data-parallel process its share of the batches, shuffled by rank 0's seed. Collective."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepare_sampler(data_loader, self._parallelism.dp_rank, self.use_seedable_sampler)
@@ -105,28 +106,29 @@ class AcceleratorOverrides(Accelerator):
 
     # ------------------------------------------------------------------ gradients
 
-    # set_requires_gradient_sync knows nothing of gradients that are partial over tp.
+    # Accelerate's method calls FSDP2's set_requires_gradient_sync, which does not know of gradients that are partial
+    # sums over tp.
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate: within, no gradient is reduced over any axis."""
+        """Return a context in which backward passes reduce no gradients."""
         return engine_no_sync(model) if state_of(model) is not None else super().no_sync(model)
 
-    # Accelerate's needs all gradients of a group on one mesh, and returns a DTensor or a tensor by case.
+    # Accelerate's method needs all gradients of a group on one mesh, and returns a DTensor in some cases only.
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2
     ) -> Any:
-        """Clip gradients by their norm over the whole mesh."""
+        """Clip gradients by their norm over the whole mesh, and return the norm before clipping."""
         return clip_norm(parameters, max_norm, float(norm_type))
 
-    # Accelerate's refuses FSDP.
+    # Accelerate's method refuses FSDP.
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element of the gradients."""
+        """Limit each element of the gradients to the range from -clip_value to clip_value."""
         clip_value_([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
 
     # ------------------------------------------------------------------ values of all data-parallel processes
 
-    # Tensor-parallel peers would be gathered as if they had seen other batches.
+    # Accelerate's method would repeat the values of tensor-parallel peers, as if they had seen different batches.
     def gather(self, tensor: Any) -> Any:
-        """Gather over data-parallel processes: what tensor-parallel peers hold alike is there once."""
+        """Concatenate the tensors of all data-parallel processes, with one tensor per tensor-parallel group."""
         gathered, parallelism = super().gather(tensor), self._parallelism
         if parallelism.tp_size == 1:
             return gathered
@@ -137,9 +139,9 @@ class AcceleratorOverrides(Accelerator):
 
         return recursively_apply(once, gathered)
 
-    # The same, for objects; for tensors Accelerate's goes through `gather`.
+    # Accelerate's method would repeat the objects of tensor-parallel peers. For tensors it calls `gather` above.
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over data-parallel processes, without the rows that fill the last batch up."""
+        """Gather values of all data-parallel processes, and drop the rows that were added to fill the last batch."""
         tp_size = self._parallelism.tp_size
         if tp_size == 1 or not (use_gather_object or _holds_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -148,9 +150,9 @@ class AcceleratorOverrides(Accelerator):
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         return data[:remainder] if remainder > 0 else data
 
-    # The same, for sums.
+    # Accelerate's method would count the value of each tensor-parallel peer.
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce over data-parallel processes: what tensor-parallel peers hold alike counts once."""
+        """Sum or average tensors over data-parallel processes; each tensor-parallel group contributes once."""
         parallelism = self._parallelism
         if parallelism.tp_size == 1:
             return super().reduce(tensor, reduction, scale)
@@ -163,7 +165,7 @@ class AcceleratorOverrides(Accelerator):
             return total
         return recursively_apply(lambda each: each / parallelism.dp_size, total)
 
-    # Accelerate's would give tensor-parallel peers different inputs.
+    # Accelerate's method would give tensor-parallel peers different inputs.
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Split inputs between data-parallel processes."""
         parallelism = self._parallelism
@@ -174,9 +176,9 @@ class AcceleratorOverrides(Accelerator):
         )
         return PartialState.split_between_processes(place, inputs, apply_padding)
 
-    # Accelerate's sums by `reduce`, which counts tensor-parallel peers once.
+    # Accelerate's method calls `reduce`, which would miss a trigger that only a tensor-parallel peer has set.
     def check_trigger(self) -> bool:
-        """Return True if any process has set the trigger, a tensor-parallel peer too."""
+        """Return True if any process has set the trigger, and reset the trigger."""
         nothing = torch.tensor(0, device=self.device)
         mine: Tensor = nothing if self.flag_tensor is None else self.flag_tensor  # type: ignore[has-type]
         self.flag_tensor = nothing
@@ -184,10 +186,13 @@ class AcceleratorOverrides(Accelerator):
 
     # ------------------------------------------------------------------ on disk
 
-    # Accelerate's gathers the frozen base, and knows one mesh.
+    # Accelerate's method gathers the frozen base too, and supports parameters on one mesh only.
     @collective_call("accelerator.get_state_dict")
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return what trains, in full: on the CPU of the main process, on meta elsewhere. Collective."""
+        """Return full copies of the trained parameters and the adapters on the main process's CPU. Collective.
+
+        Other processes get meta tensors of the same names and shapes.
+        """
         reshard(model)
         trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         trained |= adapter_parameters(model)
@@ -196,7 +201,7 @@ class AcceleratorOverrides(Accelerator):
             return full
         return {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()}
 
-    # Accelerate's gathers and writes the frozen base.
+    # Accelerate's method gathers and writes the frozen base.
     @collective_call("accelerator.save_model")
     def save_model(
         self,
@@ -205,7 +210,7 @@ class AcceleratorOverrides(Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the adapters as PEFT does, or a model without any. Collective."""
+        """Write a model's adapters in PEFT's format, or the whole model if it has no adapters. Collective."""
         if state_of(model) is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
@@ -216,23 +221,24 @@ class AcceleratorOverrides(Accelerator):
                 )
         write_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
-    # Accelerate's writes the base with every checkpoint, in place, and random states by process.
+    # Accelerate's method writes the base with every checkpoint, overwrites files in place, and saves a random state for
+    # each process, which does not fit another number of processes.
     @collective_call("accelerator.save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
-        """Write a checkpoint, see `checkpoint.save_state`. Collective."""
+        """Write a checkpoint as `checkpoint.save_state` does, and return its path. Collective."""
         return checkpoint.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
 
-    # The counterpart of save_state.
+    # Accelerate's method cannot read the checkpoints of this class's save_state.
     @collective_call("accelerator.load_state")
     def load_state(
         self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Go on from a checkpoint, see `checkpoint.load_state`. Collective."""
+        """Load a checkpoint as `checkpoint.load_state` does. Collective."""
         checkpoint.load_state(self, input_dir)
 
 
 def _holds_others(data: Any) -> bool:
-    """Return True if some of the data is not a tensor."""
+    """Return True if the data contains an object that is not a tensor."""
     try:
         recursively_apply(lambda each: each, data, error_on_other_type=True)
     except TypeError:

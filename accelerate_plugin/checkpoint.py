@@ -1,4 +1,7 @@
-"""`save_state` and `load_state`: one checkpoint of the engine's, which is complete or not there, and fits any mesh."""
+"""Implement `save_state` and `load_state` with the engine's checkpoint format.
+
+A checkpoint of this format is never half-written under its name, and can be loaded on any mesh.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,11 @@ _WRITER = "Accelerator"
 
 
 def _train_state(accelerator: Accelerator) -> TrainState:
-    """Return what a checkpoint of an Accelerator saves: its models that train, and its optimizers."""
+    """Return the models with trained parameters and the optimizers of an Accelerator, which its checkpoints hold.
+
+    Raises:
+        ValueError: No model was prepared.
+    """
     models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
     if not any(parallelized(model) for model in models):
         raise ValueError("no model was prepared: call accelerator.prepare(model, optimizer, ...) first.")
@@ -46,15 +53,20 @@ def _train_state(accelerator: Accelerator) -> TrainState:
 
 
 def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serialization: bool = True, **others: Any) -> str:
-    """Write a checkpoint: adapters in PEFT's format and everything a run goes on with. Collective.
+    """Write adapters, optimizers, schedulers, samplers and random states. Collective.
 
-    A checkpoint that stands at `output_dir` is replaced once the new one is complete.
+    The checkpoint also holds the states of registered objects. A checkpoint that is at `output_dir` already is replaced
+    once the new one is complete; with automatic naming no checkpoint is replaced. All errors are raised on every rank.
+
+    Returns:
+        The path of the checkpoint.
 
     Raises:
-        TypeError: An argument that is not supported.
-        ValueError: The state of a registered object is not plain, or no model was prepared.
-        FileExistsError: Something else stands at `output_dir`.
-        OSError: It cannot be written. All on every rank.
+        TypeError: An argument is not supported.
+        ValueError: The state of a registered object holds values that are not plain, no model was prepared, no
+            `output_dir` is given, or the checkpoint that automatic naming would make exists already.
+        FileExistsError: Something other than a checkpoint is at `output_dir`.
+        OSError: The checkpoint cannot be written.
     """
     naming = accelerator.project_configuration.automatic_checkpoint_naming
     with agreed():
@@ -89,7 +101,7 @@ def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serializat
             )
     write_checkpoint(path, state, {"accelerator": extra}, _WRITER, replace=not naming)
     with agreed():
-        for hook in accelerator._save_model_state_pre_hook.values():  # afterwards: they write their own files in there
+        for hook in accelerator._save_model_state_pre_hook.values():  # only now: hooks write into the checkpoint
             hook(accelerator._models, [], str(path))
     if naming and accelerator.is_main_process and accelerator.project_configuration.total_limit is not None:
         for old in _numbered(path.parent)[: -accelerator.project_configuration.total_limit]:
@@ -99,14 +111,14 @@ def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serializat
 
 
 def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
-    """Go on from a checkpoint, on the mesh that wrote it or any other. Collective.
+    """Load a checkpoint, on the mesh that wrote it or on any other. Collective.
 
-    Nothing is changed unless everything fits.
+    Models and optimizers are changed only once the checkpoint is known to fit. All errors are raised on every rank.
 
     Raises:
-        FileNotFoundError: There is nothing at `input_dir`.
-        ValueError: What is there is no complete checkpoint of this format, or of another base, adapter, optimizer or
-            set of registered objects. All on every rank.
+        FileNotFoundError: There is no checkpoint at `input_dir`, or none that automatic naming made.
+        ValueError: The checkpoint is incomplete, has another format, or belongs to another base, adapter, optimizer or
+            set of registered objects; or no `input_dir` is given.
     """
     with agreed():
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
@@ -159,22 +171,22 @@ def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
 
 
 def _trained_by(accelerator: Accelerator) -> int:
-    """Return the index of the dataloader that a run trains on: the one that is being read, or else the first."""
+    """Return the index of the dataloader that the run trains on: the one that is being read, or else the first."""
     active = accelerator.gradient_state.active_dataloader
     return next((index for index, each in enumerate(accelerator._dataloaders) if each is active), 0)
 
 
 def _rows_of_an_update(accelerator: Accelerator, loader: int) -> int | None:
-    """Return the number of rows that one process contributes to an update of the parameters, if it can be known."""
+    """Return the number of rows that one process contributes to an optimizer step; None if it is not known."""
     size = batch_size(accelerator._dataloaders[loader]) if loader < len(accelerator._dataloaders) else None
     return size * accelerator.gradient_accumulation_steps if size is not None else None
 
 
 def _scale(accelerator: Accelerator, saved: Mapping[str, Any]) -> Fraction:
-    """Return the factor by which the steps that a prepared scheduler has counted are to be multiplied.
+    """Return the factor that converts the saved step count of a prepared scheduler to a step count of this run.
 
-    The scheduler counts one for each process and update, and an update may take other numbers of rows here: on half the
-    processes, for example, twice the rows make the same global batch.
+    The scheduler counts one step per process and update, and a process may contribute another number of rows in this
+    run. For example, half as many processes need twice the rows each for the same global batch.
     """
     if accelerator.split_batches or not accelerator.step_scheduler_with_optimizer:
         return Fraction(1)
@@ -185,7 +197,7 @@ def _scale(accelerator: Accelerator, saved: Mapping[str, Any]) -> Fraction:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """Checkpoints that automatic naming made, oldest first."""
+    """List the checkpoints that automatic naming made, oldest first."""
     named = (
         [(re.fullmatch(r"checkpoint_(\d+)", each.name), each) for each in folder.iterdir()] if folder.is_dir() else []
     )

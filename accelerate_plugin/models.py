@@ -74,7 +74,7 @@ def prepare_models(
 
 
 def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool) -> bool:
-    """Parallelize a model, with the adapter of the plugin's `lora_config` if it has none and trains.
+    """Shard a model, and inject the adapter of the plugin's `lora_config` if it has no adapter and is not frozen.
 
     A model without adapters counts as frozen (a teacher or a reference, for instance) if none of its parameters trains,
     or if it is prepared for evaluation. It then gets no adapter and needs none.
@@ -97,7 +97,7 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
 
 
 def innermost(optimizer: Any) -> Optimizer:
-    """Return the optimizer that Accelerate has wrapped, through any number of wrappers."""
+    """Return the optimizer that is inside any number of Accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,9 +1,10 @@
-"""Replace methods of Accelerate and transformers: each with what stands there instead, and why; and undo it.
+"""Replace methods of Accelerate and transformers, and put them back.
 
-Accelerate has no extension point for a parallelism of others (`KwargsHandler` subclasses raise KeyError, entry points
-there are none, and Trainer makes plugin and Accelerator itself), so methods are replaced. Each replacement asks whether
-the Accelerator is ours and calls the method it stands in for if not. An Accelerator that is ours gets the methods of
-`AcceleratorOverrides` when it is made; only `__init__` of Accelerator itself is replaced.
+Accelerate has no extension point for another package's parallelism: subclasses of `KwargsHandler` raise KeyError, there
+are no entry points, and Trainer makes the plugin and the Accelerator itself. So methods are replaced. Each replacement
+asks whether the Accelerator trains with `lora_parallel`, and calls the replaced method if not. An Accelerator that
+trains with `lora_parallel` gets the methods of `AcceleratorOverrides` when it is made; of the class Accelerator only
+`__init__` is replaced.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ _OLDEST = {"accelerate": "1.15", "transformers": "5.17"}
 
 @dataclass(frozen=True)
 class Patch:
-    """One method that another stands in for."""
+    """Describe one replaced method."""
 
     owner: str
-    """Module and class, as "accelerate.accelerator:Accelerator"."""
+    """Module and class of the method, as in "accelerate.accelerator:Accelerator"."""
 
     name: str
     instead: Callable[..., Any]
-    """Called with the method it stands in for, and the method's arguments."""
+    """Function that is called with the replaced method and with that method's arguments."""
 
     reason: str
     parameters: str
-    """The names of the method's parameters: another version may have others."""
+    """Names of the method's parameters, with spaces between; `check` finds out whether they are still the same."""
 
     @property
     def target(self) -> type:
@@ -55,21 +56,21 @@ class Patch:
         """Check that the method has the parameters that the replacement was written for.
 
         Raises:
-            ImportError: It has others, or is gone.
+            ImportError: The method has other parameters, or does not exist.
         """
         check_parameters(self.target, self.name, self.parameters)
 
 
 def check_parameters(owner: type, name: str, parameters: str) -> None:
-    """Check that a method of Accelerate or transformers takes what its replacement does.
+    """Check that a method of Accelerate or transformers has the parameters that its replacement was written for.
 
     Args:
-        owner: The class.
-        name: The method.
-        parameters: The names of its parameters, with spaces between.
+        owner: The class of the method.
+        name: The name of the method.
+        parameters: The names of the expected parameters, with spaces between.
 
     Raises:
-        ImportError: It takes other parameters, or is gone.
+        ImportError: The method has other parameters, or does not exist.
     """
     package = owner.__module__.split(".")[0]
     place = f"{package} {version(package)} changed {owner.__module__}.{owner.__name__}.{name}"
@@ -229,10 +230,10 @@ PATCHES = (
 
 
 def check() -> None:
-    """Check versions, and that every method is what its replacement was written for.
+    """Check versions and method signatures.
 
     Raises:
-        ImportError: One is not.
+        ImportError: A version is too old or a signature changed.
     """
     for package, oldest in _OLDEST.items():
         if Version(version(package)) < Version(oldest):
@@ -246,18 +247,19 @@ def check() -> None:
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Within, Accelerators that are asked for FSDP2 are ours; and if the environment asks for it, `from_pretrained`
-    leaves reading to the processes that will hold a shard each. Afterwards everything is as it was.
+    """Apply all patches within the context, and defer `from_pretrained` if the environment asks for FSDP or tp.
+
+    A deferred model has no weights until it is prepared; each process then reads its own shard.
 
     Raises:
-        ImportError: An upgrade changed what is replaced.
+        ImportError: A version is too old or a signature changed.
     """
     with ExitStack() as stack:
         before: list[tuple[type, str, Any]] = []
         check()
         for patch in PATCHES:
             original = patch.target.__dict__[patch.name]
-            if hasattr(original, _STANDS_IN):  # importing the package has put it there
+            if hasattr(original, _STANDS_IN):  # replaced already when the package was imported
                 continue
             before.append((patch.target, patch.name, original))
             setattr(patch.target, patch.name, _standing_in(original, patch.instead))
@@ -288,13 +290,13 @@ atexit.register(_active.close)
 
 
 def activate() -> None:
-    """`patched`, for the rest of the process."""
+    """Apply all patches until the process ends."""
     _active.enter_context(patched())
 
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """Within, Accelerate and transformers are as if this package had not been imported."""
+    """Undo all patches within the context."""
     _active.close()
     try:
         yield

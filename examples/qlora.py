@@ -5,7 +5,7 @@
 
 The first is plain Lightning, PEFT and bitsandbytes in one process. The second runs on four, two ways FSDP2 and two ways
 tensor parallelism: each reads its slices of the checkpoint and quantises those, so that none ever holds the model. Both
-print the same losses, and how many bytes of the base a process holds.
+print the same losses, and how many bytes of the base a process holds. Needs `pip install bitsandbytes`, or `[dev]`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOUR_BITS = BitsAndBytesConfig(
     bnb_4bit_quant_type="nf4",
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
-    # Four bits go by blocks of 64 features, and down_proj of this small model has 336; larger models need no exception.
+    # Four bits go by blocks of 64 features, and down_proj of this small model has 304; larger models need no exception.
     llm_int8_skip_modules=["lm_head", "down_proj"],
 )
 

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, as in its documentation: nothing in it is about parallelism. Needs `pip install trl`.
+"""TRL's SFTTrainer, as in its documentation: nothing in it is about parallelism. Needs `[trl]` or `[dev]`.
 
     python examples/trl_sft.py
     accelerate-lora launch --config_file examples/fsdp2_tp.yaml examples/trl_sft.py --batch-size 8

@@ -1,8 +1,9 @@
 """Collect the names of Lightning that the strategies need, from either of its namespaces.
 
 `lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base, with separate classes.
-Private names of Lightning are imported here and nowhere else; `tests/lightning_lora/test_namespace.py` checks that each
-does what is assumed here.
+Private names of Lightning are imported here; `tests/lightning_lora/test_namespace.py` checks that each does what is
+assumed here. Two other files use private names: `loading` wraps two functions for `load_from_checkpoint`, and
+`slurm_requeue` replaces the handler of SLURM's signal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names of the engine that front ends use besides the public ones of `lora_parallel`.
+"""The names of the engine that front ends use besides the public ones of `lora_parallel`; `load_adapter` is in both.
 
 A front end imports `lora_parallel` and this module, and no other of the engine's: what moves inside the engine is no
 matter to it then. These names may change between minor releases.

@@ -1,4 +1,4 @@
-"""Shard a model: `parallelize`, which is the order of operations and calls each where it is due."""
+"""Run the steps that turn a model into a sharded one."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ def parallelize(
 
     Args:
         model: A model whose forward is called as a whole: a transformers model, a `PeftModel`, any `nn.Module` with
-            PEFT layers. Either in memory on every rank (where copies differ, rank 0's wins), and sharded tensor by
-            tensor, the full copy freed as it goes. Or built under `meta_init`: then each rank reads its shard from the
-            checkpoint that the model remembers, and nothing is sent.
-        mesh: From `build_mesh`.
-        config: The same that `mesh` was built with.
-        lora_config: Inject this adapter; for a model without PEFT layers.
+            PEFT layers. The model may be in memory on every rank: then rank 0's values are used where copies differ,
+            and each full tensor is freed once it is sharded. Or the model was built under `meta_init`: then each rank
+            reads its shard from the checkpoint that the model remembers, and no weights are sent.
+        mesh: The result of `build_mesh`.
+        config: The config that `mesh` was built with.
+        lora_config: The adapter to inject into a model without PEFT layers; None to inject none.
         materialize: False leaves base weights on meta, to look at `read_plan` and shapes; the adapters have values.
         autocast_adapter_dtype: As in `peft.get_peft_model`: injected adapters of a 16-bit base are float32.
 
     Returns:
-        The same object.
+        `model` itself.
 
     Raises:
-        TypeError, ValueError: Bad input, on every rank and before the model is touched.
-        OSError, ValueError: The model's checkpoint is incomplete, damaged or another model's.
+        TypeError, ValueError: An argument is wrong; raised on every rank, before the model is changed.
+        OSError, ValueError: The model's checkpoint is incomplete, damaged or belongs to another model.
         RuntimeError: A guard found the result wrong (see `lora_parallel.runtime.guards`).
     """
     with agreed():
@@ -170,7 +170,10 @@ def parallelize(
 
 
 def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:
-    """Tp peers with different seeds would drop different elements of the same activation."""
+    """Raise a ValueError if ranks have different seeds.
+
+    With different seeds, tp peers would drop different elements of the same activation.
+    """
     seeds = gather_numbers([config.seed % 2**63], mesh.device_type)[:, 0].tolist()
     if len(set(seeds)) > 1:
         raise ValueError(
@@ -241,7 +244,10 @@ def _shard_for_tp(
 
 
 def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Recompute inside forward, so that no wrapper's prefix gets into parameter names."""
+    """Enable activation checkpointing inside of each block's forward.
+
+    In this way no wrapper's prefix gets into parameter names.
+    """
     bare: Any = innermost(model)
     if hasattr(bare, "gradient_checkpointing_enable"):
         bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -257,9 +263,9 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 
 def _bare_copy(model: nn.Module) -> nn.Module | Exception:
-    """Return a copy of a base without values, on which tenants are drawn later, or the error that the copy ends in.
+    """Return a copy of a base model without values, or the error that copying raised.
 
-    Tenants may never come, so that what is in their way is no error yet.
+    Adapters of tenants are made on the copy later. The error is not raised here, because tenants may never be added.
     """
     try:
         return without_values(model, bare_states(model))

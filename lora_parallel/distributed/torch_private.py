@@ -1,5 +1,6 @@
-"""Wrap every use of a private API of torch, in one place.
+"""Wrap the private API of torch.distributed and autograd, in one place: what may change there without notice.
 
+`torch.utils._pytree` and the helpers of `__torch_function__` in `torch._C` are used where they are needed instead.
 Each function says why it uses the private API, and which public API is missing.
 `tests/lora_parallel/distributed/test_torch_private.py` tests that each private API still means the same, so that an
 upgrade that changes one fails there and not in a training run.

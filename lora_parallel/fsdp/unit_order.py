@@ -39,7 +39,10 @@ PATIENCE = 3.0
 
 @dataclass(slots=True)
 class _Place:
-    """Hold a place in a pass: the step that was last taken from this place, and steps that were taken before it."""
+    """Hold a place in a tree of the passes seen so far.
+
+    The place knows the step that is expected next, and the places that this step and other steps led to.
+    """
 
     expected: str | None = None
     next_place: _Place | None = None
@@ -152,7 +155,7 @@ class ModelOrder:
 
 
 class _Allocates:
-    """Allocate buffers as FSDP2 does by default: the half of its interface for communication that stays as it is."""
+    """Provide the default `allocate` of FSDP2's communication interface."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Give a style to what neither entries nor layer groups reach, and leave whole what cannot be cut."""
+"""Set the styles of layers without one from plan entries or layer groups, and keep layers whole that cannot be cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ __all__ = ["add_replicated", "complete", "keep_small_whole", "keep_whole", "part
 
 
 def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Give the large layers that no plan speaks of, and no layer group has, a style that is right for any layer."""
+    """Set styles on linear layers in blocks that have none yet, and on embeddings and head.
+
+    Linear layers in blocks get `colwise_gather_output`, which is right for any linear layer, if they have adapters or a
+    traced run called them. Layers whose weight the model uses without calling them are left out.
+    """
     called = {name for structure in structures for name in structure.called}
     reasons = {name: reason for structure in structures for name, reason in structure.rejected.items()}
     for module, plan in builder.layers.items():
@@ -44,7 +48,10 @@ def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Leave whole what cannot be cut, where no user says otherwise and nothing takes slices of it."""
+    """Set `replicate` on layers that cannot be cut, unless the user named them or layers around them work on slices.
+
+    If `complete` has set styles before, all other layers with adapters and without a style get `replicate` too.
+    """
     reached = {name for structure in structures for name in structure.called}
     for module, plan in builder.layers.items():
         if plan.style is None and not isinstance(module, BaseTunerLayer):
@@ -63,9 +70,9 @@ def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def keep_small_whole(builder: PlanBuilder) -> None:
-    """Leave layers whole that have too few features for each tp rank to get some.
+    """Set `replicate` on layers that have too few features to give each tp rank some of them.
 
-    A whole layer gives the same, and FSDP2 reduces no gradient without elements.
+    FSDP2 does not reduce gradients without elements, and the whole layer computes the same output.
     """
     for module, plan in builder.layers.items():
         if (
@@ -77,7 +84,10 @@ def keep_small_whole(builder: PlanBuilder) -> None:
 
 
 def _untie(builder: PlanBuilder) -> None:
-    """Take the style from layers that share a weight with a layer that is whole."""
+    """Clear the style of layers whose tied weight another layer keeps whole or cuts in another way.
+
+    The styles that the user has asked for stay.
+    """
     tied = [[holder for holder, _ in places] for places in shared_parameters(builder.model).values()]
     layer_of = {base_of(module): module for module in builder.layers}
     while True:
@@ -101,10 +111,10 @@ def _untie(builder: PlanBuilder) -> None:
 
 
 def partition_packed(builder: PlanBuilder) -> None:
-    """Choose the rows of packed layers that no run shows: a chunk of each half for each rank.
+    """Give each rank a chunk of each half of the rows of packed layers that no traced run has confirmed.
 
     Raises:
-        ValueError: tp does not divide a half.
+        ValueError: The output features of a layer are no two halves that are multiples of tp.
     """
     for module, plan in builder.layers.items():
         if not plan.packed or plan.proven or plan.style is None or not is_linear(base_of(module)):
@@ -120,11 +130,12 @@ def partition_packed(builder: PlanBuilder) -> None:
 
 
 def add_replicated(builder: PlanBuilder) -> None:
-    """Give a style to what trains outside of the plan, so that every trained tensor ends as a DTensor over tp, and to
-    what acts on slices.
+    """Set a replicated style on every remaining layer that trains or acts on slices.
+
+    Every trained tensor becomes a DTensor over tp in this way.
 
     Raises:
-        ValueError: A layer has an adapter and no style, or trains where tensor parallelism has no hold of it.
+        ValueError: A layer has an adapter and no style, or the model uses a trained weight without calling its layer.
     """
     for module, plan in builder.layers.items():
         trains = any(p is not None and p.requires_grad for p in module._parameters.values())

@@ -1,4 +1,4 @@
-"""Take the entries of plans over into a plan: those that models carry, those of known families, the user's."""
+"""Set layers' styles from the entries of plans: those that models carry, those of known families, and the user's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lora_parallel.planning.plan_builder import LayerPlan, PlanBuilder
 __all__ = ["Entries", "entries_of_models", "take_entries"]
 
 Entries = list[tuple[re.Pattern[str], str]]
-"""Patterns of names, and styles."""
+"""Patterns of layer names, each with the style of the layers that match it."""
 
 
 def entries_of_models(names: Mapping[nn.Module, str]) -> tuple[Entries, Entries]:
-    """Return the entries of the plans that the models inside carry, and the entries of `family_plans` for the others.
+    """Return the entries of plans that models carry, and the entries of `family_plans` for models without a plan.
 
-    A model inside of another that has a plan is covered by that plan.
+    If a model has a plan, the models inside of it are covered by this plan.
 
     Args:
-        names: The names of a model's modules.
+        names: The names of the modules of the whole model.
     """
     own: Entries = []
     table: Entries = []
@@ -51,12 +51,15 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def take_entries(builder: PlanBuilder, own: Entries, table: Entries, globs: Mapping[str, str]) -> None:
-    """Give layers the styles that entries name. Styles of a model's own plan that are unknown here are left out.
+    """Set the styles that entries name; the user's entries come last, and replace others.
+
+    Unknown styles in plans that models carry are ignored.
 
     Args:
         builder: The plan.
         own: Entries of plans that models carry.
-        table: Entries of `family_plans`, which say nothing of heads and fused layers and hold as far as proven.
+        table: Entries of `family_plans`. They do not describe heads and fused layers, and are kept only if a traced run
+            confirms them.
         globs: The user's entries.
     """
     for plan in builder.layers.values():
@@ -73,6 +76,6 @@ def take_entries(builder: PlanBuilder, own: Entries, table: Entries, globs: Mapp
 
 
 def _give(plan: LayerPlan, style: Style) -> None:
-    """Note an entry. A packed layer is colwise, on rows that running the model shows, or on those of two halves."""
+    """Set a layer's style; `packed_colwise` becomes colwise with `packed=True`."""
     plan.packed = style is STYLES["packed_colwise"]
     plan.style = STYLES["colwise"] if plan.packed else style

@@ -1,4 +1,4 @@
-"""Log a plan on rank 0: every style, and as warnings what costs more than it might and what was not tried."""
+"""Log a plan on rank 0, and warn about layers that are not computed in slices and about unchecked plans."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _UNCHECKED = "holds unchecked. Compare a step with one process once"
 
 
 def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
-    """Log the plan on rank 0.
+    """Log a plan on rank 0.
 
     Args:
         builder: The plan.
-        problem: What kept a model from being run, if anything did.
-        tried_later: True if the plan will be tried on the first batch instead.
+        problem: The reason why a model could not be run without its weights; empty if there is none.
+        tried_later: True if the plan will be checked on the first batch instead.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
@@ -65,7 +65,7 @@ def _vague_first(said: tuple[str, str]) -> bool:
 
 
 def _counted(said: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """Count the layers of each kind of which the same is said."""
+    """Count layers by their name without block numbers and by the text about them."""
     counts: dict[tuple[str, str], int] = {}
     for name, what in said.items():
         key = without_block_numbers(name), what
