@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from inspect import signature
+from typing import Any, Literal
 
 import torch
 
@@ -71,8 +72,8 @@ class ParallelConfig:
     cpu_offload: bool = False
     """Reserved for offloading to the CPU, which is not supported yet."""
 
-    compile: bool = False
-    """Reserved for `torch.compile`, which is not supported yet."""
+    compile: bool | Mapping[str, Any] = False
+    """True compiles each block with `torch.compile`. A mapping gives arguments of it: {"mode": "max-autotune"}."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp_replicate", "timeout_seconds"):
@@ -106,9 +107,29 @@ class ParallelConfig:
                 "param_dtype=torch.float16 needs loss scaling, which sharded training does not have here: "
                 "use torch.bfloat16."
             )
-        for name in ("cpu_offload", "compile"):
-            if getattr(self, name):
-                raise ValueError(f"{name}=True is not supported yet: leave it False.")
+        if self.cpu_offload:
+            raise ValueError("cpu_offload=True is not supported yet: leave it False.")
+        self._check_compile()
+
+    def _check_compile(self) -> None:
+        if isinstance(self.compile, bool):
+            return
+        if not isinstance(self.compile, Mapping):
+            raise TypeError(f"compile={self.compile!r}: give True, False or a mapping of torch.compile's arguments.")
+        known = [name for name in signature(torch.compile).parameters if name not in ("model", "disable")]
+        unknown = [name for name in self.compile if name not in known]
+        if unknown:
+            raise ValueError(
+                f"compile={dict(self.compile)!r}: torch.compile has no argument {', '.join(map(repr, unknown))}; it has "
+                f"{', '.join(known)}."
+            )
+
+    @property
+    def compile_arguments(self) -> Mapping[str, Any] | None:
+        """Return the arguments that blocks are compiled with, or None if they are not compiled."""
+        if isinstance(self.compile, Mapping):
+            return self.compile
+        return {} if self.compile else None
 
 
 def _positive(name: str, value: object, or_auto: bool = False) -> None:

@@ -9,6 +9,7 @@ on the mesh. The hash is counter based, in the spirit of Salmon et al., "Paralle
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +33,22 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
-def _hash(x: Tensor, key: int) -> Tensor:
+def _hash(x: Tensor, key: int | Tensor) -> Tensor:
     """Return a 32-bit hash of each int32 in `x`: the finaliser of MurmurHash3, after a step with the key."""
-    x = x * _int32(_GOLDEN) + _int32(key)
+    x = x * _int32(_GOLDEN) + key
     for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ _shift(x, bits)) * _int32(factor)
     return x ^ _shift(x, 16)
 
 
 def _keys(seed: int, name: str, forward_number: int) -> tuple[int, int, int]:
-    """Return three independent 32-bit keys (row, token, feature) for one module in one forward."""
+    """Return three independent 32-bit keys (row, token, feature) for one module in one forward, as signed ints."""
     digest = hashlib.blake2b(f"{seed}\0{name}\0{forward_number}".encode(), digest_size=12).digest()
-    row, token, feature = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
+    row, token, feature = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8))
     return row, token, feature
+
+
+Keys = Sequence[int] | Sequence[Tensor]
 
 
 class TopologyInvariantDropout(nn.Module):
@@ -69,6 +73,8 @@ class TopologyInvariantDropout(nn.Module):
         self.count = count
         self.dp_rank = dp_rank
         self.feature_offset = feature_offset
+        self.prepared: Tensor | None = None
+        """Keys of the current forward, int32 [3], for a compiled block: a tensor, as ints would be constants of it."""
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -81,18 +87,24 @@ class TopologyInvariantDropout(nn.Module):
             device: The device of the mask.
             forward_number: The number of the training forward; None for the one that is being computed.
         """
+        return self._dropped(shape, device, self.keys(forward_number))
+
+    def keys(self, forward_number: int | None = None) -> tuple[int, int, int]:
+        """Return the three keys (row, token, feature) of the hash in one forward, as signed 32-bit ints.
+
+        Args:
+            forward_number: The number of the training forward; None for the one that is being computed.
+        """
+        return _keys(self.seed, self.name, self.count.current if forward_number is None else forward_number)
+
+    def _dropped(self, shape: torch.Size, device: torch.device, keys: Keys) -> Tensor:
         rows, tokens = shape[:-1][:1].numel(), shape[1:-1].numel()
 
         def index(start: int, size: int) -> Tensor:
             return torch.arange(start, start + size, dtype=torch.int32, device=device)
 
         row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
-        return self.dropped_at(
-            row,
-            index(0, tokens).expand(rows, tokens),
-            shape[-1],
-            self.count.current if forward_number is None else forward_number,
-        ).view(shape)
+        return self._dropped_at(row, index(0, tokens).expand(rows, tokens), shape[-1], keys).view(shape)
 
     def dropped_at(self, row: Tensor, token: Tensor, features: int, forward_number: int) -> Tensor:
         """Return the mask of tokens at any places of the global batch.
@@ -106,7 +118,10 @@ class TopologyInvariantDropout(nn.Module):
         Returns:
             The mask, bool [number of tokens, features], True for the elements that are dropped.
         """
-        row_key, token_key, feature_key = _keys(self.seed, self.name, forward_number)
+        return self._dropped_at(row, token, features, self.keys(forward_number))
+
+    def _dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:
+        row_key, token_key, feature_key = keys
         position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
         index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)
         feature = _hash(index, feature_key)
@@ -124,11 +139,13 @@ class TopologyInvariantDropout(nn.Module):
         """
         if not self.training or self.p == 0:
             return x
-        if torch.is_grad_enabled() and not self.count.running and not in_backward():
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling and not self.count.running and not in_backward():
             raise RuntimeError(
                 f"the LoRA layer {self.name} was called in training, but not by the model's own forward, which counts "
                 "the steps that its dropout depends on: call the parallelized model, not a module inside it."
             )
         if self.p >= 1:
             return x * 0
-        return x.masked_fill(self.dropped(x.shape, x.device), 0) * (1 / (1 - self.p))
+        keys = self.prepared.unbind() if compiling and self.prepared is not None else self.keys()
+        return x.masked_fill(self._dropped(x.shape, x.device, keys), 0) * (1 / (1 - self.p))

@@ -44,7 +44,13 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @contextmanager
 def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
-    """Turn the failure of a collective into an error that names the collective this rank was in."""
+    """Turn the failure of a collective into an error that names the collective this rank was in.
+
+    A compiled graph holds the collective alone; there, nothing is caught.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
     try:
         yield
     except (RuntimeError, dist.DistError) as error:

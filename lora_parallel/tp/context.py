@@ -30,15 +30,24 @@ class Tokens:
     def __init__(self, forwards: ForwardCount) -> None:
         self._forwards = forwards
         self._counts: dict[int, int] = {}
+        self._in_block = 0
+
+    def enter_block(self) -> None:
+        """Look up the number of all tokens for a block that may be compiled, which cannot look it up."""
+        self._in_block = self._counts.get(self._key, 0)
+
+    @property
+    def _key(self) -> int:
+        return self._forwards.current if torch.is_grad_enabled() else -1
 
     @property
     def count(self) -> int:
         """Return the number of all tokens in the forward that is being computed or recomputed."""
-        return self._counts[self._forwards.current if torch.is_grad_enabled() else -1]
+        return self._in_block if torch.compiler.is_compiling() else self._counts[self._key]
 
     @count.setter
     def count(self, number: int) -> None:
-        self._counts[self._forwards.current if torch.is_grad_enabled() else -1] = number
+        self._counts[self._key] = number
         self._counts.pop(self._forwards.current - _FORWARDS_KEPT, None)
 
 
@@ -126,8 +135,10 @@ class TPContext:
         return self._shared_by_layers(x, lambda: copy_to_tp(x, self.group, where))
 
     def _shared_by_layers(self, x: Tensor, feed: Callable[[], Tensor]) -> Tensor:
-        version = -1 if x.is_inference() else x._version
-        key = (version, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key: tuple[object, ...] = ()  # where a block is compiled, x is a value of its graph: nothing else can have it
+        if not torch.compiler.is_compiling():
+            version = -1 if x.is_inference() else x._version
+            key = (version, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if self._last is not None and self._last[0] is x and self._last[1] == key:
             return self._last[2]
         fed = feed()

@@ -1,8 +1,8 @@
 """Run a layer and its LoRA factors as one tensor parallel layer: stored as DTensors, computed on plain tensors.
 
 Outside of its forward, the layer's parameters are DTensors on the `tp` axis, placed as the style says. While its
-forward runs, this rank's plain tensor shadows each parameter: attribute lookup finds the plain tensor. The forward is
-the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the model's code. The style adds one
+forward runs, or that of the block around it, this rank's plain tensor shadows each parameter: attribute lookup finds
+the plain tensor. The forward is the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the model's code. The style adds one
 operation on the input and one on the output. So the outputs of base and LoRA are added while both are slices or both
 are partial sums, and LoRA costs no collective of its own.
 
@@ -80,9 +80,23 @@ class TPLayer:
         weight: Any = getattr(base, "weight", None)
         self.out_features: int | None = weight.shape[features_dim(base)] if is_linear(base) else None
         self.vocabulary = base.num_embeddings if isinstance(base, nn.Embedding) else 0
+        self._shadowed = False
+        self._late: Tensor | None = None
+        """Bias [out] that is added after the sum over tp; None if the layer adds its bias itself."""
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._shadowed:  # by the block around it
+            return self._run(args, kwargs)
+        self.shadow(module)
+        try:
+            return self._run(args, kwargs)
+        finally:
+            self.unshadow(module)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         style, context = self.style, self.context
+        # A compiled graph serves the same layer of every block, and must depend on no layer's name.
+        where = "" if torch.compiler.is_compiling() else self.name
         outside = None
         if self.sharing is not None:
             args, kwargs = self._routed(self.sharing, args, kwargs)
@@ -90,34 +104,30 @@ class TPLayer:
             first = None if args else next(iter(kwargs))
             x = args[0] if first is None else kwargs[first]
             if style.enter == "copy":
-                x = context.copy(x, self.name)
+                x = context.copy(x, where)
             elif style.enter == "tokens":
-                x = context.all_tokens(x, self.name)
+                x = context.all_tokens(x, where)
             elif style.enter == "split":
-                x = split_last_dim(x, context.group, self.name)
+                x = split_last_dim(x, context.group, where)
             else:
                 x, outside = self._local_ids(x)
             if first is None:
                 args = (x, *args[1:])
             else:
                 kwargs[first] = x
-        bias = self._shadow(module)
-        try:
-            y = self.compute(*args, **kwargs)
-            if self.sharing is not None:
-                used = [*tree_leaves((args, kwargs)), *(t.owner.__dict__[t.key] for t in self.tensors)]
-                y = AllUsed.apply(y, *(x for x in used if isinstance(x, Tensor) and x.requires_grad))
-        finally:
-            self._unshadow(module)
+        y = self.compute(*args, **kwargs)
+        if self.sharing is not None:
+            used = [*tree_leaves((args, kwargs)), *(t.owner.__dict__[t.key] for t in self.tensors)]
+            y = AllUsed.apply(y, *(x for x in used if isinstance(x, Tensor) and x.requires_grad))
         if outside is not None:
             y = y.masked_fill(outside.unsqueeze(-1), 0)
         if style.leave in ("reduce", "tokens"):
             add_up = sum_over_tp if style.leave == "reduce" else sum_of_tokens
-            y = add_up(y, context.group, self.name)
-            return y if bias is None else y + bias.to(y.dtype)
+            y = add_up(y, context.group, where)
+            return y if self._late is None else y + self._late.to(y.dtype)
         if style.leave == "gather":
             assert self.out_features is not None
-            return gather_last_dim(y, self.out_features, context.group, self.name)
+            return gather_last_dim(y, self.out_features, context.group, where)
         return y
 
     def place_adapter(self, module: nn.Module, adapter: str) -> dict[str, tuple[nn.Parameter, Tensor | None, bool]]:
@@ -164,17 +174,13 @@ class TPLayer:
             leaves[place] = x
         return sharing.local_arguments(tree_unflatten(leaves, structure), self.context.rank)
 
-    def _shadow(self, module: nn.Module) -> Tensor | None:
-        """Shadow the layer's DTensors by this rank's plain tensors.
-
-        Returns:
-            The bias [out] that is to be added after the sum over tp, or None if the layer adds its bias itself.
-        """
-        late = None
+    def shadow(self, module: nn.Module) -> None:
+        """Shadow the layer's DTensors by this rank's plain tensors, until `unshadow`."""
+        self._shadowed, self._late = True, None
         for tensor in self.tensors:
             local = self._local(tensor)
             if self.late_bias and tensor.role == "bias":
-                late = local
+                self._late = local
                 # The forward of Conv1D always adds a bias.
                 tensor.shadow(torch.zeros_like(local) if isinstance(tensor.owner, Conv1D) else None)
             else:
@@ -185,9 +191,10 @@ class TPLayer:
             inside = start <= base.padding_idx < end
             self._padding_idx = base.padding_idx
             base.padding_idx = base.padding_idx - start if inside else None
-        return late
 
-    def _unshadow(self, module: nn.Module) -> None:
+    def unshadow(self, module: nn.Module) -> None:
+        """Let the layer's parameters be found again. Nothing happens if they are not shadowed."""
+        self._shadowed, self._late = False, None
         for tensor in self.tensors:
             tensor.unshadow()
         base = base_of(module)
