@@ -120,8 +120,8 @@ class ParallelConfig:
         unknown = [name for name in self.compile if name not in known]
         if unknown:
             raise ValueError(
-                f"compile={dict(self.compile)!r}: torch.compile has no argument {', '.join(map(repr, unknown))}; it has "
-                f"{', '.join(known)}."
+                f"compile={dict(self.compile)!r}: torch.compile has no argument "
+                f"{', '.join(map(repr, unknown))}; it has {', '.join(known)}."
             )
 
     @property

@@ -138,7 +138,7 @@ def parallelize(
     gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None)
     context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
     if context is not None or config.compile:
-        run_blocks(blocks, mesh.device_type, context, config.compile_arguments)
+        run_blocks(model, blocks, mesh.device_type, context, config.compile_arguments)
     if context is not None:
         for sequence in plan.sequences:
             run_on_chunks(sequence, context.group, context.tokens)

@@ -1,4 +1,4 @@
-"""Use PEFT's private API, all in one place: for a base on meta, for DoRA on columns of a weight, for LoRA of experts.
+"""Use PEFT's private API, all in one place: for a base on meta, for DoRA that is cut or compiled, for LoRA of experts.
 
 PEFT moves an adapter to its base layer's device as soon as it has drawn the adapter's values. If the base is on meta,
 with its weights still on disk, that would lose the values. So there the adapter stays on the CPU, where it was drawn;
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -23,6 +23,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
@@ -41,6 +42,7 @@ __all__ = [
     "refuse_unload",
     "sum_weight_norm",
     "suspend_during_injection",
+    "trace_dora",
 ]
 
 _observers: list[Callable[[nn.Module], None]] = []
@@ -221,6 +223,25 @@ def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
         return total(norm.square()).sqrt().to(weight.dtype)
 
     dora.get_weight_norm = get_weight_norm
+
+
+@cache
+def trace_dora() -> None:
+    """Let `torch.compile` trace DoRA on weights that are not quantised, in this process.
+
+    PEFT asks for the module in which the weight's class is defined, which `torch.compile` cannot trace. A quantised
+    weight still breaks the graph there.
+    """
+
+    @torch.compiler.substitute_in_graph(dequantize_module_weight)
+    def weight_of(module: torch.nn.Module) -> Any:
+        weight: Any = getattr(module, "weight", None)
+        plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+        return weight if plain else outside_of_graphs(module)
+
+    @torch.compiler.disable
+    def outside_of_graphs(module: torch.nn.Module) -> Any:
+        return dequantize_module_weight(module)
 
 
 def keep_factored(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "split_tokens",
     "sum_of_tokens",
     "sum_over_tp",
+    "unless_compiled",
     "whole_tokens",
 ]
 
@@ -40,6 +41,11 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """
     width = -(-size // parts)
     return min(index * width, size), min((index + 1) * width, size)
+
+
+def unless_compiled(name: str) -> str:
+    """Return the name of a layer for error messages, or "" in a graph, which serves the same layer of every block."""
+    return "" if torch.compiler.is_compiling() else name
 
 
 @contextmanager

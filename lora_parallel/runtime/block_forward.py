@@ -8,13 +8,17 @@ LoRA dropout are computed. The forward of the block itself sees plain tensors an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.adapters.peft_private import trace_dora
+from lora_parallel.layers.module_names import innermost
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
 
@@ -24,75 +28,134 @@ _BLOCK = "_lora_parallel_block"
 
 
 def run_blocks(
-    blocks: Iterable[nn.Module], device: str, context: TPContext | None, compile_arguments: Mapping[str, Any] | None
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    device: str,
+    context: TPContext | None,
+    compile_arguments: Mapping[str, Any] | None,
 ) -> None:
     """Make each block prepare its layers as its forward begins, and compile the forward if asked to. In place.
 
-    Each block gets a class of its own kind, as FSDP2 gives one to its units. A subclass is where transformers'
-    `GradientCheckpointingLayer` checkpoints: around the forward defined here, so that what is recomputed is prepared
-    too.
+    Each block gets a subclass of its class, as FSDP2 gives one to its units. transformers' `GradientCheckpointingLayer`
+    checkpoints in the forward of the subclass, and so around what is done here: what is recomputed is prepared too.
 
     Args:
+        model: The model of the blocks.
         blocks: The blocks, none of which contains another.
         device: The type of the device that the model runs on.
         context: The context that the model's tensor parallel layers share; None if tp is 1.
         compile_arguments: The arguments of `torch.compile`; None to compile nothing.
     """
+    compiler = None if compile_arguments is None else _Compiler(compile_arguments)
     for block in blocks:
-        own = block.__dict__.pop("forward", None) or type(block).forward.__get__(block)
-        block.__dict__[_BLOCK] = _Block(block, own, device, context, compile_arguments)
-        block.__class__ = _prepared(type(block))
+        block.__dict__[_BLOCK] = _Block(block, device, context, compiler)
+        kind: Any = type(block)
+        block.__class__ = _subclass(kind)
+    if compiler is not None:
+        trace_dora()
+        _train_without_cache(model)
 
 
 @cache
-def _prepared(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a block's class that runs its `_Block`; one for all blocks, as graphs depend on the class."""
+def _subclass(kind: Any) -> Any:
+    """Return the subclass of a block's class that runs its `_Block`; one for all blocks, as graphs depend on it."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_BLOCK](*args, **kwargs)
+        return self.__dict__[_BLOCK].run(*args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-class _Block:
-    """Prepare the layers of one block, run its own forward, and clean up after it."""
+class _Compiler:
+    """Compile forwards of blocks: those of one class together, so that a graph of one block serves the others.
 
-    def __init__(
-        self,
-        block: nn.Module,
-        own: Callable[..., Any],
-        device: str,
-        context: TPContext | None,
-        compile_arguments: Mapping[str, Any] | None,
-    ) -> None:
-        self._context, self._device = context, device
+    Args:
+        arguments: The arguments of `torch.compile`.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        known = signature(torch.compile).parameters
+        defaults = {name: value for name, value in _DEFAULTS.items() if name in known}
+        self._compile = cache(partial(torch.compile, **{**defaults, **arguments}))
+
+    def compiled(self, block: nn.Module, instance_forward: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Return the compiled forward of a block: of its class, or the one that was set on the block itself."""
+        if instance_forward is not None:
+            return self._compile(instance_forward)
+        return self._compile(type(block).forward).__get__(block)
+
+
+_DEFAULTS = {"isolate_recompiles": True, "recompile_limit": 64}
+"""Arguments of `torch.compile`, from torch 2.13 on, that count the graphs of each class of blocks by themselves.
+
+Otherwise all classes of transformers' blocks would share one limit of 8 graphs, as their forwards share a wrapper. A
+class has one graph for each kind of attention, with and without gradients, in training and in evaluation, and so on.
+"""
+
+
+class _Block:
+    """Prepare the layers of one block, run the block's own forward, and clean up after it."""
+
+    def __init__(self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler | None) -> None:
+        self._device, self._context = device, context
         self._layers: list[tuple[nn.Module, TPLayer]] = [
             (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
         ]
         self._dropouts = [module for module in block.modules() if isinstance(module, TopologyInvariantDropout)]
-        self._run = own if compile_arguments is None else torch.compile(own, **compile_arguments)
-        self._compiled = compile_arguments is not None
+        instance_forward = block.__dict__.pop("forward", None)
+        self._own = instance_forward or type(block).forward.__get__(block)
+        self._compiled = None if compiler is None else compiler.compiled(block, instance_forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         try:
             for module, layer in self._layers:
                 layer.shadow(module)
             if self._context is not None:
                 self._context.forget_input()
-            if self._compiled:
-                self._prepare()
-            return self._run(*args, **kwargs)
+            # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
+            if self._compiled is None or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+                return self._own(*args, **kwargs)
+            if self._context is not None:
+                self._context.tokens.enter_block()
+            self._draw_keys()
+            return self._compiled(*args, **kwargs)
         finally:
             for module, layer in self._layers:
                 layer.unshadow(module)
             if self._context is not None:
                 self._context.forget_input()
 
-    def _prepare(self) -> None:
-        if self._context is not None:
-            self._context.tokens.enter_block()
-        running = [each for each in self._dropouts if each.training]
-        if running:
-            keys = torch.tensor([each.keys() for each in running], dtype=torch.int32, device=self._device)
-            for each, own in zip(running, keys.unbind(), strict=True):
-                each.prepared = own
+    def _draw_keys(self) -> None:
+        """Compute the keys of all dropouts, and send them to the device in one tensor."""
+        training = [each for each in self._dropouts if each.training]
+        if training:
+            keys = torch.tensor([each.keys() for each in training], dtype=torch.int32, device=self._device)
+            for dropout, own in zip(training, keys.unbind(), strict=True):
+                dropout.prepared = own
+
+
+def _train_without_cache(model: nn.Module) -> None:
+    """Set `use_cache` of the model's configs to False while a training forward runs, as gradient checkpointing does.
+
+    transformers' models make a cache by default, which nothing reads in training, and with which blocks do not run
+    compiled. A forward that is given `use_cache=True` or a cache itself gets what it asks for.
+    """
+    config = getattr(innermost(model), "config", None)
+    if config is None:
+        return
+    configs = list({id(each): each for each in (config, config.get_text_config())}.values())
+    before: list[Any] = []
+
+    def begin(model: nn.Module, *_: Any) -> None:
+        if model.training and not before:
+            before.extend(getattr(each, "use_cache", None) for each in configs)
+            for each in configs:
+                each.use_cache = False
+
+    def end(*_: Any) -> None:
+        for each, value in zip(configs, before, strict=False):
+            each.use_cache = value
+        before.clear()
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)

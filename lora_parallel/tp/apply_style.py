@@ -16,9 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import refuse_merge, sum_weight_norm
-from lora_parallel.distributed.collectives import (
-    all_reduce,
-)
+from lora_parallel.distributed.collectives import all_reduce, unless_compiled
 from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, layer_tensors
 from lora_parallel.layers.row_partition import RowPartition, set_partition
@@ -153,7 +151,9 @@ def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPCon
         return
     for adapter, dora in module.lora_magnitude_vector.items():
         if style.leave in ("reduce", "tokens"):
-            sum_weight_norm(dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", name))
+            sum_weight_norm(
+                dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", unless_compiled(name))
+            )
         refuse_merge(module, f"the DoRA adapter {adapter!r}")
     for adapter, biased in module.lora_bias.items():
         if biased and selected:

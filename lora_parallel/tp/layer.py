@@ -2,9 +2,9 @@
 
 Outside of its forward, the layer's parameters are DTensors on the `tp` axis, placed as the style says. While its
 forward runs, or that of the block around it, this rank's plain tensor shadows each parameter: attribute lookup finds
-the plain tensor. The forward is the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the model's code. The style adds one
-operation on the input and one on the output. So the outputs of base and LoRA are added while both are slices or both
-are partial sums, and LoRA costs no collective of its own.
+the plain tensor. The forward is the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the
+model's code. The style adds one operation on the input and one on the output. So the outputs of base and LoRA are added
+while both are slices or both are partial sums, and LoRA costs no collective of its own.
 
 torch's own `ColwiseParallel` supports neither PEFT's layer types nor its dotted names; here neither matters.
 """
@@ -28,6 +28,7 @@ from lora_parallel.distributed.collectives import (
     split_last_dim,
     sum_of_tokens,
     sum_over_tp,
+    unless_compiled,
 )
 from lora_parallel.fsdp.submodule_calls import is_at_rest
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, is_linear
@@ -95,8 +96,7 @@ class TPLayer:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         style, context = self.style, self.context
-        # A compiled graph serves the same layer of every block, and must depend on no layer's name.
-        where = "" if torch.compiler.is_compiling() else self.name
+        where = unless_compiled(self.name)
         outside = None
         if self.sharing is not None:
             args, kwargs = self._routed(self.sharing, args, kwargs)
@@ -169,7 +169,7 @@ class TPLayer:
         """Return the arguments of this rank's share of the experts; in backward their gradients are summed over tp."""
         leaves, structure = tree_flatten((args, kwargs))
         places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-        fed = copy_all_to_tp([leaves[place] for place in places], self.context.group, self.name)
+        fed = copy_all_to_tp([leaves[place] for place in places], self.context.group, unless_compiled(self.name))
         for place, x in zip(places, fed, strict=True):
             leaves[place] = x
         return sharing.local_arguments(tree_unflatten(leaves, structure), self.context.rank)

@@ -155,11 +155,13 @@ def _around(
 
     Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
     """
-    own = module.forward
+    instance_forward = module.__dict__.get("forward")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
             args, kwargs = with_activations(args, kwargs, before)
+        # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only.
+        own = type(self).forward.__get__(self) if instance_forward is None else instance_forward
         output = own(*args, **kwargs)
         return output if after is None else with_output(output, after(block_output(output)))
 

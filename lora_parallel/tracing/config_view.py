@@ -1,13 +1,14 @@
 """Show one module the model's config with some values replaced, such as the number of heads on a rank.
 
 All modules of a model share one config object. A module whose sizes differ gets an object that replaces those values
-and reads and writes every other attribute on the shared config, so that later changes to it
+and has the shared config's own `__dict__` for every other attribute, so that later changes to it
 (`set_attn_implementation`) reach the module too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 __all__ = ["ConfigView", "viewed_with"]
@@ -30,19 +31,25 @@ def viewed_with(shared: Any, value: Any) -> Any:
     """
     if not isinstance(value, ConfigView):
         return value
-    kind = type(shared)
+    kind: Any = type(shared)
+    seen: Any = object.__new__(_kind(kind, tuple(value.values.items())))
+    object.__setattr__(seen, "__dict__", shared.__dict__)
+    return seen
 
-    class Seen(kind):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            pass
 
-        def __getattribute__(self, name: str) -> Any:
-            if name in value.values:
-                return value.values[name]
-            return object.__getattribute__(self, name) if name == "__class__" else getattr(shared, name)
+@cache
+def _kind(kind: Any, values: tuple[tuple[str, Any], ...]) -> Any:
+    """Return a subclass of `kind` with properties for the replaced values, which are found before the instance's own.
 
-        def __setattr__(self, name: str, new: Any) -> None:
-            setattr(shared, name, new)
+    Views with the same values share the class, so that a graph of one block serves the others.
+    """
+    replaced = {key: property(partial(_replaced, value), partial(_set, key)) for key, value in values}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **replaced})
 
-    Seen.__name__, Seen.__qualname__ = kind.__name__, kind.__qualname__
-    return Seen()
+
+def _replaced(value: Any, _view: Any) -> Any:
+    return value
+
+
+def _set(key: str, view: Any, new: Any) -> None:
+    view.__dict__[key] = new
