@@ -49,6 +49,7 @@ def _keys(seed: int, name: str, forward_number: int) -> tuple[int, int, int]:
 
 
 Keys = Sequence[int] | Sequence[Tensor]
+"""The three keys of one module in one forward: ints, or int32 tensors without dims."""
 
 
 class TopologyInvariantDropout(nn.Module):
@@ -79,16 +80,6 @@ class TopologyInvariantDropout(nn.Module):
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
-    def dropped(self, shape: torch.Size, device: torch.device, forward_number: int | None = None) -> Tensor:
-        """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped.
-
-        Args:
-            shape: The shape of the input.
-            device: The device of the mask.
-            forward_number: The number of the training forward; None for the one that is being computed.
-        """
-        return self._dropped(shape, device, self.keys(forward_number))
-
     def keys(self, forward_number: int | None = None) -> tuple[int, int, int]:
         """Return the three keys (row, token, feature) of the hash in one forward, as signed 32-bit ints.
 
@@ -97,30 +88,35 @@ class TopologyInvariantDropout(nn.Module):
         """
         return _keys(self.seed, self.name, self.count.current if forward_number is None else forward_number)
 
-    def _dropped(self, shape: torch.Size, device: torch.device, keys: Keys) -> Tensor:
+    def dropped(self, shape: torch.Size, device: torch.device, keys: Keys | None = None) -> Tensor:
+        """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped.
+
+        Args:
+            shape: The shape of the input.
+            device: The device of the mask.
+            keys: The keys of the forward; None for those of the forward that is being computed.
+        """
         rows, tokens = shape[:-1][:1].numel(), shape[1:-1].numel()
 
         def index(start: int, size: int) -> Tensor:
             return torch.arange(start, start + size, dtype=torch.int32, device=device)
 
         row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
-        return self._dropped_at(row, index(0, tokens).expand(rows, tokens), shape[-1], keys).view(shape)
+        token = index(0, tokens).expand(rows, tokens)
+        return self.dropped_at(row, token, shape[-1], self.keys() if keys is None else keys).view(shape)
 
-    def dropped_at(self, row: Tensor, token: Tensor, features: int, forward_number: int) -> Tensor:
+    def dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:
         """Return the mask of tokens at any places of the global batch.
 
         Args:
             row: The global row of each token, int32 [...].
             token: The index of each token in its row, int32 [...].
             features: The number of features, from `feature_offset` on.
-            forward_number: The number of the training forward.
+            keys: The keys of the forward.
 
         Returns:
             The mask, bool [number of tokens, features], True for the elements that are dropped.
         """
-        return self._dropped_at(row, token, features, self.keys(forward_number))
-
-    def _dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:
         row_key, token_key, feature_key = keys
         position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
         index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)
@@ -145,7 +141,9 @@ class TopologyInvariantDropout(nn.Module):
                 f"the LoRA layer {self.name} was called in training, but not by the model's own forward, which counts "
                 "the steps that its dropout depends on: call the parallelized model, not a module inside it."
             )
-        if self.p >= 1:
-            return x * 0
         keys = self.prepared.unbind() if compiling and self.prepared is not None else self.keys()
-        return x.masked_fill(self._dropped(x.shape, x.device, keys), 0) * (1 / (1 - self.p))
+        return self.without(x, self.dropped(x.shape, x.device, keys))
+
+    def without(self, x: Tensor, dropped: Tensor) -> Tensor:
+        """Return `x` with zeros where the mask `dropped` is True, and the rest scaled by 1 / (1 - p)."""
+        return x.masked_fill(dropped, 0) * (1 / (1 - self.p)) if self.p < 1 else x * 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from lora_parallel.layers.module_names import innermost
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
 
-__all__ = ["run_blocks"]
+__all__ = ["CompiledPart", "compiled_parts", "run_blocks"]
 
 _BLOCK = "_lora_parallel_block"
 
@@ -54,6 +54,22 @@ def run_blocks(
     if compiler is not None:
         trace_dora()
         _train_without_cache(model)
+
+
+class CompiledPart(Protocol):
+    """Define what a block asks of a layer that was put into it later, such as a `TenantLayer`."""
+
+    def enter(self) -> bool:
+        """Prepare for a compiled forward of the block. Return False if the block cannot run compiled this time."""
+
+    def leave(self) -> None:
+        """Drop what `enter` prepared."""
+
+
+def compiled_parts(model: nn.Module) -> dict[nn.Module, list[CompiledPart]]:
+    """Map each module in a block of `model` to the list of the block's parts, to which parts may be added."""
+    blocks = [(block, block.__dict__[_BLOCK].parts) for block in model.modules() if _BLOCK in block.__dict__]
+    return {module: parts for block, parts in blocks for module in block.modules()}
 
 
 @cache
@@ -96,12 +112,16 @@ class has one graph for each kind of attention, with and without gradients, in t
 class _Block:
     """Prepare the layers of one block, run the block's own forward, and clean up after it."""
 
+    parts: list[CompiledPart]
+    """Layers that have more to prepare where the block runs compiled."""
+
     def __init__(self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler | None) -> None:
         self._device, self._context = device, context
         self._layers: list[tuple[nn.Module, TPLayer]] = [
             (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
         ]
         self._dropouts = [module for module in block.modules() if isinstance(module, TopologyInvariantDropout)]
+        self.parts = []
         instance_forward = block.__dict__.pop("forward", None)
         self._own = instance_forward or type(block).forward.__get__(block)
         self._compiled = None if compiler is None else compiler.compiled(block, instance_forward)
@@ -113,7 +133,8 @@ class _Block:
             if self._context is not None:
                 self._context.forget_input()
             # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
-            if self._compiled is None or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+            cached = any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
+            if self._compiled is None or cached or not all(part.enter() for part in self.parts):
                 return self._own(*args, **kwargs)
             if self._context is not None:
                 self._context.tokens.enter_block()
@@ -122,6 +143,8 @@ class _Block:
         finally:
             for module, layer in self._layers:
                 layer.unshadow(module)
+            for part in self.parts:
+                part.leave()
             if self._context is not None:
                 self._context.forget_input()
 

@@ -14,6 +14,7 @@ from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import activate, refuse_merge
 from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.layers.module_names import clean_names
+from lora_parallel.runtime.block_forward import compiled_parts
 from lora_parallel.state import ParallelState
 from lora_parallel.tenants.adapter_init import adapted_layers
 from lora_parallel.tenants.batch_routing import Forward
@@ -39,6 +40,7 @@ class AdapterSlots:
         self._model, self._state, self._shards, self._forward = model, state, shards, forward
         self._places = {name: module for module, name in clean_names(model).items()}
         self._layers: dict[str, TenantLayer] = {}
+        self._parts = compiled_parts(model)
 
     def factors(self, tenant: str, shapes: Any, dtype: torch.dtype | None) -> list[Factor]:
         """Return the factors that an adapter would have on this rank, without values.
@@ -82,6 +84,8 @@ class AdapterSlots:
             shape.train(base.training)
             refuse_merge(shape, "a tenant's adapter", "into a base that others share")
             self._layers[where] = TenantLayer(shape, where, self._forward, self._state.config.param_dtype)
+            if base in self._parts:
+                self._parts[base].append(self._layers[where])
         put = self._layers[where]
         if put.layer is not shape:
             for attribute in (*put.layer.adapter_layer_names, *put.layer.other_param_names):
@@ -102,7 +106,10 @@ class AdapterSlots:
             each.factors.pop(tenant, None)
             each.layer.delete_adapter(tenant)
             if not each.factors:
-                _replace(self._model, each.layer, each.restore())
+                base = each.restore()
+                _replace(self._model, each.layer, base)
+                if base in self._parts:
+                    self._parts[base].remove(each)
                 del self._layers[where]
 
     def check_known(self, what: str, tenants: Collection[str]) -> None:

@@ -113,7 +113,7 @@ class ForwardTracker:
             self._forward.end(self._device)
 
     def _made(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
+        if torch.compiler.is_compiling() or in_backward():  # what a graph returns is the output of a block
             return
         this = self._forward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.adapters.dropout import Keys, TopologyInvariantDropout
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import base_of
-from lora_parallel.tenants.batch_routing import Forward, TenantTokens
+from lora_parallel.tenants.batch_routing import Forward, Route, TenantTokens
 from lora_parallel.tenants.factor import Factor
 from lora_parallel.tenants.shards import cut
 from lora_parallel.tp.layer import AllUsed, TPLayer, tp_layer_of
@@ -46,6 +47,9 @@ class TenantLayer:
         self._forward, self._dtype = forward, dtype
         self._base: Any = base_of(layer)
         self._unit: TPLayer | None = tp_layer_of(self._base)
+        self._entered: _Adapter | None = None
+        """Adapter of the call in a compiled block; None if the base is called alone."""
+
         self._own = self._unit.compute if self._unit is not None else self._base.forward
         self._instance_forward = self._base.__dict__.get("forward")
         if self._unit is not None:
@@ -82,11 +86,27 @@ class TenantLayer:
         if isinstance(dropout, TopologyInvariantDropout):
             dropout.seed = seed
 
-    def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        y = self._own(*args, **kwargs)
+    def enter(self) -> bool:
+        """Find the adapter of a call in a block that runs compiled, where it cannot be looked up by the tenant's name.
+
+        Returns:
+            False if samples of several tenants are routed, which are not computed in a graph.
+        """
+        forward = self._called()
+        if forward is not None and forward.route.names is not None:
+            return False
+        self._entered = None if forward is None else self._adapter(forward, as_tensors=True)
+        return True
+
+    def leave(self) -> None:
+        """Drop what `enter` found."""
+        self._entered = None
+
+    def _called(self) -> Forward | None:
+        """Return the forward that calls the layer; None if no adapter is to be added."""
         forward = self._forward(self.name)
         if forward is None or self.layer.disable_adapters:
-            return y
+            return None
         route = forward.route
         if not in_backward():
             forward.training[self.name] = self.layer.training
@@ -98,20 +118,40 @@ class TenantLayer:
                         "call set_adapter in train() or route(), which choose the adapters."
                     )
                 )
-                return y
+                return None
+        return forward
+
+    def _factors(self, tenant: str, route: Route) -> list[Tensor]:
+        return [f.compute(route.gathered.get(f), route.weights[tenant], self._dtype) for f in self.factors[tenant]]
+
+    def _adapter(self, forward: Forward, as_tensors: bool = False) -> _Adapter | None:
+        """Return the adapter of the one tenant to whom all samples belong; None if it is not on this layer."""
+        (tenant,) = forward.route.tenants
+        if tenant not in self.factors:
+            return None
+        A, B = self._factors(tenant, forward.route)
+        dropout = self._dropout(tenant, forward)
+        keys: Keys = () if dropout is None else dropout.keys(forward.counts[tenant])
+        if as_tensors and keys:
+            keys = torch.tensor(keys, dtype=torch.int32, device=A.device).unbind()
+        return _Adapter(A, B, self.layer.scaling[tenant], dropout, keys)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        y = self._own(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if torch.compiler.is_compiling():
+            return y if self._entered is None else self._entered.add(y, x)
+        forward = self._called()
+        if forward is None:
+            return y
+        route = forward.route
+        if route.names is None:
+            adapter = self._adapter(forward)
+            return y if adapter is None else adapter.add(y, x)
         tenants = [tenant for tenant in route.tenants if tenant in self.factors]
         if not tenants:
             return y
-        x = args[0] if args else next(iter(kwargs.values()))
-        factors = {
-            t: [f.compute(route.gathered.get(f), route.weights[t], self._dtype) for f in self.factors[t]]
-            for t in tenants
-        }
-        if route.names is None:
-            (tenant,) = tenants
-            A, B = factors[tenant]
-            fed = self._dropped(tenant, x.to(A.dtype), forward, None)  # as PEFT: first the cast, then dropout
-            return (y + F.linear(F.linear(fed, A), B) * self.layer.scaling[tenant]).to(y.dtype)
+        factors = {tenant: self._factors(tenant, route) for tenant in tenants}
         tokens = forward.tokens(x.shape[:-1], x.device, self.name)
         if tokens is None:
             return y
@@ -129,21 +169,42 @@ class TenantLayer:
         absent = [factor for tenant in tenants if tenant not in tokens for factor in factors[tenant]]
         return AllUsed.apply(total, *absent) if absent else total
 
-    def _dropped(self, tenant: str, x: Tensor, forward: Forward, tokens: TenantTokens | None) -> Tensor:
+    def _dropout(self, tenant: str, forward: Forward) -> TopologyInvariantDropout | None:
+        """Return the dropout of a tenant's adapter; None if it drops nothing in this forward."""
         dropout = self.layer.lora_dropout[tenant]
         if not isinstance(dropout, TopologyInvariantDropout) or not forward.training[self.name]:
-            return x
+            return None
         if tenant not in forward.counts:
             raise RuntimeError(
                 f"the layer {self.name} was called in training, but not by the model's own forward, which counts the "
                 "steps that its dropout depends on: call the parallelized model, not a module inside it."
             )
-        count = forward.counts[tenant]
-        if tokens is None:
-            dropped = dropout.dropped(x.shape, x.device, count)
-        else:
-            dropped = dropout.dropped_at(tokens.row, tokens.token, x.shape[-1], count)
-        return x.masked_fill(dropped, 0) * (1 / (1 - dropout.p)) if dropout.p < 1 else x * 0
+        return dropout
+
+    def _dropped(self, tenant: str, x: Tensor, forward: Forward, tokens: TenantTokens) -> Tensor:
+        dropout = self._dropout(tenant, forward)
+        if dropout is None:
+            return x
+        keys = dropout.keys(forward.counts[tenant])
+        return dropout.without(x, dropout.dropped_at(tokens.row, tokens.token, x.shape[-1], keys))
+
+
+@dataclass(frozen=True, eq=False)
+class _Adapter:
+    """Hold the adapter of one tenant on a layer, as one forward computes with it."""
+
+    A: Tensor
+    B: Tensor
+    scaling: float
+    dropout: TopologyInvariantDropout | None
+    keys: Keys
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the output `y` of the base for its input `x`, with the adapter added."""
+        fed = x.to(self.A.dtype)  # as PEFT: first the cast, then dropout
+        if self.dropout is not None:
+            fed = self.dropout.without(fed, self.dropout.dropped(fed.shape, fed.device, self.keys))
+        return (y + F.linear(F.linear(fed, self.A), self.B) * self.scaling).to(y.dtype)
 
 
 def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, Factor]:
