@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
 from accelerate_plugin.config_file import check_config_file
 from accelerate_plugin.parallelism import LoRAParallelism
@@ -62,7 +62,6 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
                 f"Remove {argument}, or the {name.lower()}_config of the configuration."
             )
     check_config_file()
-    _check_compile(arguments)
     global _given
     if isinstance(plugin, LoRAParallelPlugin):
         _given = plugin
@@ -73,7 +72,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
             plugin = _given
     own = LoRAParallelPlugin.of(plugin) if plugin is not None else LoRAParallelPlugin()
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return LoRAParallelism.choose(own, given, str(precision).lower(), _timeout(arguments))
+    return LoRAParallelism.choose(own, given, str(precision).lower(), _timeout(arguments), _compile(arguments))
 
 
 _given: LoRAParallelPlugin | None = None
@@ -95,9 +94,20 @@ def _timeout(arguments: dict[str, Any]) -> int | None:
     return None
 
 
-def _check_compile(arguments: dict[str, Any]) -> None:
-    dynamo = arguments.get("dynamo_plugin")
-    backend = dynamo.backend if dynamo is not None else arguments.get("dynamo_backend")
-    backend = backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if str(getattr(backend, "value", backend)).lower() not in ("no", "dynamobackend.no"):
-        raise ValueError(f"dynamo_backend={backend} is not supported by LoRAParallelPlugin yet: set it to no.")
+def _compile(arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of `torch.compile` that an Accelerator's arguments and the environment give.
+
+    Returns:
+        The arguments; None if nothing is to be compiled.
+    """
+    plugin = arguments.get("dynamo_plugin") or TorchDynamoPlugin(backend=arguments.get("dynamo_backend"))
+    if plugin.backend == DynamoBackend.NO or plugin.disable:
+        return None
+    # Not by plugin.to_kwargs(), which leaves out what the environment says too.
+    settings = {name: getattr(plugin, name) for name in ("mode", "fullgraph", "dynamic", "options")}
+    given = {"backend": plugin.backend.value.lower(), **{name: each for name, each in settings.items() if each}}
+    if given.get("mode") == "default":
+        del given["mode"]  # torch.compile takes no options beside a mode
+    if plugin.dynamic is False and "ACCELERATE_DYNAMO_USE_DYNAMIC" not in os.environ:
+        given["dynamic"] = False  # `accelerate launch` says so where nobody has; there it would be a graph a length
+    return given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -41,6 +41,7 @@ class LoRAParallelism(ParallelismConfig):
         given: ParallelismConfig | None,
         mixed_precision: str,
         timeout_seconds: int | None,
+        compile_arguments: Mapping[str, Any] | None = None,
     ) -> LoRAParallelism:
         """Combine the settings of the plugin with those of Accelerate's own configuration.
 
@@ -49,6 +50,7 @@ class LoRAParallelism(ParallelismConfig):
             given: An explicit `parallelism_config`, or the one that the environment describes, or None.
             mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
             timeout_seconds: The timeout of the process group, if the user set one; else None.
+            compile_arguments: The arguments of `torch.compile`; None to compile nothing.
 
         Raises:
             ValueError: The plugin and `given` name different sizes; a setting, an axis or the precision is not
@@ -67,7 +69,7 @@ class LoRAParallelism(ParallelismConfig):
                     f"{axis}_size={getattr(given, f'{axis}_size')} is not supported by LoRAParallelPlugin: leave it at "
                     "1."
                 )
-        config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds)
+        config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds, compile_arguments)
         replicate, shard, tp = mesh_sizes(config, world_size())
         if given is not None:
             _check_equal("dp_shard", shard, given.dp_shard_size)

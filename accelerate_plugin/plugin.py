@@ -127,7 +127,11 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         return made
 
     def parallel_config(
-        self, sizes: Mapping[str, Any], mixed_precision: str, timeout_seconds: int | None = None
+        self,
+        sizes: Mapping[str, Any],
+        mixed_precision: str,
+        timeout_seconds: int | None = None,
+        compile_arguments: Mapping[str, Any] | None = None,
     ) -> ParallelConfig:
         """Return the config of the engine.
 
@@ -135,6 +139,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             sizes: The sizes of the mesh axes, named `tp`, `dp_shard` and `dp_replicate`.
             mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
             timeout_seconds: The timeout of the process group, if the user set one; else None.
+            compile_arguments: The arguments of `torch.compile`; None to compile nothing.
 
         Raises:
             ValueError: The precision is neither "no" nor "bf16", or the engine refuses an option.
@@ -149,6 +154,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             **sizes,
             param_dtype=torch.bfloat16 if mixed_precision == "bf16" else None,
             timeout_seconds=self.timeout_seconds or timeout_seconds or 1800,
+            compile=compile_arguments if compile_arguments is not None else False,
         )
 
 

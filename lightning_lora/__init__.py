@@ -9,6 +9,7 @@ The import registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" (tp 2), "lor
 strategy classes for them).
 """
 
+from lightning_lora.compiled_modules import accept_compiled_modules
 from lightning_lora.loading import load_folders
 from lightning_lora.registry import register_strategies
 from lightning_lora.strategy import FabricLoRAParallelStrategy, LoRAParallelStrategy
@@ -17,3 +18,4 @@ __all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
 
 register_strategies()
 load_folders()
+accept_compiled_modules()

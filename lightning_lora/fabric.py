@@ -145,6 +145,7 @@ class FabricLogic(BaseLogic, Base):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Parallelize a model in place. Collective."""
         with agreed():
+            module = self._uncompile(module)
             models = self._find_models(module)
             self._check_meshes(models)
         self._shard(module, models)

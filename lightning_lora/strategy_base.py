@@ -30,7 +30,9 @@ from lora_parallel.integration import (
     read_weights,
     state_of,
     suggest_arguments,
+    tell_unwrapped,
     tensors_of,
+    unwrap_compiled,
 )
 
 __all__ = ["BaseLogic"]
@@ -62,6 +64,7 @@ class BaseLogic(Communication):
         block_classes: Literal["auto"] | list[str] = "auto",
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
+        compile: bool | Mapping[str, Any] = False,
         require_adapters: bool = True,
         autocast_adapter_dtype: bool = True,
         seed: int | None = None,
@@ -82,6 +85,7 @@ class BaseLogic(Communication):
             block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own.
             reshard_after_forward: Free a block's gathered weights between forward and backward.
             activation_checkpointing: Recompute each block's activations in backward.
+            compile: Compile each block with `torch.compile`; a mapping gives its arguments: {"mode": "max-autotune"}.
             require_adapters: Refuse a model without adapters, and one whose base trains.
             autocast_adapter_dtype: Keep adapters in float32 with `precision="bf16-true"`, as PEFT does.
             seed: Seed of injected adapters and of LoRA dropout; None: the seed of `seed_everything`, else 0.
@@ -121,6 +125,7 @@ class BaseLogic(Communication):
             "block_classes": block_classes,
             "reshard_after_forward": reshard_after_forward,
             "activation_checkpointing": activation_checkpointing,
+            "compile": compile,
             "require_adapters": require_adapters,
             "timeout_seconds": timeout_seconds,
         }
@@ -226,6 +231,18 @@ class BaseLogic(Communication):
             deferral = meta_init() if empty_init else defer_from_pretrained()
         with deferral, self._plugin.module_init_context():
             yield
+
+    def _uncompile(self, module: nn.Module) -> nn.Module:
+        """Take `torch.compile` off a module and all in it, so that the blocks of its models are compiled instead."""
+        module, arguments = unwrap_compiled(module)
+        if arguments is not None:
+            self._options["compile"] = self._options["compile"] or arguments or True
+        return module
+
+    def compile_blocks(self, module: nn.Module) -> None:
+        """Compile the blocks of the models in `module`, from which Lightning has taken `torch.compile`."""
+        tell_unwrapped([type(module).__name__])
+        self._options["compile"] = self._options["compile"] or True
 
     def _check_meshes(self, models: Mapping[str, nn.Module]) -> None:
         """Check that models which were parallelized before, and are used as they are, have a mesh of the same sizes."""

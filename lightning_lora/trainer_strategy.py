@@ -124,6 +124,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
             self._refuse_features(trainer)
             if trainer.predicting:
                 check_shares(trainer.predict_loop, self.device_mesh)
+            assert self.lightning_module is not None
+            self._uncompile(self.lightning_module)
             self._roots = self._find_roots()
             self._check_meshes(self._roots)
         assert self.lightning_module is not None

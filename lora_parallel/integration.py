@@ -39,6 +39,7 @@ from lora_parallel.loading.meta_init import defer_from_pretrained
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
+from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
 from lora_parallel.storage.weights_only import check_loadable, without_numpy
@@ -92,7 +93,9 @@ __all__ = [
     "state_of",
     "suggest_arguments",
     "sweep",
+    "tell_unwrapped",
     "tensors_of",
+    "unwrap_compiled",
     "without_numpy",
     "write_checkpoint",
     "write_pretrained",

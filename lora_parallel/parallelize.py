@@ -44,6 +44,7 @@ from lora_parallel.runtime.guards import verify
 from lora_parallel.runtime.optimizer_params import refuse_stale_steps
 from lora_parallel.runtime.refusals import seal
 from lora_parallel.runtime.step_hooks import StepHooks
+from lora_parallel.runtime.whole_compile import refuse_whole_compile
 from lora_parallel.state import ForwardCount, ParallelState, state_of
 from lora_parallel.tp.apply_style import apply_style
 from lora_parallel.tp.context import TPContext
@@ -172,6 +173,8 @@ def parallelize(
     refuse_stale_steps(before, model)
     state.attach(model)
     seal(model, mesh.size())
+    if mesh.size() > 1:
+        refuse_whole_compile(model)
     return model
 
 
@@ -191,7 +194,7 @@ def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:
 _WRAPPER_PARTS = {
     "_checkpoint_wrapped_module": "torch's checkpoint_wrapper: use activation_checkpointing=True or the model's own "
     "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})",
-    "_orig_mod": "torch.compile: call block.compile() after parallelize instead",
+    "_orig_mod": "torch.compile: give the module itself, and ParallelConfig(compile=True)",
     "_fsdp_wrapped_module": "FSDP1: pass the bare model",
 }
 

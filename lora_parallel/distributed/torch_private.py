@@ -31,6 +31,7 @@ __all__ = [
     "backward_pass",
     "compute_for_dtensors",
     "default_store",
+    "drop_compiled_call",
     "drop_gathered_gradients",
     "file_of",
     "gathered_parameters",
@@ -79,6 +80,14 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], Non
     is no public way to list the hooks.
     """
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def drop_compiled_call(module: torch.nn.Module) -> bool:
+    """Undo `module.compile()`, and return True if it had been called; torch has no public way back."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    if compiled:
+        module._compiled_call_impl = None
+    return compiled
 
 
 def gradient_hooks(parameter: Tensor) -> int:

@@ -138,9 +138,8 @@ def fsdp_blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
         if module is not model and type(module).__name__ in wanted and module not in inside:
             found.append(module)
             inside.update(module.modules())
-    if config.activation_checkpointing and not found and not hasattr(innermost(model), "gradient_checkpointing_enable"):
-        raise ValueError(
-            "activation_checkpointing=True, but the model has no blocks to recompute: name their classes in "
-            "block_classes=[...]."
-        )
+    recomputes = config.activation_checkpointing and not hasattr(innermost(model), "gradient_checkpointing_enable")
+    for wanted_for, missed in (("activation_checkpointing=True", recomputes), ("compile=True", config.compile)):
+        if missed and not found:
+            raise ValueError(f"{wanted_for}, but the model has no blocks: name their classes in block_classes=[...].")
     return found
