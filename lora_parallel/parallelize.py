@@ -26,6 +26,7 @@ from lora_parallel.distributed.gradients import PartialGradients
 from lora_parallel.distributed.mesh import AXES, dp_rank, mesh_sizes
 from lora_parallel.distributed.rank_checks import agreed, check_alike, gather_numbers
 from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
 from lora_parallel.fsdp.submodule_calls import gather_for_calls
 from lora_parallel.fsdp.unit_order import install_order_check
@@ -220,6 +221,12 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
             "fully_shard was already applied to the model, or parallelize to it or to one that holds it: pass the bare "
             "model, once."
         )
+    for name, module in model.named_modules():
+        if has_compiled_call(module):
+            raise ValueError(
+                f"{name or type(module).__name__} was compiled by .compile(), which would trace how its weights are "
+                "gathered: leave that out, and give ParallelConfig(compile=True)."
+            )
     for name, parameter in model.named_parameters():
         for part, remedy in _WRAPPER_PARTS.items():
             if part in name.split("."):

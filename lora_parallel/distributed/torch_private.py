@@ -36,6 +36,7 @@ __all__ = [
     "file_of",
     "gathered_parameters",
     "gradient_hooks",
+    "has_compiled_call",
     "in_backward",
     "is_rectangle",
     "local_region",
@@ -82,12 +83,14 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], Non
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
-def drop_compiled_call(module: torch.nn.Module) -> bool:
-    """Undo `module.compile()`, and return True if it had been called; torch has no public way back."""
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    if compiled:
-        module._compiled_call_impl = None
-    return compiled
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Return True if `module.compile()` was called; torch has no public way to ask."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def drop_compiled_call(module: torch.nn.Module) -> None:
+    """Undo `module.compile()`; torch has no public way back."""
+    module._compiled_call_impl = None
 
 
 def gradient_hooks(parameter: Tensor) -> int:

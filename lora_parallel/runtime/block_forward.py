@@ -18,8 +18,7 @@ from transformers import Cache
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import trace_dora
-from lora_parallel.layers.module_names import innermost
-from lora_parallel.tp.context import TPContext
+from lora_parallel.tp.context import Tokens, TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
 
 __all__ = ["CompiledPart", "compiled_parts", "run_blocks"]
@@ -92,13 +91,20 @@ class _Compiler:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         known = signature(torch.compile).parameters
         defaults = {name: value for name, value in _DEFAULTS.items() if name in known}
-        self._compile = cache(partial(torch.compile, **{**defaults, **arguments}))
+        self._arguments = {**defaults, **arguments}
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def compiled(self, block: nn.Module, instance_forward: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return the compiled forward of a block: of its class, or the one that was set on the block itself."""
-        if instance_forward is not None:
-            return self._compile(instance_forward)
-        return self._compile(type(block).forward).__get__(block)
+    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward` compiled, with two more arguments in front: a `Tokens` or None, and its `in_graph`."""
+
+        def given(tokens: Tokens | None, number: int, *args: Any, **kwargs: Any) -> Any:
+            if tokens is not None:
+                tokens.in_graph = number
+            return forward(*args, **kwargs)
+
+        if forward not in self._compiled:
+            self._compiled[forward] = torch.compile(given, **self._arguments)
+        return self._compiled[forward]
 
 
 _DEFAULTS = {"isolate_recompiles": True, "recompile_limit": 64}
@@ -123,8 +129,14 @@ class _Block:
         self._dropouts = [module for module in block.modules() if isinstance(module, TopologyInvariantDropout)]
         self.parts = []
         instance_forward = block.__dict__.pop("forward", None)
-        self._own = instance_forward or type(block).forward.__get__(block)
-        self._compiled = None if compiler is None else compiler.compiled(block, instance_forward)
+        kind_forward: Any = type(block).forward
+        self._own = instance_forward or kind_forward.__get__(block)
+        self._compiled: Callable[..., Any] | None = None
+        if compiler is not None and instance_forward is not None:
+            self._compiled = compiler.compiled(instance_forward)
+        elif compiler is not None:
+            # Given the block as an argument, a graph is not of one block.
+            self._compiled = partial(_of_block, compiler.compiled(kind_forward), block)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -136,10 +148,9 @@ class _Block:
             cached = any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
             if self._compiled is None or cached or not all(part.enter() for part in self.parts):
                 return self._own(*args, **kwargs)
-            if self._context is not None:
-                self._context.tokens.enter_block()
             self._draw_keys()
-            return self._compiled(*args, **kwargs)
+            tokens = None if self._context is None else self._context.tokens
+            return self._compiled(tokens, 0 if tokens is None else tokens.known(), *args, **kwargs)
         finally:
             for module, layer in self._layers:
                 layer.unshadow(module)
@@ -157,21 +168,25 @@ class _Block:
                 dropout.prepared = own
 
 
+def _of_block(
+    compiled: Callable[..., Any], block: nn.Module, tokens: Tokens | None, number: int, *args: Any, **kwargs: Any
+) -> Any:
+    return compiled(tokens, number, block, *args, **kwargs)
+
+
 def _train_without_cache(model: nn.Module) -> None:
     """Set `use_cache` of the model's configs to False while a training forward runs, as gradient checkpointing does.
 
     transformers' models make a cache by default, which nothing reads in training, and with which blocks do not run
     compiled. A forward that is given `use_cache=True` or a cache itself gets what it asks for.
     """
-    config = getattr(innermost(model), "config", None)
-    if config is None:
-        return
-    configs = list({id(each): each for each in (config, config.get_text_config())}.values())
+    found: Iterable[Any] = (getattr(module, "config", None) for module in model.modules())
+    configs = list({id(each): each for each in found if hasattr(each, "use_cache")}.values())
     before: list[Any] = []
 
     def begin(model: nn.Module, *_: Any) -> None:
         if model.training and not before:
-            before.extend(getattr(each, "use_cache", None) for each in configs)
+            before.extend(each.use_cache for each in configs)
             for each in configs:
                 each.use_cache = False
 

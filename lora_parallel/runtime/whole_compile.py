@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from lora_parallel.distributed.torch_private import drop_compiled_call
+from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call
 
 __all__ = ["refuse_whole_compile", "tell_unwrapped", "unwrap_compiled"]
 
@@ -40,7 +40,8 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any] | N
         while isinstance(each, OptimizedModule):
             found.append((name, getattr(each, "_compile_kwargs", {})))
             each = each._orig_mod
-        if drop_compiled_call(each):
+        if has_compiled_call(each):
+            drop_compiled_call(each)
             found.append((name, {}))
         return each
 

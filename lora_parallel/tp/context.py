@@ -30,11 +30,12 @@ class Tokens:
     def __init__(self, forwards: ForwardCount) -> None:
         self._forwards = forwards
         self._counts: dict[int, int] = {}
-        self._in_block = 0
+        self.in_graph = 0
+        """Number of all tokens that a graph computes with, which it is given: a number looked up is a constant of it."""
 
-    def enter_block(self) -> None:
-        """Look up the number of all tokens for a block that may be compiled, which cannot look it up."""
-        self._in_block = self._counts.get(self._key, 0)
+    def known(self) -> int:
+        """Return the number of all tokens in the forward that is being computed or recomputed; 0 if nobody set it."""
+        return self._counts.get(self._key, 0)
 
     @property
     def _key(self) -> int:
@@ -43,7 +44,7 @@ class Tokens:
     @property
     def count(self) -> int:
         """Return the number of all tokens in the forward that is being computed or recomputed."""
-        return self._in_block if torch.compiler.is_compiling() else self._counts[self._key]
+        return self.in_graph if torch.compiler.is_compiling() else self._counts[self._key]
 
     @count.setter
     def count(self, number: int) -> None:

@@ -33,7 +33,8 @@ BAD = [
     ({"reduce_dtype": torch.int64}, TypeError, r"reduce_dtype=torch\.int64"),
     ({"param_dtype": torch.float16}, ValueError, "loss scaling.*bfloat16"),
     ({"cpu_offload": True}, ValueError, "cpu_offload=True is not supported yet"),
-    ({"compile": True}, ValueError, "compile=True is not supported yet"),
+    ({"compile": "inductor"}, TypeError, "compile='inductor': give True, False or a mapping"),
+    ({"compile": {"back": "inductor"}}, ValueError, "torch.compile has no argument 'back'; it has fullgraph, dynamic"),
 ]
 
 

@@ -246,6 +246,11 @@ def refusals():
         model.get_base_model().model.layers[0] = torch.compile(model.get_base_model().model.layers[0])
         return model
 
+    def compiled_in_place():
+        model = adapted()
+        model.get_base_model().model.layers[1].compile()
+        return model
+
     def checkpointed_block():
         model = adapted()
         model.get_base_model().model.layers[0] = checkpoint_wrapper(model.get_base_model().model.layers[0])
@@ -276,6 +281,8 @@ def refusals():
         "checkpoint_wrapper": (checkpointed_block, {}, None),
         "torch.compile": (lambda: torch.compile(adapted()), {}, None),
         "a compiled block": (compiled_block, {}, None),
+        "a block compiled in place": (compiled_in_place, {}, None),
+        "nothing to compile": (stack, {"tp_plan": PLAN, "compile": True}, None),
         "fully_shard": (sharded_already, {}, None),
         "DTensor": (with_dtensor, {}, None),
         "meta": (on_meta, {}, None),
@@ -331,8 +338,10 @@ def refusals():
 REFUSED = {
     "ddp": ("ValueError", "DistributedDataParallel: pass the bare model"),
     "checkpoint_wrapper": ("ValueError", "activation_checkpointing=True"),
-    "torch.compile": ("ValueError", "torch.compile"),
-    "a compiled block": ("ValueError", "block.compile()"),
+    "torch.compile": ("ValueError", "torch.compile: give the module itself, and ParallelConfig(compile=True)"),
+    "a compiled block": ("ValueError", "torch.compile: give the module itself, and ParallelConfig(compile=True)"),
+    "a block compiled in place": ("ValueError", "layers.1 was compiled by .compile()"),
+    "nothing to compile": ("ValueError", "compile=True, but the model has no blocks: name their classes"),
     "fully_shard": ("ValueError", "fully_shard was already applied"),
     "DTensor": ("ValueError", "model.norm.weight is a DTensor already"),
     "meta": ("ValueError", "lm_head.weight is on the meta device"),

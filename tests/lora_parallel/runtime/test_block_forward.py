@@ -1,0 +1,242 @@
+"""Compiled blocks: one graph for all blocks of a kind, without breaks, and the training of eager blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from lora_parallel import parallelize
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.state import ForwardCount
+from tests.cases import cases
+from tests.oracle import (
+    Case,
+    Run,
+    causal_lm,
+    differing,
+    on_mesh,
+    parse_mesh,
+    ranks_of,
+    reference,
+    relative_error,
+    sharded,
+)
+from tests.rows import Step, _step, one_process, rows
+from tests.tenant_rows import STEPS, add, alone, batch, loss_of, pool_of, values
+from tests.workers import Failure, attempt
+
+WHOLE: dict[str, Any] = {"compile": {"backend": "aot_eager", "fullgraph": True}}
+"""An error where the graph breaks. The backend differentiates and decomposes, and calls no compiler."""
+
+LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
+BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+
+
+@dataclass(frozen=True)
+class Lengths(Case):
+    """Batches of other lengths."""
+
+    def batches(self) -> list[Tensor]:
+        return [ids[:, :length] for ids, length in zip(super().batches(), (12, 7, 9, 11, 5), strict=True)]
+
+
+CASES: dict[str, tuple[Case, dict[str, Any], int]] = {
+    "all linear layers": (Case(steps=20, sizes=LAYERS), {}, 2),
+    "lengths": (Lengths(steps=5, sizes=LAYERS), {"sequence_parallel": True}, 4),
+    "dropout, biases, recomputed": (
+        Case(sizes={**LAYERS, **BIASED}, lora={"lora_dropout": 0.2, "lora_bias": True}),
+        {"activation_checkpointing": True},
+        1,
+    ),
+    "DoRA": (Case(sizes=LAYERS, lora={"use_dora": True, "lora_dropout": 0.2}), {"sequence_parallel": True}, 2),
+    "packed matrices": (
+        Case("phi3", sizes=LAYERS, lora={"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
+        {},
+        2,
+    ),
+    "embedding and head, tied": (
+        Case(
+            sizes={**LAYERS, "tie_word_embeddings": True},
+            lora={"target_modules": ["embed_tokens", "v_proj", "lm_head"]},
+        ),
+        {},
+        1,
+    ),
+    "all train": (Case(sizes={**LAYERS, **BIASED}, adapters=False), {"require_adapters": False}, 1),
+}
+"""A case, its options, and the number of graphs: one, one more for a first block whose input needs no gradient, and as
+many again where lengths vary.
+"""
+
+
+def begin_counting() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+
+def counted() -> tuple[int, int]:
+    """The numbers of graphs and of breaks since `begin_counting`."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def both_ways(mesh: str, name: str) -> tuple[Run, Run, tuple[int, int]]:
+    case, config, _ = CASES[name]
+    if parse_mesh(mesh)["tp"] == 1:
+        config = {key: value for key, value in config.items() if key != "sequence_parallel"}
+    eager = sharded(case, mesh, **config)
+    begin_counting()
+    return eager, sharded(case, mesh, **config, **WHOLE), counted()
+
+
+def all_cases(mesh: str) -> dict[str, Any]:
+    return {name: attempt(both_ways, mesh, name) for name in CASES}
+
+
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["1x1", "2x1", "2x2", "1x4", "2x1x2"]))
+def test_compiled_blocks_train_as_eager_ones(pool, mesh):
+    for found in pool.run(ranks_of(mesh), all_cases, mesh):
+        for name, outcome in found.items():
+            assert not isinstance(outcome, Failure), f"{name}:\n{outcome.trace}"
+            eager, compiled, (graphs, breaks) = outcome
+            assert (graphs, breaks) == (CASES[name][2], 0), name
+            assert compiled.losses == pytest.approx(eager.losses, rel=1e-10), name
+            assert relative_error(compiled.gradients, eager.gradients) < 1e-12, name
+            assert relative_error(compiled.adapters, eager.adapters) < 1e-8, name
+        case, _, _ = CASES["all linear layers"]
+        assert found["all linear layers"][1].losses == pytest.approx(reference(case).losses, rel=1e-9)
+
+
+def beside_training(mesh_text: str) -> list[Any]:
+    """What is not training, of a compiled model and of an eager one; and the model's own settings afterwards."""
+    found = []
+    for settings in ({}, WHOLE):
+        mesh, config = on_mesh(mesh_text, require_adapters=False, **settings)
+        model: Any = parallelize(causal_lm(use_cache=True), mesh, config).train()
+        ids = torch.arange(10).view(2, 5)
+        trained = model(input_ids=ids, labels=ids)
+        trained.loss.backward()
+        given = model(input_ids=ids, use_cache=True)
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(input_ids=ids)
+            uncached = model(input_ids=ids, use_cache=False).logits
+        told = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+        caches = [each.past_key_values is not None for each in (given, evaluated)]
+        logits = {"trained": trained.logits, "cached": evaluated.logits, "uncached": uncached}
+        found.append(({name: each.detach() for name, each in logits.items()}, told, caches, model.config.use_cache))
+    return found
+
+
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x1", "2x2"]))
+def test_evaluation_and_generation_are_those_of_an_eager_model(pool, mesh):
+    """A forward that is given a cache, or makes one, runs as it did; training makes none, unless it is asked to."""
+    for (logits, told, caches, use_cache), (*compiled,) in pool.run(ranks_of(mesh), beside_training, mesh):
+        assert relative_error(compiled[0], logits) < 1e-12
+        assert torch.equal(compiled[1], told)
+        assert compiled[2:] == [caches, use_cache] == [[True, True], True]
+
+
+def tenants(mesh_text: str) -> tuple[dict[str, dict[str, Tensor]], list[int], int]:
+    """Three steps of two tenants, and after each the number of graphs; then a batch of both."""
+    begin_counting()
+    mesh, model, pool = pool_of(mesh_text, WHOLE)
+    graphs = []
+    for name in ("ada", "bea"):
+        add(pool, name)
+    for step in range(STEPS):
+        for name in ("ada", "bea"):
+            ids = batch(name, step).chunk(dp_size(mesh))[dp_rank(mesh)]
+            with pool.train(name):
+                loss_of(model(input_ids=ids).logits, ids).backward()
+            pool.step(name)
+        graphs.append(counted()[0])
+    found = {name: values(model, name) for name in ("ada", "bea")}
+    with pool.route(["ada", "bea"]):
+        model(input_ids=torch.arange(10).view(2, 5)).logits.sum().backward()
+    pool.remove("ada")
+    with pool.train("bea"):
+        model(input_ids=torch.arange(10).view(2, 5)).logits.sum().backward()
+    return found, graphs, counted()[1]
+
+
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["1x1", "2x2"]))
+def test_tenants_train_in_compiled_blocks(pool, mesh):
+    """One graph for each kind of adapter, and one for a first block; a batch of several tenants runs eagerly."""
+    for found, graphs, breaks in pool.run(ranks_of(mesh), tenants, mesh):
+        assert (graphs, breaks) == ([4, 4, 4], 0)
+        for name, got in found.items():
+            assert relative_error(got, alone(name)) < 1e-9, name
+
+
+def compiled_row(name: str, mesh_text: str) -> tuple[Step, tuple[int, int]]:
+    row = rows()[name]
+    begin_counting()
+    mesh, config = on_mesh(mesh_text, **row.config, compile={"backend": "aot_eager"})
+    model = parallelize(row.build(), mesh, config)
+    return _step(row, model, dp_rank(mesh), dp_size(mesh)), counted()
+
+
+BREAKS = {"bert, classes", "modernbert", "clip text"}
+"""Families whose own code asks for values of the attention mask: the graph breaks in one process, too."""
+
+WITHOUT_BLOCKS = {"distilbert", "electra", "deberta-v2"}
+COMPILED = [
+    row.name for row in rows().values() if row.group in ("family", "quantised") and row.name not in WITHOUT_BLOCKS
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", COMPILED)
+def test_every_family_compiles(pool, name):
+    for step, (graphs, breaks) in pool.run(2, compiled_row, name, "1x2"):
+        assert graphs > 0
+        assert (breaks > 0) == (name in BREAKS)
+        assert relative_error(step.gradients, one_process(name).gradients) < max(rows()[name].tolerance, 1e-12)
+
+
+def test_the_masks_of_dropout_are_the_same_in_compiled_code():
+    """Its products of 32-bit numbers wrap around, in what the C++ compiler makes of them as well."""
+    module = TopologyInvariantDropout(0.3, "layer", 5, ForwardCount(running=True), dp_rank=3, feature_offset=7)
+    x = torch.ones(4, 33, 130)
+    compiled = torch.compile(module)
+    for number in (1, 2):
+        module.count.current = number
+        module.prepared = torch.tensor(module.keys(), dtype=torch.int32)
+        want = module(x)
+        assert 0.25 < (want == 0).float().mean() < 0.35
+        assert torch.equal(compiled(x), want)
+
+
+def test_one_that_prepares_nothing_is_noticed():
+    """Keys of an earlier forward would drop where that one did."""
+    module = TopologyInvariantDropout(0.3, "layer", 5, ForwardCount(running=True), dp_rank=0)
+    module.prepared = torch.tensor(module.keys(1), dtype=torch.int32)
+    module.count.current = 2
+    stale = torch.compile(module, backend="aot_eager")(torch.ones(8, 40))
+    assert differing({"x": stale}, {"x": module(torch.ones(8, 40))})
+
+
+def failing(mesh_text: str) -> list[Any]:
+    """A block fails in the forward; the next step is as if it had not."""
+    mesh, config = on_mesh(mesh_text, **WHOLE)
+    model = parallelize(Case(sizes=LAYERS).model(), mesh, config)
+    block = model.get_base_model().model.layers[1]
+    ids = torch.arange(12).view(2, 6)
+    wrong = attempt(block.forward, "no activations")
+    shadows = [module for module in block.modules() if isinstance(module, nn.Linear) and "weight" in module.__dict__]
+    return [wrong, len(shadows), model(input_ids=ids, labels=ids).loss.item()]
+
+
+def test_a_block_that_fails_leaves_its_parameters_in_place(pool):
+    ids = torch.arange(12).view(2, 6)
+    want = Case(sizes=LAYERS).model()(input_ids=ids, labels=ids).loss.item()
+    for wrong, shadows, loss in pool.run(2, failing, "1x2"):
+        assert isinstance(wrong, Failure)
+        assert shadows == 0
+        assert loss == pytest.approx(want, rel=1e-12)
