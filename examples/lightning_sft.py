@@ -83,19 +83,22 @@ class SaveAdapter(L.Callback):
         save_adapter(pl_module.model, self.directory)
 
 
-def make_strategy(name: str, tp: int) -> str | Strategy:
+def make_strategy(name: str, tp: int, compile_blocks: bool) -> str | Strategy:
     """What `Trainer(strategy=...)` gets. This is all that changes between one device and many."""
     if name != "lora_fsdp2_tp":
         return name
     import lightning_lora  # registers "lora_fsdp2_tp", which is tensor parallelism over 2
 
-    return name if tp == 2 else lightning_lora.LoRAParallelStrategy(tensor_parallel_size=tp)
+    if tp == 2 and not compile_blocks:
+        return name
+    return lightning_lora.LoRAParallelStrategy(tensor_parallel_size=tp, compile=compile_blocks)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="auto", help="auto, lora_fsdp2_tp, or any other of Lightning's")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size under lora_fsdp2_tp")
+    parser.add_argument("--compile", action="store_true", help="compile each block of the model, under lora_fsdp2_tp")
     parser.add_argument("--devices", type=int, default=1, help="processes, one for each device")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, bf16-true or 64-true")
@@ -116,7 +119,7 @@ def main() -> None:
     report = Report(BASE_MODEL, output / "adapter", validation_rows[:4], args.max_steps)
 
     trainer = L.Trainer(
-        strategy=make_strategy(args.strategy, args.tp),
+        strategy=make_strategy(args.strategy, args.tp, args.compile),
         accelerator=args.accelerator,
         devices=args.devices,
         precision=args.precision,

@@ -239,10 +239,15 @@ class BaseLogic(Communication):
             self._options["compile"] = self._options["compile"] or arguments or True
         return module
 
-    def compile_blocks(self, module: nn.Module) -> None:
-        """Compile the blocks of the models in `module`, from which Lightning has taken `torch.compile`."""
+    def compile_blocks(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Compile the blocks of the models in `module`, from which Lightning has taken `torch.compile`.
+
+        Args:
+            module: The LightningModule.
+            arguments: The arguments of `torch.compile`.
+        """
         tell_unwrapped([type(module).__name__])
-        self._options["compile"] = self._options["compile"] or True
+        self._options["compile"] = self._options["compile"] or arguments or True
 
     def _check_meshes(self, models: Mapping[str, nn.Module]) -> None:
         """Check that models which were parallelized before, and are used as they are, have a mesh of the same sizes."""

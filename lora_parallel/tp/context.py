@@ -31,7 +31,7 @@ class Tokens:
         self._forwards = forwards
         self._counts: dict[int, int] = {}
         self.in_graph = 0
-        """Number of all tokens that a graph computes with, which it is given: a number looked up is a constant of it."""
+        """Number of all tokens in a graph, which is given it: a number that it looked up would be a constant of it."""
 
     def known(self) -> int:
         """Return the number of all tokens in the forward that is being computed or recomputed; 0 if nobody set it."""

@@ -14,7 +14,6 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     MegatronLMPlugin,
-    TorchDynamoPlugin,
 )
 from peft import IA3Config
 from transformers import Trainer, TrainingArguments
@@ -149,10 +148,6 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "ignored modules": (lambda: with_environment(**{**FSDP, "FSDP_IGNORED_MODULES": "a"}), ["fsdp_ignored_modules"]),
     "fp16": (lambda: Accelerator(fsdp_plugin=plugin("2x2"), mixed_precision="fp16"), ["'fp16'", "bf16"]),
     "fp8": (lambda: Accelerator(fsdp_plugin=plugin("2x2"), mixed_precision="fp8"), ["'fp8'", "bf16"]),
-    "compile": (
-        lambda: Accelerator(fsdp_plugin=plugin("2x2"), dynamo_plugin=TorchDynamoPlugin(backend="inductor")),
-        ["dynamo_backend"],
-    ),
     "DeepSpeed": (
         lambda: Accelerator(fsdp_plugin=plugin("2x2"), deepspeed_plugin=object.__new__(DeepSpeedPlugin)),
         ["DEEPSPEED", "deepspeed_plugin"],

@@ -129,6 +129,15 @@ def test_trainer_trains_as_in_one_process(pool, base, tmp_path, one_process, mes
         compare(got, one_process)
 
 
+def compiled(base: Path, output: Path) -> dict[str, Any]:
+    return trains(base, output, "1x2", torch_compile=True, torch_compile_backend="aot_eager")
+
+
+def test_torch_compile_trains_as_in_one_process(pool, base, tmp_path, one_process):
+    for got in pool.run(2, compiled, base, tmp_path):
+        compare(got, one_process)
+
+
 def test_a_quantised_base_trains_as_in_one_process_and_goes_on_on_another_mesh(pool, tmp_path):
     """A checkpoint that torchao quantised; each rank reads its slices. bitsandbytes rounds anew in evaluation."""
     folder = tmp_path / "quantised"

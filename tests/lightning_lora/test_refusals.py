@@ -351,16 +351,3 @@ def test_norms_of_gradients(pool, mesh):
         assert isinstance(refused, Failure)
         assert "clip_grad_norm_(parameters, float('inf'))" in refused.message, refused.trace
         assert seen == pytest.approx(module.seen[0], rel=1e-5)
-
-
-def compiled() -> list[Any]:
-    with tidy():
-        module = torch.compile(Tuner(m.adapted), backend="eager")
-        return [attempt(trainer("2x2", max_epochs=1).fit, module, loader(Tokens(ROWS), "2x2"))]
-
-
-def test_a_compiled_module(pool):
-    """Lightning refuses it itself, for strategies that it does not know to cope."""
-    for (failure,) in pool.run(4, compiled):
-        assert isinstance(failure, Failure)
-        assert "compile" in failure.message

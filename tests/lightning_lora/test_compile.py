@@ -1,0 +1,107 @@
+"""Compiled training under the strategy: the option, and modules that arrive compiled as a whole."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import trainer as lightning_trainer
+from torch._dynamo.utils import counters
+
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import (
+    ROWS,
+    Gradients,
+    Outcome,
+    Tokens,
+    check,
+    fabric,
+    finish,
+    fit,
+    loader,
+    tidy,
+    trainer,
+    tuner,
+)
+from tests.workers import Failure, attempt
+
+Tuner = tuner()
+DOUBLE: dict[str, Any] = {"precision": "64-true"}
+BACKEND: dict[str, Any] = {"backend": "aot_eager"}
+
+
+class CompilesItself(Tuner):  # type: ignore[misc,valid-type]
+    """Torch's way to compile a model, in the module's own code."""
+
+    def __init__(self) -> None:
+        super().__init__(m.adapted)
+        self.model = torch.compile(self.model, **BACKEND)
+
+
+class CompilesTooLate(Tuner):  # type: ignore[misc,valid-type]
+    def on_fit_start(self) -> None:
+        self.model.compile()
+
+
+def whole_module() -> Outcome:
+    module, watch = Tuner(m.adapted), Gradients()
+    run = trainer("1x2", callbacks=[watch], max_epochs=1, **DOUBLE)
+    run.fit(torch.compile(module, **BACKEND), loader(Tokens(4 * ROWS), "1x2"))
+    return finish(module, run, watch.outcome)
+
+
+def ways() -> dict[str, Any]:
+    """By way of asking for it: what training comes to, how many graphs it took, and what was logged."""
+    found: dict[str, Any] = {}
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lora_parallel.runtime.whole_compile")
+    logger.addHandler(handler)
+    kinds: dict[str, Any] = {
+        "option": lambda: fit(Tuner(m.adapted), "1x2", lora={"compile": {**BACKEND, "fullgraph": True}}, **DOUBLE),
+        "in the module": lambda: fit(CompilesItself(), "1x2", **DOUBLE),
+        "the module": whole_module,
+    }
+    for name, run in kinds.items():
+        torch.compiler.reset()
+        counters.clear()
+        told.clear()
+        found[name] = attempt(run), counters["stats"]["unique_graphs"], list(told)
+    logger.removeHandler(handler)
+    with tidy():
+        late = trainer("1x2", max_epochs=1, **DOUBLE)
+        found["too late"] = attempt(late.fit, CompilesTooLate(m.adapted), loader(Tokens(8), "1x2"))
+        run = fabric("1x2", precision="64-true")
+        model = run.setup(torch.compile(m.adapted(), **BACKEND))
+        found["fabric"] = attempt(model, input_ids=torch.arange(24).view(2, -1))
+    return found
+
+
+def test_every_way_to_ask_for_compiled_blocks(pool):
+    want: Outcome = fit(Tuner(m.adapted), None, **DOUBLE)
+    for rank, found in enumerate(pool.run(2, ways)):
+        for name in ("option", "in the module", "the module"):
+            got, graphs, told = found[name]
+            assert not isinstance(got, Failure), f"{name}:\n{got.trace}"
+            check(got, want)
+            assert graphs > 0, name
+            assert (len(told) == 1) == (rank == 0 and name != "option"), (name, told)
+        for name in ("too late", "fabric"):
+            assert isinstance(found[name], Failure)
+            assert "torch.compile cannot trace a sharded model as a whole" in found[name].message, found[name].trace
+
+
+def test_other_strategies_treat_a_compiled_module_as_before():
+    """What is wrapped is Lightning's private code: if it is renamed or asks for more, this says so."""
+    module = torch.compile(Tuner(m.adapted), **BACKEND)
+    bare = lightning_trainer._maybe_unwrap_optimized(module)
+    assert bare._compiler_ctx is not None
+    lightning_trainer._verify_strategy_supports_compile(bare, SingleDeviceStrategy())
+    with pytest.raises(RuntimeError, match="incompatible with the current strategy"):
+        lightning_trainer._verify_strategy_supports_compile(bare, object())
+    assert isinstance(bare, pl.LightningModule)
