@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_plugin import checkpoint
 from accelerate_plugin.data import prepare_sampler, resumable
-from accelerate_plugin.models import prepare_models
+from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
 from lora_parallel import clip_grad_norm_ as clip_norm
 from lora_parallel import no_sync as engine_no_sync
@@ -36,7 +35,6 @@ from lora_parallel.integration import (
     gather_on_rank_zero,
     reshard,
     state_of,
-    unwrap_compiled,
     write_pretrained,
 )
 from lora_parallel.integration import clip_grad_value_ as clip_value_
@@ -68,7 +66,7 @@ class AcceleratorOverrides(Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shard models, give optimizers their sharded parameters, and let Accelerate prepare the rest. Collective."""
         placements = device_placement if device_placement is not None else [None] * len(args)
-        args = tuple(self._uncompiled(each) if isinstance(each, nn.Module) else each for each in args)
+        args = tuple(uncompiled(each, self._parallelism) if isinstance(each, nn.Module) else each for each in args)
         prepared = [
             self._prepare_one(each, first_pass=True, device_placement=placement)
             if isinstance(each, (DataLoader, Optimizer))
@@ -93,16 +91,9 @@ class AcceleratorOverrides(Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shard a model, which may lack adapters if it is prepared for evaluation. Collective."""
-        model = self._uncompiled(model)
+        model = uncompiled(model, self._parallelism)
         prepare_models(self, [model], [], evaluation_mode)
         model._is_accelerate_prepared = True  # type: ignore[assignment]
-        return model
-
-    def _uncompiled(self, model: nn.Module) -> nn.Module:
-        """Return a model without `torch.compile` around it, which is applied to its blocks as they are sharded."""
-        model, arguments = unwrap_compiled(model)
-        if arguments is not None and not self._parallelism.config.compile:
-            self._parallelism.config = replace(self._parallelism.config, compile=arguments or True)
         return model
 
     # Accelerate's dataloaders may shuffle differently on tensor-parallel peers, and do not resume in mid-epoch.

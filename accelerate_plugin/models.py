@@ -20,9 +20,10 @@ from lora_parallel.integration import (
     describe_optimizer,
     has_adapters,
     parallelized,
+    unwrap_compiled,
 )
 
-__all__ = ["innermost", "prepare_models"]
+__all__ = ["innermost", "prepare_models", "uncompiled"]
 
 
 def prepare_models(
@@ -71,6 +72,14 @@ def prepare_models(
                 each.restore(new)
     check_alike(optimizers=[describe_optimizer(each, nn.ModuleList(models)) for each in fresh])
     accelerator._models.extend(model for model in models if model not in accelerator._models)
+
+
+def uncompiled(model: nn.Module, parallelism: LoRAParallelism) -> nn.Module:
+    """Return a model without `torch.compile` around it: its blocks are compiled, as they are sharded."""
+    model, arguments = unwrap_compiled(model)
+    if arguments is not None and not parallelism.config.compile:
+        parallelism.config = replace(parallelism.config, compile=arguments or True)
+    return model
 
 
 def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool) -> bool:

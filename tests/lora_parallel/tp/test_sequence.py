@@ -294,6 +294,25 @@ def test_recomputation_of_forwards_of_several_lengths(pool):
         assert relative_error(got, want) <= 1e-12
 
 
+def calls_in_a_step(mesh_text):
+    """How often each block's activation function runs in a step."""
+    mesh, config = on_mesh(mesh_text, activation_checkpointing=True, **ON)
+    model = parallelize(Case(sizes={"num_hidden_layers": 3}).model(), mesh, config)
+    calls = []
+    for number, block in enumerate(model.get_base_model().model.layers):
+        block.mlp.act_fn.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    return calls
+
+
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2"]))
+def test_every_block_is_recomputed(pool, mesh):
+    """The first and the last block of a stack, which split and gather the tokens, too."""
+    for calls in pool.run(ranks_of(mesh), calls_in_a_step, mesh):
+        assert calls == [0, 1, 2, 2, 1, 0]
+
+
 _SEQ2SEQ = {
     "d_model": 32,
     "encoder_layers": 2,
