@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.state import ForwardCount
 
-__all__ = ["TopologyInvariantDropout"]
+__all__ = ["Keys", "TopologyInvariantDropout", "keys_on_device"]
 
 _GOLDEN, _MIX = 0x9E3779B1, 0x846CA68B
 
@@ -50,6 +50,17 @@ def _keys(seed: int, name: str, forward_number: int) -> tuple[int, int, int]:
 
 Keys = Sequence[int] | Sequence[Tensor]
 """The three keys of one module in one forward: ints, or int32 tensors without dims."""
+
+
+def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    """Return the keys of several modules in one tensor, int32 [modules, 3], without making the CPU wait for the device.
+
+    Args:
+        keys: The keys of each module.
+        device: The device of the tensor.
+    """
+    pinned = torch.device(device).type != "cpu"
+    return torch.tensor(keys, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class TopologyInvariantDropout(nn.Module):

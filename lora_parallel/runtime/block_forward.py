@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
 from lora_parallel.adapters.peft_private import trace_dora
 from lora_parallel.tp.context import Tokens, TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
@@ -163,7 +163,7 @@ class _Block:
         """Compute the keys of all dropouts, and send them to the device in one tensor."""
         training = [each for each in self._dropouts if each.training]
         if training:
-            keys = torch.tensor([each.keys() for each in training], dtype=torch.int32, device=self._device)
+            keys = keys_on_device([each.keys() for each in training], self._device)
             for dropout, own in zip(training, keys.unbind(), strict=True):
                 dropout.prepared = own
 

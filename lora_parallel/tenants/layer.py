@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.adapters.dropout import Keys, TopologyInvariantDropout
+from lora_parallel.adapters.dropout import Keys, TopologyInvariantDropout, keys_on_device
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import base_of
 from lora_parallel.tenants.batch_routing import Forward, Route, TenantTokens
@@ -132,8 +132,8 @@ class TenantLayer:
         A, B = self._factors(tenant, forward.route)
         dropout = self._dropout(tenant, forward)
         keys: Keys = () if dropout is None else dropout.keys(forward.counts[tenant])
-        if as_tensors and keys:
-            keys = torch.tensor(keys, dtype=torch.int32, device=A.device).unbind()
+        if dropout is not None and as_tensors:
+            keys = keys_on_device([dropout.keys(forward.counts[tenant])], A.device)[0].unbind()
         return _Adapter(A, B, self.layer.scaling[tenant], dropout, keys)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
