@@ -37,7 +37,7 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any] | N
     found: list[tuple[str, Mapping[str, Any]]] = []
 
     def bare(name: str, each: nn.Module) -> nn.Module:
-        while isinstance(each, OptimizedModule):
+        if isinstance(each, OptimizedModule):
             found.append((name, getattr(each, "_compile_kwargs", {})))
             each = each._orig_mod
         if has_compiled_call(each):
