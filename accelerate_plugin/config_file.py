@@ -15,11 +15,8 @@ from accelerate.commands.launch import launch_command_parser
 
 __all__ = ["check_config", "check_config_file", "config_file_of"]
 
-_SECTIONS = ("fsdp", "parallelism_config")
-"""Prefixes of the keys in the sections fsdp_config and parallelism_config.
-
-`accelerate launch` adds the prefix "fsdp_" to keys of fsdp_config that lack it.
-"""
+_SECTIONS = {"fsdp_config": "fsdp", "dynamo_config": "dynamo", "parallelism_config": "parallelism_config"}
+"""Prefix of the keys in each section. `accelerate launch` adds "fsdp_" and "dynamo_" to keys that lack them."""
 
 
 @cache
@@ -47,14 +44,13 @@ def check_config(path: Path) -> dict[str, Any]:
         The content of the file.
 
     Raises:
-        ValueError: The fsdp_config or parallelism_config has keys that `accelerate launch` drops.
+        ValueError: A section has keys that `accelerate launch` drops.
     """
     content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
-    for begin in _SECTIONS:
+    for section, begin in _SECTIONS.items():
         known = sorted(each for each in _options() if each.startswith(f"{begin}_"))
-        section = "fsdp_config" if begin == "fsdp" else begin
         for key in content.get(section) or {}:
-            option = key if begin != "fsdp" or key.startswith(begin) else f"fsdp_{key}"
+            option = key if begin == section or key.startswith(begin) else f"{begin}_{key}"
             if option not in known:
                 close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", known, 1)
                 raise ValueError(

@@ -87,6 +87,7 @@ def test_answers_that_cannot_work(tmp_path, monkeypatch, answers, message):
             "did you mean fsdp_reshard_after",
         ),
         ({"fsdp_config": {"version": 2, "cpu_offload_params": True}}, "'cpu_offload_params'"),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_fullgraph": True}}, "did you mean dynamo_use_fullg"),
         ({"parallelism_config": {"tp_size": 2}}, "did you mean parallelism_config_tp_size"),
     ],
 )
