@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -69,10 +69,25 @@ class ParallelConfig:
     """
 
     cpu_offload: bool = False
-    """Reserved for offloading to the CPU, which is not supported yet."""
+    """True keeps what FSDP2 shards in the CPU's memory (`CPUOffloadPolicy`): the frozen base, the adapters, their
+    gradients and their optimizer's state. A unit's shard is copied to the accelerator as the unit is gathered.
+
+    Refused until it has run on a GPU.
+    """
 
     compile: bool = False
     """Reserved for `torch.compile`, which is not supported yet."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "cpu_offload": "cpu_offload=True (fsdp_offload_params: true in an Accelerate file) is refused, because it has "
+        "not run on a GPU yet: leave it False.",
+        "compile": "compile=True is not supported yet: leave it False.",
+    }
+    """Fields that may not be True yet, each with the error message.
+
+    An option that is written but has not run on the hardware that it is for stands here. A run that is to prove it on
+    that hardware (`benchmarks/gpu`) uses a subclass without the entry.
+    """
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp_replicate", "timeout_seconds"):
@@ -81,7 +96,13 @@ class ParallelConfig:
             _positive("dp_shard", self.dp_shard, or_auto=True)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
-        for name in ("reshard_after_forward", "activation_checkpointing", "require_adapters", "sequence_parallel"):
+        for name in (
+            "reshard_after_forward",
+            "activation_checkpointing",
+            "require_adapters",
+            "sequence_parallel",
+            "cpu_offload",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if isinstance(self.tp_plan, str):
@@ -106,9 +127,9 @@ class ParallelConfig:
                 "param_dtype=torch.float16 needs loss scaling, which sharded training does not have here: "
                 "use torch.bfloat16."
             )
-        for name in ("cpu_offload", "compile"):
+        for name, message in self.REFUSED.items():
             if getattr(self, name):
-                raise ValueError(f"{name}=True is not supported yet: leave it False.")
+                raise ValueError(message)
 
 
 def _positive(name: str, value: object, or_auto: bool = False) -> None:
