@@ -42,7 +42,7 @@ end when all have given their results."""
 
 Ended = Literal["ended", "failed", "lingered", "timed out"]
 
-TOLD_LINES = 30
+TOLD_LINES = 60
 
 
 def run_step(step: Step, device: str, options: dict[str, Any], seconds: float) -> Record:
@@ -61,12 +61,12 @@ def run_step(step: Step, device: str, options: dict[str, Any], seconds: float) -
             for rank in ranks:
                 rank.start()
             ended = _wait(ranks, Path(scratch), start + seconds)
-            if ended != "ended":
+            if ended in ("timed out", "lingered"):
                 _print_stacks(ranks)
         finally:
             _end(ranks)
-        status, figures, detail = _came_to(ranks, Path(scratch), ended, seconds)
-        output = "" if status in SETTLED else _last_lines(Path(scratch, "log"))
+        status, figures, detail, trace = _came_to(ranks, Path(scratch), ended, seconds)
+        output = "" if status in SETTLED else trace or _last_lines(Path(scratch, "log"))
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
     return Record(step.name, status, figures, detail, output, round(time.monotonic() - start, 1), options, date)
 
@@ -96,8 +96,9 @@ def _serve(
         if wrong := violations(answer["figures"]):
             answer |= {"status": "failed", "detail": "; ".join(wrong)}
     except BaseException as error:  # whatever a rank raises is what the step came to
-        traceback.print_exc()
         answer |= {"status": status_of(error), "detail": f"{type(error).__name__}: {error}"}
+        answer["trace"] = traceback.format_exc()
+        print(answer["trace"])
         if answer["status"].startswith("not "):
             answer["detail"] = str(error)
     written = Path(scratch, f"{rank}.tmp")
@@ -186,11 +187,12 @@ def _answer(scratch: Path, rank: int) -> dict[str, Any] | None:
 
 def _came_to(
     ranks: list[BaseProcess], scratch: Path, ended: Ended, seconds: float
-) -> tuple[Status, dict[str, Any], str]:
+) -> tuple[Status, dict[str, Any], str, str]:
+    """The step's status, figures, one line about it, and the stack of what was raised."""
     answers = [_answer(scratch, number) for number in range(len(ranks))]
     figures = (answers[0] or {}).get("figures", {})
     if ended == "timed out":
-        return "timed out", figures, f"not finished after {seconds:.0f} s"
+        return "timed out", figures, f"not finished after {seconds:.0f} s", ""
     found = [(number, answer) for number, answer in enumerate(answers) if answer and answer["status"] != "passed"]
     # The first that failed: the others may only have waited for it. Out of memory is what a smaller model mends.
     found.sort(key=lambda each: (each[1]["status"] != "out of memory", (scratch / f"{each[0]}.json").stat().st_mtime))
@@ -198,10 +200,10 @@ def _came_to(
     if found:
         number, answer = found[0]
         where = f"rank {number}: " if len(ranks) > 1 and answer["status"] in ("failed", "out of memory") else ""
-        return answer["status"], figures, where + answer["detail"]
+        return answer["status"], figures, where + answer["detail"], answer.get("trace", "")
     if dead:
-        return "failed", figures, f"rank {dead[0]} ended by {_ending(ranks[dead[0]].exitcode)}"
-    return "passed", figures, "its processes did not end by themselves" if ended == "lingered" else ""
+        return "failed", figures, f"rank {dead[0]} ended by {_ending(ranks[dead[0]].exitcode)}", ""
+    return "passed", figures, "its processes did not end by themselves" if ended == "lingered" else "", ""
 
 
 def _ending(exitcode: int | None) -> str:

@@ -86,7 +86,7 @@ def speed(
                 seconds[name].append(took)
                 peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
                 above[name] = max(above[name], peak - resting)
-    traced = {name: kernels_of(_whole_step(side, tokens)) for name, side in found.items() if name.startswith("ours")}
+    traced = {name: kernels_of(_whole_step(side, tokens)) for name, side in found.items()}
     return {
         "sides": {
             name: {

@@ -21,7 +21,7 @@ def kernels_of(step: Callable[[], Any]) -> dict[str, float] | None:
     if not torch.cuda.is_available():
         return None
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
     with TemporaryDirectory() as folder:
