@@ -33,7 +33,7 @@ from benchmarks.gpu.records import ROOT, Record
 from benchmarks.gpu.steps import Step
 
 PRELOAD = [
-    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel", "lightning_lora"),
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel"),
     *("transformers.models.llama.modeling_llama", "tests.oracle", "benchmarks.peers"),
 ]
 GRACE_SECONDS = 20.0

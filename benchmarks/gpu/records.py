@@ -47,7 +47,8 @@ class Records:
     """What identifies the code, see `code_identity`."""
 
     def path(self, step: Step) -> Path:
-        known = {"step": asdict(step), "environment": dict(self.environment), "code": self.code}
+        does = {name: value for name, value in asdict(step).items() if name not in ("seconds", "fallbacks")}
+        known = {"step": does, "environment": dict(self.environment), "code": self.code}
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
         name = "".join(letter if letter.isalnum() else "-" for letter in step.name)
         return self.folder / f"{name}-{digest}.json"
