@@ -183,6 +183,7 @@ def experts(device: str, mesh: str, precision: str) -> Figures:
 # ---------------------------------------------------------------------- tenants
 
 
+RATE = 1e3
 TENANTS: dict[str, dict[str, Any]] = {
     "ada": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
     "bea": {"r": 16, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -193,7 +194,7 @@ TENANTS: dict[str, dict[str, Any]] = {
 def tenants(device: str, mesh: str, precision: str) -> Figures:
     """Gradients of three tenants in one forward, each against plain PEFT alone on its rows.
 
-    The optimizer is SGD with rate 1, so that a step is the gradient.
+    The optimizer is SGD, so that a step is the gradient; with a large rate, which leaves its digits in the difference.
     """
     kind = PRECISIONS[precision]
     where, settings = place(mesh, device, {"require_adapters": False})
@@ -207,7 +208,7 @@ def tenants(device: str, mesh: str, precision: str) -> Figures:
 
     pool = TenantPool(parallelize(cast(llama(), kind, device), where, settings).train())
     for seed, name in enumerate(TENANTS):
-        pool.add(name, _tenant(name), lambda parameters: torch.optim.SGD(parameters, lr=1.0), seed)
+        pool.add(name, _tenant(name), lambda parameters: torch.optim.SGD(parameters, lr=RATE), seed)
     before = {name: _of_tenant(pool.model, name) for name in TENANTS}
     shares, share = dp_size(where), dp_rank(where)
     mine = [ids.chunk(shares)[share].to(device) for ids in rows.values()]
@@ -218,7 +219,7 @@ def tenants(device: str, mesh: str, precision: str) -> Figures:
     for name in TENANTS:
         pool.step(name)
         after = _of_tenant(pool.model, name)
-        stepped = {key: before[name][key].double() - after[key].double() for key in after}
+        stepped = {key: (before[name][key].double() - after[key].double()) / RATE for key in after}
         errors[name] = [apart(stepped, want[name]), max(bound, AS_PLAIN * own)]
     return {"errors": {**errors, "plain PEFT itself": [own, TELLING]}, "plain PEFT": own}
 

@@ -27,7 +27,9 @@ def status_of(error: BaseException) -> Status:
         return "not supported"
     if isinstance(error, NotInstalled):
         return "not installed"
-    return "out of memory" if type(error).__name__ == "OutOfMemoryError" else "failed"
+    # A collective that failed for it says so in its own error's cause.
+    without_memory = type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in str(error)
+    return "out of memory" if without_memory else "failed"
 
 
 def violations(figures: Mapping[str, Any]) -> list[str]:

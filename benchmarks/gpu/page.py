@@ -150,16 +150,12 @@ def _lines(
         ],
         [_timed_cells(each) for each in timings],
     )
-    others = [
-        (step, row) for step, row in zip(planned, rows, strict=True) if step.kind == "speed" and row.status != "passed"
-    ]
-    refused = [
-        (step, f"{side}: not supported: {why}")
-        for step, row in zip(planned, rows, strict=True)
-        for side, why in row.figures.get("refused", {}).items()
-    ]
-    for step, told in [*((step, f"{row.status}: {row.detail}") for step, row in others), *refused]:
-        yield f"- {step.name}: {_plain(told)}"
+    for step, row in zip(planned, rows, strict=True):
+        if step.kind == "speed" and row.status != "passed":
+            yield f"- {step.name}: {_plain(f'{row.status}: {row.detail}')}"
+    refused = [why for row in rows for why in row.figures.get("refused", {}).items()]
+    for side, why in dict.fromkeys(refused):  # once, though every step is refused it
+        yield f"- {side}: not supported: {_plain(why)}"
     yield ""
     if picture is not None:
         yield f"![Tokens per second and share of the LoRA roofline of each side]({picture})"

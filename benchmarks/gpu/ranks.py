@@ -36,6 +36,7 @@ PRELOAD = [
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel"),
     *("transformers.models.llama.modeling_llama", "tests.oracle", "benchmarks.peers"),
 ]
+START_METHODS = {"cuda": "spawn", "cpu": "forkserver"}
 GRACE_SECONDS = 20.0
 """How long the others may go on when one rank has failed: they may be about to say why. And how long ranks may take to
 end when all have given their results."""
@@ -48,8 +49,8 @@ TOLD_LINES = 60
 def run_step(step: Step, device: str, options: dict[str, Any], seconds: float) -> Record:
     """Run a step once, for at most so many seconds."""
     start = time.monotonic()
-    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    if device == "cpu":
+    context: Any = multiprocessing.get_context(START_METHODS[device])
+    if START_METHODS[device] == "forkserver":
         context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="gpu-step-") as scratch:
         port = _free_port()

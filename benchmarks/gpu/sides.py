@@ -21,6 +21,14 @@ from tests.oracle import SEVEN
 Shape = Mapping[str, int]
 
 
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, compile": {"compile": True},
+    "ours, compile, loss_parallel": {"compile": True, "loss_parallel": True},
+}
+"""Our sides, with their options of `ParallelConfig`."""
+
+
 def bare(shape: Shape, layers: int, device: str) -> nn.Module:
     """A Llama in bf16 with random weights, made on the device; equal on every rank."""
     config = LlamaConfig(
@@ -73,7 +81,7 @@ def sides(
     """
     if peer is not None and peer in _PREPARED:
         _PREPARED[peer]()  # nothing is measured without the peer
-    for name, options in (("ours", {}), ("ours, compile", {"compile": True})):
+    for name, options in OURS.items():
         try:
             where, config = place(mesh, device, options)
         except NotSupported as refusal:

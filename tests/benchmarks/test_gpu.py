@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import ranks
@@ -17,6 +18,7 @@ from benchmarks.gpu.records import ROOT, Record, Records, code_identity
 from benchmarks.gpu.run import run_all
 from benchmarks.gpu.steps import Step, meshes_for, steps, world_size_of
 from benchmarks.gpu.trace import exposed, length
+from benchmarks.gpu.training import PRECISIONS, adapted, cast, judged, llama, train
 
 DOCS = ROOT / "docs" / "gpu.md"
 
@@ -86,6 +88,16 @@ def test_a_step_ends_in_one_of_these_ways(tmp_path, monkeypatch):
     assert found["large"].figures == {"layers": 4}
     assert "layers 6" in found["large"].detail
     assert "did not end" in found["lingers"].detail
+
+
+@pytest.mark.processes
+def test_ranks_that_are_fresh_processes_as_on_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 1.0)
+    monkeypatch.setitem(ranks.START_METHODS, "cpu", "spawn")
+    calls = tmp_path / "calls"
+    chosen = [step("counted", options={"file": str(calls)}), step("fails", options={"rank": "1"}, world_size=2)]
+    assert [record.status for record in ran(chosen, tmp_path)] == ["passed", "failed"]
+    assert len(calls.read_text().splitlines()) == 1
 
 
 @pytest.mark.processes
@@ -179,6 +191,17 @@ def test_steps_that_do_not_exist_are_listed(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------------- what needs no process
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gradient_that_lacks_a_part_is_seen_in_every_precision(precision):
+    kind = PRECISIONS[precision]
+    want = train(cast(adapted(llama()), kind, "cpu", torch.float64), "cpu")
+    plain = train(cast(adapted(llama()), kind, "cpu", kind.computed), "cpu")
+    assert not violations(judged(plain, plain, want, kind))
+    name = next(name for name in plain.gradients if "lora_A" in name)
+    wrong = replace(plain, gradients={**plain.gradients, name: 0.9 * plain.gradients[name]})
+    assert any("gradients" in text for text in violations(judged(wrong, plain, want, kind)))
+
+
 def test_an_error_above_its_bound_is_a_violation():
     figures = {"errors": {"a": [1.0, 1.0], "b": [1.1, 1.0], "c": [float("inf"), float("inf")]}}
     assert [text.partition(":")[0] for text in violations(figures)] == ["b", "c"]
@@ -246,6 +269,6 @@ def test_the_results_replace_what_follows_the_mark(tmp_path):
     assert "| 1x1 | ours | 2 of 32, 1000 | 200.0 (200.0 to 200.0) | 5,000 | 50.0% | 1.00 | 1.0 |" in text
     assert "| 1x1 | PEFT | 2 of 32, 1000 | 300.0 (300.0 to 300.0) | 3,333 | 33.3% | 1.50 | 2.0 |" in text
     assert "| speed to plain PEFT's (ours) | >= 1.3 | 1.50 |" in text
-    assert "not supported: not &#124; yet" in text
+    assert "- ours, compile: not supported: not &#124; yet" in text
     assert (tmp_path / "docs" / "assets" / "gpu.svg").exists()
     json.dumps(figures)
