@@ -27,7 +27,7 @@ from benchmarks.gpu.outcomes import WRONG
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.records import ROOT, Record, Records, code_identity
 from benchmarks.gpu.run import run_all
-from benchmarks.gpu.steps import steps
+from benchmarks.gpu.steps import Step, steps
 
 PACKAGES = (
     *("torch", "transformers", "peft", "accelerate", "lightning", "triton"),
@@ -36,8 +36,10 @@ PACKAGES = (
 QUICK_SECONDS = 8.5 * 60
 DESCRIBE = """
 import torch
-driver = torch.cuda.get_device_properties(0)
-print(torch.cuda.device_count(), f"{driver.total_memory / 2**30:.0f} GiB", torch.version.cuda, driver.name, sep="|")
+device = torch.cuda.get_device_properties(0)
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+memory = f"{device.total_memory / 2**30:.0f} GiB"
+print(torch.cuda.device_count(), memory, torch.version.cuda, nccl, device.name, sep="|")
 """
 
 
@@ -61,27 +63,30 @@ def main() -> int:
     output = args.output.resolve()
     records = Records(output / "records", environment, code_identity())
     seconds = args.minutes * 60 if args.minutes else QUICK_SECONDS if args.quick else float("inf")
-    found: list[Record] = []
-    try:
-        for record in run_all(chosen, records, args.device, seconds):
-            found.append(record)
-    except KeyboardInterrupt:
-        print("interrupted: what has finished is kept")
-    # All that is known of this code on this machine, whatever was chosen now.
-    known = {record.step: record for step in planned if (record := records.find(step)) is not None}
-    rows = [known.get(step.name) or Record(step.name, "not run") for step in planned]
     about = {**environment, "code": records.code, "commit": commit()}
     pages = [output / "gpu.md"]
     if args.device == "cuda":  # a proof on CPUs must never look like a result
         pages.append(ROOT / "docs" / "gpu.md")
-    for page in pages:
-        write_page(page, planned, rows, about)
+    found: list[Record] = []
+    try:
+        for record in run_all(chosen, records, args.device, seconds):
+            found.append(record)
+            publish(pages, planned, records, about)  # at once: the run may be ended from outside
+    except KeyboardInterrupt:
+        print("interrupted: what has finished is kept")
     wrong = [record for record in found if record.status in WRONG]
     missing = len(chosen) - sum(record.status != "not run" for record in found)
     for record in wrong:
         print(f"\n{record.status}: {record.step}: {record.detail}\n{record.output}")
     print(f"\n{len(chosen)} steps, {len(wrong)} went wrong, {missing} not run; written to {', '.join(map(str, pages))}")
     return 1 if wrong else 3 if missing else 0
+
+
+def publish(pages: list[Path], planned: list[Step], records: Records, about: dict[str, str]) -> None:
+    """Write all that is known of this code on this machine, whatever was chosen now."""
+    rows = [records.find(step) or Record(step.name, "not run") for step in planned]
+    for page in pages:
+        write_page(page, planned, rows, about)
 
 
 def describe(device: str) -> tuple[dict[str, str], int]:
@@ -98,8 +103,8 @@ def describe(device: str) -> tuple[dict[str, str], int]:
     asked = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True, check=False)
     if asked.returncode:
         raise SystemExit(f"torch finds no GPU: {(asked.stderr.strip().splitlines() or ['?'])[-1]}")
-    count, memory, cuda, name = asked.stdout.strip().splitlines()[-1].split("|")
-    return {"device": f"{count} x {name}, {memory}", **environment, "CUDA": cuda}, int(count)
+    count, memory, cuda, nccl, name = asked.stdout.strip().splitlines()[-1].split("|")
+    return {"device": f"{count} x {name}, {memory}", **environment, "CUDA": cuda, "NCCL": nccl}, int(count)
 
 
 def commit() -> str:

@@ -26,6 +26,7 @@ from datetime import datetime, timezone
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 from benchmarks.gpu.outcomes import SETTLED, Status, status_of, violations
@@ -80,6 +81,7 @@ def _serve(
 ) -> None:
     """Call the step's function on this rank and write what it returned or raised."""
     os.setsid()  # to be killed together with what it starts
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     log = os.open(Path(scratch, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -107,6 +109,13 @@ def _serve(
     written.rename(Path(scratch, f"{rank}.json"))
     if answer["status"] == "passed":
         _leave_together()
+
+
+def _end_with(parent: int) -> None:
+    """Kill this rank, and what it has started, when its parent is gone: none may go on holding a GPU."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _set_environment(device: str, rank: int, world_size: int, port: int, scratch: str) -> None:

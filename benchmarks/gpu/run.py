@@ -39,7 +39,8 @@ def run_all(
                     yield record or Record(step.name, "not run", detail="no time was left")
                     continue
                 record, kept = _run(step, device, deadline), False
-                records.keep(step, record)
+                if record.status != "not run":
+                    records.keep(step, record)
             told(_line(record, kept))
             yield record
 
@@ -48,7 +49,12 @@ def _run(step: Step, device: str, deadline: float) -> Record:
     tried: list[str] = []
     for change in ({}, *step.fallbacks):
         options: dict[str, Any] = {**step.options, **change}
-        record = run_step(step, device, options, max(1.0, min(step.seconds, deadline - time.monotonic())))
+        left = max(1.0, deadline - time.monotonic())
+        record = run_step(step, device, options, min(step.seconds, left))
+        if record.status == "timed out" and left < step.seconds:  # it may well have finished
+            return Record(
+                step.name, "not run", detail=f"the time of the run ended {record.seconds:.0f} s after its start"
+            )
         if record.status != "out of memory" or deadline - time.monotonic() < LEAST_SECONDS:
             break
         tried.append(", ".join(f"{name} {options[name]}" for name in change) or "as it was asked")

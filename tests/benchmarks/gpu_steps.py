@@ -30,6 +30,11 @@ def hangs(device: str) -> None:
     waits_for_nothing()
 
 
+def tells_and_hangs(device: str, file: str) -> None:
+    Path(file).write_text(str(os.getpid()))
+    waits_for_nothing()
+
+
 def waits_for_nothing() -> None:
     time.sleep(60)
 

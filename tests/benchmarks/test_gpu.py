@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import ranks
+from benchmarks.gpu import ranks, run
 from benchmarks.gpu.outcomes import violations
 from benchmarks.gpu.page import MARK, write_page
 from benchmarks.gpu.records import ROOT, Record, Records, code_identity
@@ -101,7 +105,38 @@ def test_ranks_that_are_fresh_processes_as_on_gpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_rerun_runs_what_has_not_settled(tmp_path):
+def test_a_rank_does_not_outlive_the_script(tmp_path):
+    file = tmp_path / "pid"
+    program = (
+        "from benchmarks.gpu.ranks import START_METHODS, run_step; from benchmarks.gpu.steps import Step\n"
+        "START_METHODS['cpu'] = 'spawn'\n"
+        f"step = Step('x', 'check', 'tests.benchmarks.gpu_steps:tells_and_hangs', {{'file': {str(file)!r}}})\n"
+        "run_step(step, 'cpu', step.options, 100)"
+    )
+    running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    eventually(lambda: file.exists() and file.read_text())
+    running.kill()  # as a limit of a job's time does
+    running.wait()
+    eventually(lambda: not alive(int(file.read_text())))
+
+
+def eventually(holds: Any, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.processes
+def test_a_rerun_runs_what_has_not_settled(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "LEAST_SECONDS", 1.0)
     calls = {name: tmp_path / name for name in ("good", "bad")}
     chosen = [
         step("counted", "good", options={"file": str(calls["good"])}),
@@ -110,6 +145,9 @@ def test_a_rerun_runs_what_has_not_settled(tmp_path):
     assert [record.status for record in ran(chosen, tmp_path)] == ["passed", "failed"]
     assert [record.status for record in ran(chosen, tmp_path)] == ["passed", "failed"]
     assert [len(file.read_text().splitlines()) for file in calls.values()] == [1, 2]
+    # A step that the run's own time cuts off has not failed.
+    cut = ran([step("hangs", seconds=100)], tmp_path, seconds=4)
+    assert [(record.status, "the time of the run ended" in record.detail) for record in cut] == [("not run", True)]
     # Without time nothing is begun, and what is known is told.
     more = [*chosen, step("counted", "new", options={"file": str(calls["good"])})]
     assert [record.status for record in ran(more, tmp_path, seconds=0)] == ["passed", "failed", "not run"]
