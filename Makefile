@@ -1,4 +1,4 @@
-# Every target does its own set-up: a fresh clone needs only make and Python >= 3.10 with venv.
+# Every target but gpu does its own set-up: a fresh clone needs only make and Python >= 3.10 with venv.
 PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= outputs/demo
@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test test-fast matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-tenants lint docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-tenants gpu lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ bench-save: $(VENV)/.dev ## measure saving from shards against other ways of sav
 
 bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the other and PEFT's switching
 	$(BIN)/python benchmarks/tenants.py $(ARGS)
+
+# No set-up: on a machine with GPUs torch and its CUDA are the user's own, and there may be no network.
+gpu: ## check and time everything on this machine's GPUs, with PYTHON's own packages, into docs/gpu.md
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes, with more models
 	$(BIN)/python -m pytest -m matrix $(ARGS)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, PeftConfig
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lora_parallel import ParallelConfig
 from lora_parallel.integration import suggest_arguments
@@ -37,6 +37,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         block_classes: Literal["auto"] | Sequence[str] | None = None,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | None = None,
+        cpu_offload: bool | None = None,
         require_adapters: bool = True,
         autocast_adapter_dtype: bool = True,
         reduce_dtype: torch.dtype | None = torch.float32,
@@ -60,6 +61,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             reshard_after_forward: Free a block's gathered weights between forward and backward; None: as configured,
                 else True.
             activation_checkpointing: Recompute each block's activations in backward; None: as configured, else False.
+            cpu_offload: Keep the sharded weights, the adapters and their optimizer's state in the CPU's memory; None:
+                as configured (`fsdp_offload_params`), else False. True is refused until it has run on a GPU.
             require_adapters: Refuse a model without adapters, and a model whose base trains.
             autocast_adapter_dtype: Keep injected adapters of a 16-bit base in float32, as PEFT does.
             reduce_dtype: Reduce gradients over data-parallel processes at least in this dtype.
@@ -79,6 +82,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             fsdp_version=2,
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload,
             # The state-dict type says how Accelerate would save a base. Adapters are saved in PEFT's format with any
             # type; with the sharded type Trainer refuses save_only_model.
             state_dict_type="FULL_STATE_DICT",
@@ -95,6 +99,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",
             "reshard_after_forward": self.reshard_after_forward,
             "activation_checkpointing": self.activation_checkpointing,
+            "cpu_offload": isinstance(self.cpu_offload, CPUOffloadPolicy),
             "require_adapters": require_adapters,
             "reduce_dtype": reduce_dtype,
             "seed": seed,
@@ -120,6 +125,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             block_classes=plugin.transformer_cls_names_to_wrap,
             reshard_after_forward=plugin.reshard_after_forward,
             activation_checkpointing=plugin.activation_checkpointing,
+            cpu_offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         )
         policy = plugin.mixed_precision_policy
         if isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype is not None:
@@ -173,8 +179,6 @@ def check_version(version: int) -> None:
 
 def _check_unused(plugin: FullyShardedDataParallelPlugin) -> None:
     """Refuse settings of an FSDP plugin that would have no effect here."""
-    if plugin.cpu_offload not in (None, False) and type(plugin.cpu_offload).__name__ != "OffloadPolicy":
-        raise ValueError("fsdp_offload_params: true is not supported yet: set it to false.")
     policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
     if policy is not None and getattr(policy, "__name__", "") != "transformer_auto_wrap_policy":
         raise ValueError(

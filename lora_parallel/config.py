@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -70,10 +70,24 @@ class ParallelConfig:
     """
 
     cpu_offload: bool = False
-    """Reserved for offloading to the CPU, which is not supported yet."""
+    """True keeps what FSDP2 shards in the CPU's memory (`CPUOffloadPolicy`): the frozen base, the adapters, their
+    gradients and their optimizer's state. A unit's shard is copied to the accelerator as the unit is gathered.
+
+    Refused until it has run on a GPU.
+    """
 
     compile: bool | Mapping[str, Any] = False
     """True compiles each block with `torch.compile`. A mapping gives arguments of it: {"mode": "max-autotune"}."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "cpu_offload": "cpu_offload=True (fsdp_offload_params: true in an Accelerate file) is refused, because it has "
+        "not run on a GPU yet: leave it False.",
+    }
+    """Fields that may not be True yet, each with the error message.
+
+    An option that is written but has not run on the hardware that it is for stands here. A run that is to prove it on
+    that hardware (`benchmarks/gpu`) uses a subclass without the entry.
+    """
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp_replicate", "timeout_seconds"):
@@ -82,7 +96,13 @@ class ParallelConfig:
             _positive("dp_shard", self.dp_shard, or_auto=True)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
-        for name in ("reshard_after_forward", "activation_checkpointing", "require_adapters", "sequence_parallel"):
+        for name in (
+            "reshard_after_forward",
+            "activation_checkpointing",
+            "require_adapters",
+            "sequence_parallel",
+            "cpu_offload",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if isinstance(self.tp_plan, str):
@@ -107,8 +127,9 @@ class ParallelConfig:
                 "param_dtype=torch.float16 needs loss scaling, which sharded training does not have here: "
                 "use torch.bfloat16."
             )
-        if self.cpu_offload:
-            raise ValueError("cpu_offload=True is not supported yet: leave it False.")
+        for name, message in self.REFUSED.items():
+            if getattr(self, name):
+                raise ValueError(message)
         self._check_compile()
 
     def _check_compile(self) -> None:

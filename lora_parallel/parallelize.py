@@ -30,7 +30,14 @@ from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
 from lora_parallel.fsdp.submodule_calls import gather_for_calls
 from lora_parallel.fsdp.unit_order import install_order_check
-from lora_parallel.fsdp.wrapping import check_scalars, fsdp_blocks, shard_for_dp, wants_fsdp
+from lora_parallel.fsdp.wrapping import (
+    check_scalars,
+    device_at_rest,
+    fsdp_blocks,
+    move_to_device,
+    shard_for_dp,
+    wants_fsdp,
+)
 from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.module_names import innermost
 from lora_parallel.lazy.materialize import read_weights
@@ -137,7 +144,7 @@ def parallelize(
 
     count = ForwardCount()
     adapt_dropout(model, config.seed, count, dp_rank(mesh))
-    gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None)
+    gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None, mesh.device_type)
     context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
     if context is not None or config.compile:
         run_blocks(model, blocks, mesh.device_type, context, config.compile_arguments)
@@ -153,11 +160,11 @@ def parallelize(
         gather_for_calls(model, tied)
     with agreed():
         if late is not None:
-            late.draw(config.seed, mesh.device_type)
+            late.draw(config.seed, device_at_rest(mesh, config))
         if materialize:
-            read_weights(model, mesh.device_type)
+            read_weights(model, device_at_rest(mesh, config))
     if materialize:
-        model.to(mesh.device_type)  # what was in memory already; and FSDP2 takes note of the new parameters
+        move_to_device(model, mesh, config)  # what was in memory already
     allow_generate(model, innermost(model), mesh)
     allow_save_pretrained(model)
     # As sharded by now; those of adapters that are not active too.

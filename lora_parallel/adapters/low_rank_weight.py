@@ -210,7 +210,10 @@ class LowRankWeight:
         return func(*dense[0], **dense[1])
 
     def _aligned(self) -> LowRankWeight:
-        """Return the weight with each r padded by zeros, so that the factors' rows are aligned as kernels require."""
+        """Return the weight with factors as kernels require: each r padded by zeros to alignment, and contiguous.
+
+        PEFT's B of a stack is a view whose innermost stride belongs to the experts.
+        """
         return LowRankWeight(self._base, [_filled_up(each) for each in self._factors])
 
 
@@ -238,6 +241,6 @@ def _linear(input: Tensor, weight: LowRankWeight, bias: Tensor | None = None) ->
 
 def _filled_up(factors: Factors) -> Factors:
     missing = -factors.left.shape[-1] % (_BYTES_ALIGNED // factors.left.element_size())
-    if not missing:
-        return factors
-    return factors.map(lambda left: F.pad(left, (0, missing)), lambda right: F.pad(right, (0, 0, 0, missing)))
+    return factors.map(
+        lambda left: F.pad(left, (0, missing)).contiguous(), lambda right: F.pad(right, (0, 0, 0, missing)).contiguous()
+    )

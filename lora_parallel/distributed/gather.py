@@ -67,7 +67,7 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     dist.all_gather_object(regions, {name: region_of(tensor) for name, tensor in detached.items()})
     gathered: dict[str, Tensor] = {}
     for bucket in _buckets(detached):
-        mine = torch.cat([local(detached[name]).reshape(-1).view(torch.uint8) for name in bucket])
+        mine = torch.cat([_bytes_to_send(detached[name]) for name in bucket])
         counts = [sum(_count(region[name]) * detached[name].element_size() for name in bucket) for region in regions]
         padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
         parts = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
@@ -84,6 +84,15 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
                 start = end
     return gathered
+
+
+def _bytes_to_send(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor` as bytes, on the device of its mesh.
+
+    An offloaded part is in the CPU's memory, for which the process group may have no backend.
+    """
+    raw = local(tensor).reshape(-1).view(torch.uint8)
+    return raw.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else raw
 
 
 def _count(region: tuple[slice, ...]) -> int:

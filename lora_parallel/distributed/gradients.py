@@ -66,9 +66,13 @@ class PartialGradients:
     The gradient accumulated in `.grad` may have another part, which every rank has in full: the gradient of a loss term
     of the parameter itself. The partial part is therefore multiplied by the number of tp ranks where it is computed,
     and the mean over tp is taken.
+
+    Args:
+        group: The process group of the tp axis; None if tp is 1.
+        device_type: The type of device that the group communicates from.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, device_type: str) -> None:
         self.synchronise = True
         """True if the next backward pass finishes the sum over tp; `no_sync` sets it to False."""
 
@@ -77,6 +81,7 @@ class PartialGradients:
 
         self.ranks = 1 if group is None else group.size()
         self._group = group
+        self._device = device_type
         self._parameters: list[nn.Parameter] = []
         self._finished: dict[int, Tensor | None] | None = None
         self._pending: dict[int, Tensor] = {}
@@ -139,7 +144,8 @@ class PartialGradients:
             by_dtype.setdefault(self._pending[index].dtype, []).append(index)
         for indices in by_dtype.values():
             shards = [local(self._pending[index]) for index in indices]
-            flat = torch.cat([shard.reshape(-1) for shard in shards])
+            # Offloaded gradients are in the CPU's memory, and the group may have no backend for it.
+            flat = torch.cat([shard.reshape(-1) for shard in shards]).to(self._device)
             flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self.ranks
             for index, shard, summed in zip(indices, shards, flat.split([s.numel() for s in shards]), strict=True):
                 shard.copy_(summed.view_as(shard))
@@ -223,7 +229,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     if not grads:
         return torch.zeros(())
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
-    groups: dict[str, ProcessGroup] = {}
+    groups: dict[str, tuple[ProcessGroup, str]] = {}
     for grad in grads:
         names = []
         if isinstance(grad, DTensor):
@@ -235,7 +241,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
                     )
                 if not placement.is_replicate() and grad.device_mesh.size(axis) > 1:
                     group = grad.device_mesh.get_group(axis)
-                    groups[group.group_name] = group
+                    groups[group.group_name] = group, grad.device_mesh.device_type
                     names.append(group.group_name)
         by_groups.setdefault(tuple(names), []).append(local(grad))
     first = local(grads[0])
@@ -243,11 +249,12 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     infinite = norm_type == float("inf")
     keys = list(by_groups)  # in the parameters' order, which is the same on all ranks; the groups' names are not
     totals = torch.stack([_power_sum(by_groups[key], norm_type, dtype, first.device) for key in keys])
-    for name, group in groups.items():
+    for name, (group, device_type) in groups.items():
         rows = torch.tensor([index for index, key in enumerate(keys) if name in key], device=totals.device)
-        part = totals[rows].contiguous()
+        # Offloaded gradients are in the CPU's memory, and the group may have no backend for it.
+        part = totals[rows].contiguous().to(device_type)
         dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        totals[rows] = part
+        totals[rows] = part.to(totals.device)
     norm = totals.max() if infinite else totals.sum() ** (1 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for tensors in by_groups.values():

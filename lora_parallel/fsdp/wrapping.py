@@ -9,21 +9,45 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.mesh import dp_mesh, dp_size
+from lora_parallel.fsdp.submodule_calls import is_at_rest
 from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.module_names import innermost
 
-__all__ = ["check_scalars", "fsdp_blocks", "shard_for_dp", "wants_fsdp"]
+__all__ = ["check_scalars", "device_at_rest", "fsdp_blocks", "move_to_device", "shard_for_dp", "wants_fsdp"]
 
 
 def wants_fsdp(mesh: DeviceMesh, config: ParallelConfig) -> bool:
-    """Return True if FSDP2 has work: parameters to shard or replicate over dp, or a dtype to compute in."""
-    return dp_size(mesh) > 1 or config.param_dtype is not None
+    """Return True if FSDP2 has work: parameters to shard or replicate over dp, to offload, or a dtype to compute in."""
+    return dp_size(mesh) > 1 or config.param_dtype is not None or config.cpu_offload
+
+
+def device_at_rest(mesh: DeviceMesh, config: ParallelConfig) -> str:
+    """Return the type of device that holds the parameters of FSDP2's units between two uses."""
+    return "cpu" if config.cpu_offload else mesh.device_type
+
+
+def move_to_device(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Move to the mesh's device what is not there yet, except the parameters that FSDP2 holds in the CPU's memory."""
+    if not config.cpu_offload:
+        model.to(mesh.device_type)  # FSDP2 takes note of the new parameters
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_at_rest(tensor):
+            tensor.data = tensor.data.to(mesh.device_type)
+
+
+def _offload_policy(mesh: DeviceMesh, config: ParallelConfig) -> OffloadPolicy:
+    """Return FSDP2's policy, which holds for a whole unit: a block's base and adapters, or all else.
+
+    Memory is pinned for copies that overlap with compute; without an accelerator there is nothing to pin it for.
+    """
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
 
 
 def check_scalars(model: nn.Module) -> None:
@@ -53,6 +77,7 @@ def shard_for_dp(
     sharding: dict[str, Any] = {
         "mesh": dp_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
+        "offload_policy": _offload_policy(mesh, config),
         "shard_placement_fn": partial(_shard_placement, mesh["dp_shard"].size()),
         # FSDP2 cannot shard a scalar. A frozen one (a temperature) stays whole on every rank.
         "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},

@@ -140,7 +140,11 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         lambda: with_environment(ACCELERATE_USE_FSDP="true", FSDP_AUTO_WRAP_POLICY="NO_WRAP"),
         ["fsdp_version is 1"],
     ),
-    "offload": (lambda: with_environment(**{**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}), ["fsdp_offload_params"]),
+    "offload": (
+        lambda: with_environment(**{**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}),
+        ["fsdp_offload_params", "has not run on a GPU yet"],
+    ),
+    "offload by argument": (lambda: LoRAParallelPlugin(cpu_offload=True), ["cpu_offload=True"]),
     "wrapping by size": (
         lambda: with_environment(**{**FSDP, "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "9"}),
         ["fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"],

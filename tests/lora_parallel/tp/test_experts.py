@@ -101,8 +101,10 @@ def test_an_operation_on_factors_is_that_on_their_sum(name):
         torch.testing.assert_close(grad.to(want.dtype), wanted_grad.to(want.dtype))  # computed in the output's dtype
 
 
-def test_grouped_products_take_factors_of_any_rank():
-    base, left, right = (numbers(3, *shape).float() for shape in ((4, 8), (4, 3), (3, 8)))
+@pytest.mark.parametrize("r", [3, 4])  # 4 is aligned as it is
+def test_grouped_products_take_factors_of_any_rank(r):
+    base, right = numbers(3, 4, 8).float(), numbers(3, r, 8).float()
+    left = numbers(4, r, 3).float().permute(2, 0, 1)  # as PEFT keeps B: the experts innermost
     x, ends = numbers(6, 8).float(), torch.tensor([1, 1, 6], dtype=torch.int32)
     weight = LowRankWeight(base, [Factors(left, right, 2.0)]).transpose(-2, -1)
     got = F.grouped_mm(x, weight, offs=ends)

@@ -1,0 +1,312 @@
+"""The script for machines with GPUs, on a CPU: a part of its steps, and what becomes of those that end badly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as script
+from benchmarks.gpu import ranks, run
+from benchmarks.gpu.outcomes import violations
+from benchmarks.gpu.page import MARK, write_page
+from benchmarks.gpu.records import ROOT, Record, Records, code_identity
+from benchmarks.gpu.run import run_all
+from benchmarks.gpu.steps import Step, meshes_for, steps, world_size_of
+from benchmarks.gpu.trace import exposed, length
+from benchmarks.gpu.training import PRECISIONS, adapted, cast, judged, llama, train
+
+DOCS = ROOT / "docs" / "gpu.md"
+
+
+def step(function: str, name: str = "", **changes: Any) -> Step:
+    return Step(name or function, "check", f"tests.benchmarks.gpu_steps:{function}", **changes)
+
+
+def records(folder: Path) -> Records:
+    return Records(folder, {"device": "CPU", "torch": "1"}, "a")
+
+
+def ran(chosen: list[Step], folder: Path, seconds: float = 600) -> list[Record]:
+    return list(run_all(chosen, records(folder), "cpu", seconds, told=lambda line: None))
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, output: Path, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--quick", "--output", str(output), *arguments])
+    return script.main()
+
+
+# ---------------------------------------------------------------------- steps that end in each way
+
+
+@pytest.mark.processes
+def test_a_step_ends_in_one_of_these_ways(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 1.0)
+    calls = str(tmp_path / "calls")
+    chosen = [
+        step("counted", options={"file": calls}),
+        step("counted", "wrong", options={"file": calls, "error": 2.0, "bound": 1.0}),
+        step("counted", "no number", options={"file": calls, "error": float("nan"), "bound": 1.0}),
+        step("fails"),
+        step("fails", "one of two", options={"rank": "1"}, world_size=2),
+        step("hangs", seconds=4),
+        step("dies"),
+        step("refused"),
+        step("lacks"),
+        step("large", options={"layers": 8}, fallbacks=({"layers": 6}, {"layers": 4})),
+        step("large", "too large", options={"layers": 8}, fallbacks=({"layers": 6},)),
+        step("lingers"),
+    ]
+    found = {record.step: record for record in ran(chosen, tmp_path)}
+    assert {name: record.status for name, record in found.items()} == {
+        "counted": "passed",
+        "wrong": "failed",
+        "no number": "failed",
+        "fails": "failed",
+        "one of two": "failed",
+        "hangs": "timed out",
+        "dies": "failed",
+        "refused": "not supported",
+        "lacks": "not installed",
+        "large": "passed",
+        "too large": "out of memory",
+        "lingers": "passed",
+    }
+    assert found["wrong"].detail == "something: 2.0e+00 is above the bound of 1.0e+00"
+    assert "ValueError: it broke" in found["fails"].detail
+    assert "gpu_steps.py" in found["fails"].output  # the stack
+    assert found["one of two"].detail == "rank 1: ValueError: it broke"
+    assert "until here" in found["hangs"].output
+    assert "waits_for_nothing" in found["hangs"].output  # where it hung
+    assert found["hangs"].seconds < 30
+    assert "SIGKILL" in found["dies"].detail
+    assert found["refused"].detail == "the library says no"
+    assert found["large"].figures == {"layers": 4}
+    assert "layers 6" in found["large"].detail
+    assert "did not end" in found["lingers"].detail
+
+
+@pytest.mark.processes
+def test_ranks_that_are_fresh_processes_as_on_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 1.0)
+    monkeypatch.setitem(ranks.START_METHODS, "cpu", "spawn")
+    calls = tmp_path / "calls"
+    chosen = [step("counted", options={"file": str(calls)}), step("fails", options={"rank": "1"}, world_size=2)]
+    assert [record.status for record in ran(chosen, tmp_path)] == ["passed", "failed"]
+    assert len(calls.read_text().splitlines()) == 1
+
+
+@pytest.mark.processes
+def test_a_rank_does_not_outlive_the_script(tmp_path):
+    file = tmp_path / "pid"
+    program = (
+        "from benchmarks.gpu.ranks import START_METHODS, run_step; from benchmarks.gpu.steps import Step\n"
+        "START_METHODS['cpu'] = 'spawn'\n"
+        f"step = Step('x', 'check', 'tests.benchmarks.gpu_steps:tells_and_hangs', {{'file': {str(file)!r}}})\n"
+        "run_step(step, 'cpu', step.options, 100)"
+    )
+    running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    eventually(lambda: file.exists() and file.read_text())
+    running.kill()  # as a limit of a job's time does
+    running.wait()
+    eventually(lambda: not alive(int(file.read_text())))
+
+
+def eventually(holds: Any, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.processes
+def test_a_rerun_runs_what_has_not_settled(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "LEAST_SECONDS", 1.0)
+    calls = {name: tmp_path / name for name in ("good", "bad")}
+    chosen = [
+        step("counted", "good", options={"file": str(calls["good"])}),
+        step("counted", "bad", options={"file": str(calls["bad"]), "error": 2.0, "bound": 1.0}),
+    ]
+    assert [record.status for record in ran(chosen, tmp_path)] == ["passed", "failed"]
+    assert [record.status for record in ran(chosen, tmp_path)] == ["passed", "failed"]
+    assert [len(file.read_text().splitlines()) for file in calls.values()] == [1, 2]
+    # A step that the run's own time cuts off has not failed.
+    cut = ran([step("hangs", seconds=100)], tmp_path, seconds=4)
+    assert [(record.status, "the time of the run ended" in record.detail) for record in cut] == [("not run", True)]
+    # Without time nothing is begun, and what is known is told.
+    more = [*chosen, step("counted", "new", options={"file": str(calls["good"])})]
+    assert [record.status for record in ran(more, tmp_path, seconds=0)] == ["passed", "failed", "not run"]
+    assert [len(file.read_text().splitlines()) for file in calls.values()] == [1, 2]
+
+
+def test_a_record_is_of_one_step_with_its_options_on_one_machine_with_one_code(tmp_path):
+    kept, first = records(tmp_path), step("counted", options={"file": "x"})
+    kept.keep(first, Record(first.name, "passed", {"errors": {}}))
+    assert kept.find(first) == Record(first.name, "passed", {"errors": {}})
+    assert kept.find(replace(first, options={"file": "y"})) is None
+    assert replace(kept, code="b").find(first) is None
+    assert replace(kept, environment={"device": "CPU", "torch": "2"}).find(first) is None
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]  # nothing half written
+
+
+def test_the_code_is_known_by_its_files(tmp_path):
+    (tmp_path / "lora_parallel").mkdir()
+    file = tmp_path / "lora_parallel" / "a.py"
+    file.write_text("x = 1\n")
+    before = code_identity(tmp_path)
+    file.write_text("x = 2\n")
+    assert code_identity(tmp_path) != before
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.mark.processes
+def test_a_part_of_the_steps(tmp_path, monkeypatch, capsys):
+    before = DOCS.read_text()
+    chosen = [
+        "--steps",
+        "bf16*",
+        "oracle 1x1 float64",
+        "oracle 1x2 bf16",
+        "loss_parallel*",
+        "tenants*bf16",
+        "speed 1x1, PEFT",
+    ]
+    assert run_script(monkeypatch, tmp_path, *chosen) == 0
+    assert "6 steps, 0 went wrong, 0 not run" in capsys.readouterr().out
+    page = (tmp_path / "gpu.md").read_text()
+    for told in (
+        "on a CPU, with tiny shapes",
+        "| oracle 1x2 bf16 | passed |",
+        "| demo | not run |",
+        "| ours |",
+        "| PEFT |",
+    ):
+        assert told in page
+    assert (tmp_path / "gpu.svg").exists()
+    assert DOCS.read_text() == before  # a proof never looks like a result
+    kept = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "records").iterdir())
+    assert len(kept) == 6
+    assert run_script(monkeypatch, tmp_path, *chosen) == 0
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "records").iterdir()) == kept
+
+
+@pytest.mark.processes
+def test_the_command_fails_with_a_step(tmp_path, monkeypatch, capsys):
+    planned = [step("fails"), step("refused")]
+    monkeypatch.setattr(script, "steps", lambda device, gpus, quick: planned)
+    assert run_script(monkeypatch, tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "failed: fails: ValueError: it broke" in out
+    assert "2 steps, 1 went wrong, 0 not run" in out
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| fails | **failed** |" in page
+    assert "ValueError: it broke" in page
+    assert "| refused | **not supported** |" in page
+
+
+def test_steps_that_do_not_exist_are_listed(tmp_path, monkeypatch, capsys):
+    assert run_script(monkeypatch, tmp_path, "--steps", "nothing") == 2
+    assert "oracle 1x1 float64" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- what needs no process
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gradient_that_lacks_a_part_is_seen_in_every_precision(precision):
+    kind = PRECISIONS[precision]
+    want = train(cast(adapted(llama()), kind, "cpu", torch.float64), "cpu")
+    plain = train(cast(adapted(llama()), kind, "cpu", kind.computed), "cpu")
+    assert not violations(judged(plain, plain, want, kind))
+    name = next(name for name in plain.gradients if "lora_A" in name)
+    wrong = replace(plain, gradients={**plain.gradients, name: 0.9 * plain.gradients[name]})
+    assert any("gradients" in text for text in violations(judged(wrong, plain, want, kind)))
+
+
+def test_an_error_above_its_bound_is_a_violation():
+    figures = {"errors": {"a": [1.0, 1.0], "b": [1.1, 1.0], "c": [float("inf"), float("inf")]}}
+    assert [text.partition(":")[0] for text in violations(figures)] == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "quick", "meshes"),
+    [
+        (1, False, ["1x1"]),
+        (2, True, ["1x1", "2x1", "1x2"]),
+        (3, False, ["1x1", "2x1", "1x2"]),
+        (4, False, ["1x1", "2x1", "1x2", "4x1", "1x4", "2x2"]),
+        (8, True, ["1x1", "2x1", "1x2", "8x1", "2x4", "1x8", "2x2x2", "4x2"]),
+    ],
+)
+def test_meshes_are_those_that_the_devices_allow(gpus, quick, meshes):
+    assert meshes_for(gpus, quick) == meshes
+    planned = steps("cuda", gpus, quick)
+    assert max(each.world_size for each in planned) == max(world_size_of(mesh) for mesh in meshes)
+    assert len({each.name for each in planned}) == len(planned)
+
+
+def test_exposed_communication_is_that_beside_no_other_kernel():
+    def event(name: str, start: float, duration: float, cat: str = "kernel") -> dict[str, Any]:
+        return {"name": name, "ts": start, "dur": duration, "cat": cat}
+
+    events = [
+        event("gemm", 0, 1000),
+        event("ncclDevKernel_AllGather", 500, 1000),  # half of it beside a product
+        event("gemm", 1200, 100),
+        event("ncclDevKernel_ReduceScatter", 3000, 500),
+        event("nccl:all_gather", 0, 9000, "gpu_user_annotation"),
+        event("aten::mm", 0, 9000, "cpu_op"),
+        {"name": "metadata"},
+    ]
+    assert exposed(events) == {"kernels": 2.0, "communication": 1.5, "exposed": 0.9}
+    assert length([]) == 0
+
+
+def test_the_results_replace_what_follows_the_mark(tmp_path):
+    page = tmp_path / "docs" / "gpu.md"
+    page.parent.mkdir()
+    page.write_text(f"# Before\n\n{MARK}\nold\n")
+    rate = Step("rate", "rate", "")
+    speed = Step("speed 1x1, PEFT", "speed", "")
+    figures = {
+        "sides": {
+            "ours": {"seconds": [[0.1, 0.2]] * 3, "peak bytes": 2**30, "kernels": None},
+            "PEFT": {"seconds": [[0.1, 0.3]] * 3, "peak bytes": 2**31, "kernels": None},
+        },
+        "refused": {"ours, compile": "not | yet"},
+        "tokens": 1000,
+        "linear weights": 10**6,
+        "world size": 1,
+        "layers": 2,
+        "of layers": 32,
+        "sequence": 1000,
+    }
+    rows = [Record("rate", "passed", {"tflops": 0.04, "size": 8}), Record(speed.name, "passed", figures)]
+    write_page(page, [rate, speed], rows, {"device": "1 x GPU"})
+    text = page.read_text()
+    assert text.startswith("# Before\n")
+    assert "old" not in text
+    # 4 FLOPs x 1e6 weights x 1000 tokens in 0.2 s are half of 0.04 TFLOP/s.
+    assert "| 1x1 | ours | 2 of 32, 1000 | 200.0 (200.0 to 200.0) | 5,000 | 50.0% | 1.00 | 1.0 |" in text
+    assert "| 1x1 | PEFT | 2 of 32, 1000 | 300.0 (300.0 to 300.0) | 3,333 | 33.3% | 1.50 | 2.0 |" in text
+    assert "| speed to plain PEFT's (ours) | >= 1.3 | 1.50 |" in text
+    assert "- ours, compile: not supported: not &#124; yet" in text
+    assert (tmp_path / "docs" / "assets" / "gpu.svg").exists()
+    json.dumps(figures)
