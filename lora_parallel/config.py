@@ -68,6 +68,12 @@ class ParallelConfig:
     This takes less memory and the same traffic.
     """
 
+    loss_parallel: bool = False
+    """True leaves the logits that a language model's head computes in training in slices, one on each tp rank.
+
+    The cross entropy is computed from the slices, in chunks of the tokens. What else reads the logits gathers them.
+    """
+
     cpu_offload: bool = False
     """Reserved for offloading to the CPU, which is not supported yet."""
 
@@ -81,7 +87,13 @@ class ParallelConfig:
             _positive("dp_shard", self.dp_shard, or_auto=True)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
-        for name in ("reshard_after_forward", "activation_checkpointing", "require_adapters", "sequence_parallel"):
+        for name in (
+            "reshard_after_forward",
+            "activation_checkpointing",
+            "require_adapters",
+            "sequence_parallel",
+            "loss_parallel",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if isinstance(self.tp_plan, str):
