@@ -3,12 +3,15 @@
 In training the head returns a `SlicedLogits`: a tensor of the shape of all logits that holds this rank's slice of them.
 Two rules hold for it, whatever code of a model, a trainer or a user computes with it:
 
-1. What models do between head and loss keeps the slices: a change of dtype or of the shape of the tokens, a choice of
-   tokens, a product with a number, tanh. `torch.nn.functional.cross_entropy` computes the loss from them (see
+1. What models do between head and loss keeps the slices: products, sums and tanh of each logit, a change of dtype, a
+   view or a choice of tokens. `torch.nn.functional.cross_entropy` computes the loss from them (see
    `tp/vocabulary_loss.py`), so that every loss that calls it is served as it is: transformers' with all its arguments,
    and a user's own.
 2. Any other operation gathers the logits first. So its result is that of one process, at the cost that every step has
    without `loss_parallel`.
+
+The operations are those below autograd, which differentiates what models and users call as ever, views that change in
+place included.
 
 A cast to a wider dtype before the loss is put off until the loss casts chunks of the tokens. So the chunks save memory
 on one rank, too.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from types import EllipsisType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lora_parallel.distributed.collectives import chunk_bounds, chunks_over_tp, gather_last_dim
 from lora_parallel.distributed.torch_private import no_torch_function, storageless
@@ -38,6 +41,7 @@ from lora_parallel.tp.vocabulary_loss import cross_entropy_of_slices
 __all__ = ["SlicedLogits", "head_of", "keep_logits_sliced"]
 
 log = logging.getLogger(__name__)
+aten = torch.ops.aten
 
 
 class _Head:
@@ -59,7 +63,7 @@ class _Head:
     def gathered(self, part: Tensor, function: Any) -> Tensor:
         """Return all logits, of which each rank has `part`; tell the user once which operation asked for them."""
         if self.group is None:
-            return part
+            return part.clone()  # an operation may change it in place, and other logits may hold the slice
         if not self._told and dist.get_rank() == 0:
             self._told = True
             log.warning(
@@ -72,21 +76,40 @@ class _Head:
 
 
 class _Held:
-    """Hold this rank's slice of some logits and, once an operation has asked for them, all logits."""
+    """Hold this rank's slice of some logits and, once an operation has asked for them, all logits.
 
-    def __init__(self, part: Tensor) -> None:
-        self.part: Tensor | None = part
+    Args:
+        part: This rank's slice, [..., features of this rank]. It may be of another dtype than the logits.
+        base: What holds the logits that these are a view of; None if they are no view.
+        view: Makes the view of all logits in `base`.
+    """
+
+    def __init__(self, part: Tensor, base: _Held | None = None, view: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.part = part
+        self.base, self.view = base, view
         self.whole: Tensor | None = None
-        self.viewed = False
-        """True if other logits share memory with these in torch, and do not here once both are gathered."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return True if there are all logits, which may have changed in place: the slice is of no use then."""
+        return self.whole is not None or (self.base is not None and self.base.is_gathered)
+
+    def gathered(self, dtype: torch.dtype, head: _Head, function: Any) -> Tensor:
+        """Return all logits. They are kept, so that `function` may change them in place."""
+        if self.whole is None:
+            if self.base is not None and self.view is not None:
+                self.whole = self.view(self.base.gathered(dtype, head, function))
+            else:
+                self.whole = head.gathered(self.part.to(dtype), function)
+        return self.whole
 
 
 class SlicedLogits(Tensor):
     """Stand for all logits [..., vocabulary], of which this rank holds a slice; see the module's docstring.
 
     Args:
-        part: This rank's slice, [..., features of this rank].
-        dtype: Dtype of the logits. The slice is cast to it where it is used.
+        held: Holds the slice.
+        like: A tensor with the shape, strides and dtype of the logits, on meta.
         head: The head that computed the slice.
     """
 
@@ -94,8 +117,8 @@ class SlicedLogits(Tensor):
     held: _Held
 
     @staticmethod
-    def __new__(cls, held: _Held, shape: Any, dtype: torch.dtype, device: torch.device, head: _Head) -> SlicedLogits:
-        logits: SlicedLogits = storageless(cls, shape, dtype, device)
+    def __new__(cls, held: _Held, like: Tensor, head: _Head) -> SlicedLogits:
+        logits: SlicedLogits = storageless(cls, like.shape, like.dtype, held.part.device, like.stride())
         logits.head, logits.held = head, held
         return logits
 
@@ -106,40 +129,37 @@ class SlicedLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         logits = args[0] if args else None
-        if isinstance(logits, SlicedLogits) and logits.held.whole is None:
-            result = _SLICED.get(func, _not_sliced)(func, *args, **kwargs)
+        if func in _FUNCTIONS and isinstance(logits, SlicedLogits) and not logits.held.is_gathered:
+            result = _FUNCTIONS[func](*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         if func in _OF_MEMORY:
             args = tree_map_only(SlicedLogits, lambda each: each.gathered(func), args)
-        return no_torch_function(func, types, args, kwargs)
+        return no_torch_function(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            (logits,) = args
-            return SlicedLogits(logits.held, logits.shape, logits.dtype, logits.device, logits.head)
-        if func._schema.is_mutable and any(isinstance(each, SlicedLogits) and each.held.viewed for each in args):
-            raise RuntimeError(
-                f"loss_parallel=True: {func} changes logits in place of which a view was made, or that are one: the "
-                "other would not change with them. Change the logits before the view is made, or use "
-                "loss_parallel=False."
-            )
-        args, kwargs = tree_map_only(SlicedLogits, lambda each: each.gathered(func), (args, kwargs or {}))
+        kwargs = kwargs or {}
+        sliced = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SlicedLogits)]
+        if func is aten.detach.default:
+            return SlicedLogits(sliced[0].held, sliced[0].as_meta(), sliced[0].head)
+        if func in _OPERATORS and not any(each.held.is_gathered for each in sliced):
+            result = _OPERATORS[func](func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = tree_map_only(SlicedLogits, lambda each: each.gathered(func), (args, kwargs))
         return func(*args, **kwargs)
 
     def gathered(self, function: Any) -> Tensor:
-        """Return all logits, for an operation that autograd does not see. They are kept, and the slice is not."""
-        held = self.held
-        if held.whole is None:
-            assert held.part is not None
-            held.whole = self.head.gathered(held.part.to(self.dtype), function)
-            held.part = None
-        return held.whole
+        """Return all logits for an operation that autograd does not see."""
+        return self.held.gathered(self.dtype, self.head, function)
+
+    def as_meta(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on meta of the same shape, strides and dtype, or of another dtype."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=dtype or self.dtype, device="meta")
 
 
 class _ToSlice(torch.autograd.Function):
@@ -147,14 +167,13 @@ class _ToSlice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: SlicedLogits) -> Tensor:
-        assert logits.held.part is not None
-        ctx.of = logits.shape, logits.dtype, logits.device, logits.head
+        ctx.like, ctx.head = logits.as_meta(), logits.head
         return logits.held.part.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return SlicedLogits(_Held(grads[0]), *ctx.of)
+        return SlicedLogits(_Held(grads[0]), ctx.like, ctx.head)
 
 
 class _FromSlice(torch.autograd.Function):
@@ -164,93 +183,100 @@ class _FromSlice(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dtype: torch.dtype, head: _Head) -> SlicedLogits:
+    def forward(ctx: Any, part: Tensor, head: _Head) -> SlicedLogits:
         ctx.head, ctx.dtype = head, part.dtype
-        return SlicedLogits(_Held(part.detach()), (*part.shape[:-1], head.vocabulary), dtype, part.device, head)
+        return _sliced(part.detach(), head)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         if isinstance(grad, SlicedLogits):
-            if grad.held.part is not None:
-                return grad.held.part.to(ctx.dtype), None, None
+            if not grad.held.is_gathered:
+                return grad.held.part.to(ctx.dtype), None
             grad = grad.gathered("backward")
-        return grad[..., ctx.head.start : ctx.head.end].to(ctx.dtype), None, None
+        return grad[..., ctx.head.start : ctx.head.end].to(ctx.dtype), None
+
+
+def _sliced(part: Tensor, head: _Head, dtype: torch.dtype | None = None) -> SlicedLogits:
+    """Return the logits of which this rank has `part`, as they are or cast to another dtype."""
+    shape = (*part.shape[:-1], head.vocabulary)
+    return SlicedLogits(_Held(part), torch.empty(shape, dtype=dtype or part.dtype, device="meta"), head)
 
 
 # ------------------------------------------------------------------------------- operations on slices
 #
-# Each is given torch's function and its arguments, the first of which are logits. It returns NotImplemented if these
-# arguments ask for more than slices.
+# Functions and operators of torch that are given logits. Autograd sees the functions, and not the operators, of which
+# its own formulas for backward are made. The result is NotImplemented if the arguments ask for more than slices.
 
 
-def _not_sliced(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented
+def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a function of each element, with numbers and with tensors of the vocabulary's size or of none."""
+    head = next(each.head for each in args if isinstance(each, SlicedLogits))
+    parts = []
+    for each in args:
+        if isinstance(each, SlicedLogits):
+            each = each.held.part.to(each.dtype)
+        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] == head.vocabulary:
+            each = each[..., head.start : head.end]
+        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] != 1:
+            return NotImplemented
+        parts.append(each)
+    return _sliced(func(*parts, **kwargs), head)
 
 
-def _slice_of(logits: SlicedLogits) -> Tensor:
+def _cast(func: Any, logits: SlicedLogits, **kwargs: Any) -> Any:
+    """Change the dtype. To a wider one the slice is cast later, where it is used."""
+    dtype: torch.dtype = kwargs.get("dtype") or logits.dtype
+    if not dtype.is_floating_point or kwargs.get("device", logits.device) != logits.device:
+        return NotImplemented
+    part = logits.held.part
+    if dtype is not part.dtype or torch.promote_types(part.dtype, logits.dtype) is not logits.dtype:
+        part = part.to(logits.dtype)
+    if torch.promote_types(dtype, torch.float32) is not dtype:
+        part = part.to(dtype)
+    return SlicedLogits(_Held(part), logits.as_meta(dtype), logits.head)
+
+
+def _view(func: Any, logits: SlicedLogits, *args: Any) -> Any:
+    """Make a view that leaves the last dim as it is: rows of the vocabulary's size are the rows that there were."""
+    like = func(logits.as_meta(), *args)
+    if like.dtype is not logits.dtype or not like.dim() or like.shape[-1] != logits.head.vocabulary:
+        return NotImplemented
+    part = logits.held.part
+    if func is aten.view.default:
+        part = part.reshape(*like.shape[:-1], part.shape[-1])
+    else:
+        dim, dims = args[0] if args else 0, max(like.dim(), logits.dim())
+        if dim % dims == dims - 1:
+            return NotImplemented
+        part = func(part, *args)
+    return SlicedLogits(_Held(part, logits.held, lambda whole: func(whole, *args)), like, logits.head)
+
+
+def _clone(func: Any, logits: SlicedLogits, **kwargs: Any) -> Any:
+    return SlicedLogits(_Held(logits.held.part), func(logits.as_meta(), **kwargs), logits.head)
+
+
+def _backward_of_view(func: Any, logits: SlicedLogits, sizes: list[int], dim: int, *args: Any) -> Any:
+    """Put a gradient among zeros; it is sliced as its logits are, unless the view was over the vocabulary."""
+    if dim % len(sizes) == len(sizes) - 1:
+        return NotImplemented
+    part = logits.held.part
+    return _sliced(func(part, [*sizes[:-1], part.shape[-1]], dim, *args), logits.head, logits.dtype)
+
+
+def _choose(logits: SlicedLogits, index: Any) -> Any:
+    """Choose tokens by a mask or by their numbers."""
+    if type(index) is not Tensor or index.dtype not in (torch.bool, torch.int64):
+        return NotImplemented
+    if (index.dim() if index.dtype is torch.bool else 1) >= logits.dim():
+        return NotImplemented
     part: Tensor = _ToSlice.apply(logits)
-    return part.to(logits.dtype)
-
-
-def _view_of(logits: SlicedLogits, part: Tensor) -> SlicedLogits:
-    view: SlicedLogits = _FromSlice.apply(part, logits.dtype, logits.head)
-    logits.held.viewed = view.held.viewed = True
-    return view
-
-
-def _each_logit(func: Any, logits: SlicedLogits, *numbers: Any) -> Any:
-    """Compute a function of each logit and of numbers. Tensors could have gradients, which would be partial sums."""
-    if not all(isinstance(number, (int, float)) for number in numbers):
-        return NotImplemented
-    part = func(_slice_of(logits), *numbers)
-    return _FromSlice.apply(part, part.dtype, logits.head)
-
-
-def _cast(func: Any, logits: SlicedLogits, dtype: Any = torch.float32) -> Any:
-    """Change the dtype. The slice is cast later, if it has the logits' own dtype still, and no bits are lost."""
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        return NotImplemented
-    if dtype is logits.dtype:
-        return logits
-    part: Tensor = _ToSlice.apply(logits)
-    if part.dtype is not logits.dtype or torch.promote_types(dtype, torch.float32) is not dtype:
-        part = part.to(logits.dtype).to(dtype)
-    return _FromSlice.apply(part, dtype, logits.head)
-
-
-def _reshape(func: Any, logits: SlicedLogits, *args: Any, **kwargs: Any) -> Any:
-    """Change the shape of the tokens. Rows of the vocabulary's size are the rows that there were: order is kept."""
-    new = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
-    if new.dtype is not logits.dtype or not new.dim() or new.shape[-1] != logits.head.vocabulary:
-        return NotImplemented
-    part: Tensor = _ToSlice.apply(logits)
-    return _view_of(logits, part.reshape(*new.shape[:-1], part.shape[-1]))
-
-
-def _contiguous(func: Any, logits: SlicedLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else logits  # a slice has strides of its own, and nobody sees them
-
-
-def _choose(func: Any, logits: SlicedLogits, index: Any) -> Any:
-    """Choose tokens, by an index that leaves the last dim whole and last."""
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is None or type(item) in (int, slice, EllipsisType, Tensor) for item in items):
-        return NotImplemented
-    if any(isinstance(item, Tensor) and item.dtype not in (torch.bool, torch.int64) for item in items):
-        return NotImplemented
-    indexed = [item for item in items if item is not None and item is not ...]
-    dims = sum(item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1 for item in indexed)
-    names_last = dims == logits.dim() or (any(item is ... for item in items) and items[-1] is not ...)
-    if names_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
-        return NotImplemented
-    part: Tensor = _ToSlice.apply(logits)
-    return _view_of(logits, part[index])
+    return _FromSlice.apply(part[index], logits.head).to(logits.dtype)
 
 
 def _cross_entropy(
-    func: Any,
     logits: SlicedLogits,
     target: Tensor,
     weight: Tensor | None = None,
@@ -277,13 +303,18 @@ def _cross_entropy(
     return losses.to(logits.dtype)
 
 
-_SLICED: dict[Any, Callable[..., Any]] = {
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.cross_entropy: _cross_entropy,
-    **dict.fromkeys((torch.mul, Tensor.mul, torch.div, Tensor.div, torch.tanh, Tensor.tanh), _each_logit),
-    **dict.fromkeys((Tensor.float, Tensor.to), _cast),
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshape),
-    Tensor.contiguous: _contiguous,
     Tensor.__getitem__: _choose,
+}
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default), _pointwise),
+    **dict.fromkeys((aten.tanh.default, aten.tanh_backward.default), _pointwise),
+    **dict.fromkeys((aten.view.default, aten.slice.Tensor, aten.select.int), _view),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim), _view),
+    **dict.fromkeys((aten.slice_backward.default, aten.select_backward.default), _backward_of_view),
+    aten.clone.default: _clone,
+    aten._to_copy.default: _cast,
 }
 _OF_MEMORY = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__reduce_ex__, Tensor.untyped_storage}
 """Functions that read a tensor's memory without an operation of torch."""
@@ -330,7 +361,7 @@ def _keep_output_sliced(layer: nn.Module) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
-            return _FromSlice.apply(y, y.dtype, split or _Head(y.shape[-1], None, "the head"))
+            return _FromSlice.apply(y, split or _Head(y.shape[-1], None, "the head"))
         if split is None or split.group is None:
             return y
         return gather_last_dim(y, split.vocabulary, split.group, split.name)
