@@ -316,7 +316,14 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten._to_copy.default: _cast,
 }
-_OF_MEMORY = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__reduce_ex__, Tensor.untyped_storage}
+_OF_MEMORY = {
+    Tensor.numpy,
+    Tensor.tolist,
+    Tensor.__array__,
+    Tensor.__deepcopy__,
+    Tensor.__reduce_ex__,
+    Tensor.untyped_storage,
+}
 """Functions that read a tensor's memory without an operation of torch."""
 
 

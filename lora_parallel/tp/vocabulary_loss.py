@@ -24,8 +24,8 @@ from lora_parallel.distributed.collectives import stacked_over_tp
 
 __all__ = ["cross_entropy_of_slices"]
 
-CHUNK_ELEMENTS = 2**24
-"""Number of logits that are computed at a time: 64 MiB in float32."""
+CHUNK_ELEMENTS = 2**22
+"""Number of logits that are computed at a time: 16 MiB in float32."""
 
 
 def _chunks(part: Tensor) -> Iterator[slice]:

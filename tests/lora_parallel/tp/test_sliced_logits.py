@@ -27,6 +27,7 @@ from tests.cases import cases
 from tests.oracle import Case, full, on_mesh, ranks_of, reference, relative_error, sharded, trained
 from tests.workers import Failure, attempt
 
+CHUNK = vocabulary_loss.CHUNK_ELEMENTS
 ROWS, TOKENS, VOCABULARY = 2, 6, 7
 LABELS = torch.arange(ROWS * TOKENS) % VOCABULARY
 MASK = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % 3 > 0
@@ -353,7 +354,7 @@ def run_kinds(mesh: str) -> dict[str, Any]:
             for kind, case in KINDS.items()
         }
     finally:
-        vocabulary_loss.CHUNK_ELEMENTS = 2**24
+        vocabulary_loss.CHUNK_ELEMENTS = CHUNK
 
 
 @pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x1", "2x1", "1x2", "1x4"]))
