@@ -322,6 +322,7 @@ _OF_MEMORY = {
     Tensor.__array__,
     Tensor.__deepcopy__,
     Tensor.__reduce_ex__,
+    Tensor.data_ptr,
     Tensor.untyped_storage,
 }
 """Functions that read a tensor's memory without an operation of torch."""
