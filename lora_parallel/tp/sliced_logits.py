@@ -100,7 +100,7 @@ class _Held:
             if self.base is not None and self.view is not None:
                 self.whole = self.view(self.base.gathered(dtype, head, function))
             else:
-                self.whole = head.gathered(self.part.to(dtype), function)
+                self.whole = head.gathered(self.part, function).to(dtype)
         return self.whole
 
 
@@ -212,7 +212,10 @@ def _sliced(part: Tensor, head: _Head, dtype: torch.dtype | None = None) -> Slic
 
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a function of each element, with numbers and with tensors of the vocabulary's size or of none."""
-    head = next(each.head for each in args if isinstance(each, SlicedLogits))
+    heads = [each.head for each in args if isinstance(each, SlicedLogits)]
+    head = heads[0]
+    if len({(each.vocabulary, each.start, each.end) for each in heads}) > 1:
+        return NotImplemented
     parts = []
     for each in args:
         if isinstance(each, SlicedLogits):
@@ -244,7 +247,7 @@ def _view(func: Any, logits: SlicedLogits, *args: Any) -> Any:
     if like.dtype is not logits.dtype or not like.dim() or like.shape[-1] != logits.head.vocabulary:
         return NotImplemented
     part = logits.held.part
-    if func is aten.view.default:
+    if func in (aten.view.default, aten._unsafe_view.default):
         part = part.reshape(*like.shape[:-1], part.shape[-1])
     else:
         dim, dims = args[0] if args else 0, max(like.dim(), logits.dim())
@@ -289,6 +292,8 @@ def _cross_entropy(
     """Compute `torch.nn.functional.cross_entropy` of logits [tokens, vocabulary] and labels [tokens]."""
     if weight is not None or size_average is not None or reduce is not None or label_smoothing:
         return NotImplemented
+    if reduction not in ("none", "mean", "sum"):
+        return NotImplemented
     if logits.dim() != 2 or target.dtype is not torch.int64 or target.shape != logits.shape[:1]:
         return NotImplemented
     head = logits.head
@@ -300,7 +305,7 @@ def _cross_entropy(
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
-    return losses.to(logits.dtype)
+    return losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -310,7 +315,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default), _pointwise),
     **dict.fromkeys((aten.tanh.default, aten.tanh_backward.default), _pointwise),
-    **dict.fromkeys((aten.view.default, aten.slice.Tensor, aten.select.int), _view),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.slice.Tensor, aten.select.int), _view),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim), _view),
     **dict.fromkeys((aten.slice_backward.default, aten.select_backward.default), _backward_of_view),
     aten.clone.default: _clone,

@@ -85,6 +85,11 @@ def _grow(x: Tensor) -> Tensor:
     return x.view(-1, VOCABULARY) * 1
 
 
+def _under_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return _losses(x.to(torch.bfloat16))
+
+
 class _Squares(torch.autograd.Function):
     """As a kernel that gets the logits and their gradient as tensors."""
 
@@ -134,7 +139,10 @@ SLICED = {
     "no dim less": lambda x: x[:1].squeeze(0),
     "rows by number": lambda x: x[torch.tensor([1, 0, 1])],
     "mean": _losses,
+    "a loss of one's own": lambda x: F.cross_entropy(x[:, :-1].flatten(0, 1), LABELS[2:]),
+    "a loss, reshaped": lambda x: F.cross_entropy(x[..., 1:, :].reshape(-1, VOCABULARY), LABELS[2:]),
     "sum of float32": lambda x: _losses(x.float(), reduction="sum"),
+    "under autocast": _under_autocast,
     "each token": lambda x: _losses(x, reduction="none"),
     "nn.CrossEntropyLoss": lambda x: nn.CrossEntropyLoss(ignore_index=3)(x.view(-1, VOCABULARY), LABELS),
     "all ignored": lambda x: F.cross_entropy(x.view(-1, VOCABULARY), LABELS * 0 - 100, reduction="sum"),
