@@ -94,7 +94,7 @@ class Case:
         return seconds, torch.cuda.max_memory_allocated() - held if on_gpu else memory.anonymous, received.bytes
 
 
-def measure(rank: int, tp: int, options: argparse.Namespace, store: Path, answers: Any) -> None:
+def measure(rank: int, tp: int, options: argparse.Namespace, rounds: int, store: Path, answers: Any) -> None:
     on_gpu = torch.cuda.device_count() >= tp
     if on_gpu:
         torch.cuda.set_device(rank)
@@ -110,7 +110,7 @@ def measure(rank: int, tp: int, options: argparse.Namespace, store: Path, answer
         case = Case(tp, vocabulary, options.tokens)
         case.check()
         samples: dict[str, list[tuple[float, int, int]]] = {side: [] for side in SIDES}
-        for index in range(options.rounds):
+        for index in range(rounds):
             for side in list(SIDES)[:: 1 if index % 2 else -1]:
                 samples[side].append(case.measured(side))
         if rank == 0:
@@ -126,41 +126,50 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "out")
     options = parser.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # glibc returns what is freed, and the meter sees all that is taken
-    found: list[Any] = []
+    memory = [each for tp in options.tp for each in run(tp, options, 2, {"MALLOC_MMAP_THRESHOLD_": str(MIB)})]
+    times = [each for tp in options.tp for each in run(tp, options, options.rounds, {})]
+    write_report(memory, times, options)
+
+
+def run(tp: int, options: argparse.Namespace, rounds: int, variables: dict[str, str]) -> list[Any]:
+    """Measure in new processes with these environment variables.
+
+    Memory is measured with a threshold above which glibc returns to the system what is freed, so that all that is taken
+    is seen. Time is measured without, as pages that are taken anew cost time.
+    """
+    answers = mp.get_context("spawn").SimpleQueue()
+    os.environ.update(variables)
     with tempfile.TemporaryDirectory() as scratch:
-        for tp in options.tp:
-            answers = mp.get_context("spawn").SimpleQueue()
-            mp.start_processes(
-                measure, (tp, options, Path(scratch) / str(tp), answers), nprocs=tp, start_method="spawn"
-            )
-            found += [answers.get() for _ in options.vocabulary]
-    write_report(found, options)
+        arguments = (tp, options, rounds, Path(scratch) / "store", answers)
+        mp.start_processes(measure, arguments, nprocs=tp, start_method="spawn")
+    for name in variables:
+        del os.environ[name]
+    return [answers.get() for _ in options.vocabulary]
 
 
-def write_report(found: list[Any], options: argparse.Namespace) -> None:
-    """A table and the raw numbers. Memory and messages are medians over rounds, of the first rank."""
+def write_report(memory: list[Any], times: list[Any], options: argparse.Namespace) -> None:
+    """A table and the raw numbers, of the first rank; medians over rounds."""
     lines = [
         f"{options.tokens} tokens, {options.rounds} rounds; gathered -> sliced, MiB a rank.",
         "",
         "| tp | logits | one copy of all logits in bfloat16 | peak memory | received | time, sliced / gathered |",
         "|---|---|---|---|---|---|",
     ]
-    for tp, vocabulary, samples in found:
-        middle = {
-            side: [statistics.median(column) for column in zip(*rows, strict=True)] for side, rows in samples.items()
-        }
-        (_, memory, received), (_, sliced_memory, sliced_received) = middle.values()
-        ratios = [mine[0] / other[0] for mine, other in zip(samples["sliced"], samples["gathered"], strict=True)]
+    for (tp, vocabulary, held), (*_, timed) in zip(memory, times, strict=True):
+        taken, received = (
+            [statistics.median(row[column] / MIB for row in held[side]) for side in SIDES] for column in (1, 2)
+        )
+        ratios = [mine[0] / other[0] for mine, other in zip(timed["sliced"], timed["gathered"], strict=True)]
         lines.append(
             f"| {tp} | {vocabulary:,} | {2 * options.tokens * vocabulary / MIB:.0f} | "
-            f"{memory / MIB:.0f} -> {sliced_memory / MIB:.0f} | {received / MIB:.2f} -> {sliced_received / MIB:.2f} | "
+            f"{taken[0]:.0f} -> {taken[1]:.0f} | {received[0]:.2f} -> {received[1]:.2f} | "
             f"{statistics.median(ratios):.2f} |"
         )
     table = "\n".join(lines) + "\n"
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "loss.md").write_text(table)
-    raw = {"samples": found, "columns": ["seconds", "bytes of memory", "bytes received"], "environment": environment()}
+    samples = {"memory": memory, "times": times}
+    raw = {**samples, "columns": ["seconds", "bytes of memory", "bytes received"], "environment": environment()}
     (options.output / "loss.json").write_text(json.dumps(raw, indent=2) + "\n")
     print(f"\n{table}\nwritten to {options.output}")
 
