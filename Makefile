@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test test-fast matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-tenants gpu lint docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-loss bench-tenants gpu lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ bench-load: $(VENV)/.dev ## measure loading from meta against other ways of load
 
 bench-save: $(VENV)/.dev ## measure saving from shards against other ways of saving
 	$(BIN)/python benchmarks/save.py $(ARGS)
+
+bench-loss: $(VENV)/.dev ## measure the loss from slices of the logits against gathered ones
+	$(BIN)/python benchmarks/loss.py $(ARGS)
 
 bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the other and PEFT's switching
 	$(BIN)/python benchmarks/tenants.py $(ARGS)

@@ -34,6 +34,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         lora_config: LoraConfig | None = None,
         tp_plan: Literal["auto"] | Mapping[str, str] = "auto",
         sequence_parallel: bool = False,
+        loss_parallel: bool = False,
         block_classes: Literal["auto"] | Sequence[str] | None = None,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | None = None,
@@ -56,6 +57,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
                 laid over it.
             sequence_parallel: Give each tp rank a chunk of the tokens between the layers that tensor parallelism
                 splits.
+            loss_parallel: Keep the logits of training in slices over the vocabulary, one on each tp rank, and compute
+                the cross entropy from them.
             block_classes: Class names of the modules that become one FSDP unit each; "auto": the block classes that
                 the model names itself; None: `fsdp_transformer_layer_cls_to_wrap`, else "auto".
             reshard_after_forward: Free a block's gathered weights between forward and backward; None: as configured,
@@ -96,6 +99,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         self._options: dict[str, Any] = {
             "tp_plan": tp_plan,
             "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
             "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",
             "reshard_after_forward": self.reshard_after_forward,
             "activation_checkpointing": self.activation_checkpointing,

@@ -1,4 +1,4 @@
-"""What loading costs a process: the bytes that it asks of safetensors files, and the memory that it takes at most."""
+"""What a process uses: bytes of safetensors files, bytes of collectives, and the memory that it takes at most."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import safetensors
 import safetensors.torch
 import transformers.modeling_utils
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 import lora_parallel.lazy.files
@@ -155,3 +156,26 @@ def _resident() -> tuple[int, int]:
     found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     anonymous, file = (int(found[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
     return anonymous, file
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes that collectives write into this rank's tensors; what travels as Python objects is in it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__
+        if func.namespace == "_c10d_functional" and name.startswith(("all_gather", "broadcast", "all_reduce")):
+            self.bytes += _size(result)
+        elif func.namespace == "c10d" and name.startswith(("gather", "allgather", "_allgather", "broadcast", "recv")):
+            self.bytes += _size(args[0])
+        return result
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0

@@ -27,14 +27,14 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from loaders import TARGETS, adapter_config, write_checkpoint
 from matplotlib import pyplot as plt
+from meters import Received
 from report import environment
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -59,29 +59,6 @@ class Way:
     title: str
     saves: str
     save: Callable[[nn.Module, torch.optim.Optimizer, Path], None]
-
-
-class Received(TorchDispatchMode):
-    """Counts the bytes that collectives write into this rank's tensors; what travels as Python objects is in it too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.__name__
-        if func.namespace == "_c10d_functional" and name.startswith(("all_gather", "broadcast", "all_reduce")):
-            self.bytes += _size(result)
-        elif func.namespace == "c10d" and name.startswith(("gather", "allgather", "_allgather", "broadcast", "recv")):
-            self.bytes += _size(args[0])
-        return result
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def ours(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

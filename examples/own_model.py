@@ -68,6 +68,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Name the head, for --loss-parallel."""
+        return self.head
+
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
@@ -89,12 +93,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size; FSDP2 shards over the rest")
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--loss-parallel", action="store_true", help="leave the logits in slices over the vocabulary")
     args = parser.parse_args()
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # on how full_tensor gathers
     logging.getLogger("lora_parallel").setLevel(logging.INFO)  # the plan
-    config = ParallelConfig(tp=args.tp, sequence_parallel=args.sequence_parallel, block_classes=["Block"])
+    config = ParallelConfig(
+        tp=args.tp,
+        sequence_parallel=args.sequence_parallel,
+        loss_parallel=args.loss_parallel,
+        block_classes=["Block"],
+    )
     mesh = build_mesh(config)
     model = parallelize(adapted(), mesh, config)
 

@@ -61,6 +61,7 @@ class BaseLogic(Communication):
         lora_config: LoraConfig | None = None,
         tp_plan: Literal["auto"] | dict[str, str] = "auto",
         sequence_parallel: bool = False,
+        loss_parallel: bool = False,
         block_classes: Literal["auto"] | list[str] = "auto",
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
@@ -82,6 +83,8 @@ class BaseLogic(Communication):
             lora_config: Config of the adapter to inject into a model that has none.
             tp_plan: "auto" for the model's own plan, or a mapping {glob of module names: style} that overrides it.
             sequence_parallel: Give each tp rank a chunk of the tokens between layers that tensor parallelism splits.
+            loss_parallel: Keep the logits of training in slices over the vocabulary, one on each tp rank, and compute
+                the cross entropy from them.
             block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own.
             reshard_after_forward: Free a block's gathered weights between forward and backward.
             activation_checkpointing: Recompute each block's activations in backward.
@@ -122,6 +125,7 @@ class BaseLogic(Communication):
             "dp_replicate": replicate_size,
             "tp_plan": tp_plan,
             "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
             "block_classes": block_classes,
             "reshard_after_forward": reshard_after_forward,
             "activation_checkpointing": activation_checkpointing,

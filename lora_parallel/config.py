@@ -69,6 +69,12 @@ class ParallelConfig:
     This takes less memory and the same traffic.
     """
 
+    loss_parallel: bool = False
+    """True leaves the logits that a language model's head computes in training in slices, one on each tp rank.
+
+    The cross entropy is computed from the slices, in chunks of the tokens. What else reads the logits gathers them.
+    """
+
     cpu_offload: bool = False
     """True keeps what FSDP2 shards in the CPU's memory (`CPUOffloadPolicy`): the frozen base, the adapters, their
     gradients and their optimizer's state. A unit's shard is copied to the accelerator as the unit is gathered.
@@ -102,6 +108,7 @@ class ParallelConfig:
             "require_adapters",
             "sequence_parallel",
             "cpu_offload",
+            "loss_parallel",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")

@@ -57,6 +57,7 @@ from lora_parallel.state import ForwardCount, ParallelState, state_of
 from lora_parallel.tp.apply_style import apply_style
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.sequence import run_on_chunks
+from lora_parallel.tp.sliced_logits import head_of, keep_logits_sliced
 from lora_parallel.tracing.config_view import viewed_with
 
 __all__ = ["parallelize"]
@@ -112,6 +113,8 @@ def parallelize(
         check_checkpoints(model, materialize)
         check_loaded(model)
         check_quantised(model)
+        if config.loss_parallel:
+            head_of(model)
     check_alike(config=replace(config, seed=0))
     before = {name: ref(parameter) for name, parameter in model.named_parameters()}  # weak: the full copies are to go
     late: LateAdapter | None = None
@@ -151,6 +154,8 @@ def parallelize(
     if context is not None:
         for sequence in plan.sequences:
             run_on_chunks(sequence, context.group, context.tokens)
+    if config.loss_parallel:
+        keep_logits_sliced(head_of(model))
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
     order = None

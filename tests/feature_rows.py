@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle import SEVEN
@@ -143,6 +144,23 @@ def _variant(of: Row, name: str, refused: dict[str, str] | None = None, **config
     return replace(of, name=name, group="feature", config=config, refused=refused or of.refused)
 
 
+def language_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """The loss of transformers, which casts logits to float32, without that cast: its rounding would be compared."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].flatten())
+
+
+def _loss_parallel(of: Row) -> Row:
+    """A row with `loss_parallel`."""
+
+    def build() -> nn.Module:
+        model: Any = of.build()
+        model.get_base_model().loss_function = language_loss
+        return model
+
+    config = {**of.config, "loss_parallel": True}
+    return replace(of, name=f"loss_parallel, {of.name}", group="feature", build=build, config=config)
+
+
 def features() -> list[Row]:
     """What can be asked of LoRA and of this project, on a tiny Llama unless the row says otherwise."""
     by_name = {row.name: row for row in families()}
@@ -150,9 +168,12 @@ def features() -> list[Row]:
         _variant(by_name[name], f"sequence_parallel, {name}", sequence_parallel=True)
         for name in ("llama", "qwen3", "gemma2", "gpt-neox", "gpt2")
     ]
+    ends = _feature("embeddings and head", target_modules=ENDS)
+    tied_ends = _feature("embeddings and head, tied", TIED, target_modules=ENDS)
+    saved_head = _feature("modules_to_save: head", modules_to_save=["lm_head"])
     return [
-        _feature("embeddings and head", target_modules=ENDS),
-        _feature("embeddings and head, tied", TIED, target_modules=ENDS),
+        ends,
+        tied_ends,
         _feature(
             "rsLoRA, rank_pattern, alpha_pattern",
             use_rslora=True,
@@ -165,7 +186,7 @@ def features() -> list[Row]:
         _feature("bias='all'", BIASED, bias="all"),
         _feature("bias='lora_only'", BIASED, bias="lora_only", target_modules=["q_proj", "o_proj", "down_proj"]),
         _feature("biases everywhere, frozen", BIASED),
-        _feature("modules_to_save: head", modules_to_save=["lm_head"]),
+        saved_head,
         _feature("modules_to_save: norms", modules_to_save=["norm", "input_layernorm"]),
         _feature("layers_to_transform", layers_to_transform=[1]),
         _feature(
@@ -223,4 +244,6 @@ def features() -> list[Row]:
         _feature("a Linear with an empty bias, bias='all'", change=layers_of(Unbiased), bias="all"),
         _variant(by_name["llama"], "activation_checkpointing", activation_checkpointing=True),
         *sequence_parallel,
+        *map(_loss_parallel, [by_name["llama"], by_name["gemma2"], by_name["cohere"], by_name["gpt2"]]),
+        *map(_loss_parallel, [ends, tied_ends, saved_head, sequence_parallel[0]]),
     ]

@@ -21,12 +21,14 @@ from lora_parallel.distributed.torch_private import all_gather_stacked, all_redu
 __all__ = [
     "all_reduce",
     "chunk_bounds",
+    "chunks_over_tp",
     "copy_all_to_tp",
     "copy_to_tp",
     "gather_last_dim",
     "gather_tokens",
     "split_last_dim",
     "split_tokens",
+    "stacked_over_tp",
     "sum_of_tokens",
     "sum_over_tp",
     "unless_compiled",
@@ -74,6 +76,20 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Te
     """
     with _named(what, where, group):
         return all_reduce_sum(tensor.contiguous(), group)
+
+
+def stacked_over_tp(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
+    """Return the `tensor` of each rank of `group`, stacked to [ranks, ...]. Autograd does not see it.
+
+    If the collective fails, the error names it by `what` (the kind of tensor) and `where` (the layer).
+    """
+    with _named(what, where, group):
+        return all_gather_stacked(tensor.contiguous(), group)
+
+
+def chunks_over_tp(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
+    """Return the output [..., size] of which each rank holds a chunk `x` of the last dim. Autograd does not see it."""
+    return _all_chunks(x, size, -1, group, "output slices", where)
 
 
 class _CopyToTP(torch.autograd.Function):
@@ -124,9 +140,7 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 def _all_chunks(x: Tensor, size: int, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the ranks' chunks `x` of a dim concatenated: `size` elements in that dim."""
     ranks = group.size()
-    padded = _padded(x, dim, -(-size // ranks)).contiguous()
-    with _named(what, where, group):
-        stacked = all_gather_stacked(padded, group)
+    stacked = stacked_over_tp(_padded(x, dim, -(-size // ranks)), group, what, where)
     bounds = (chunk_bounds(size, ranks, rank) for rank in range(ranks))
     parts = zip(stacked.unbind(0), bounds, strict=True)
     # A new tensor, never a view: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a view

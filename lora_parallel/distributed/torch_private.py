@@ -291,13 +291,21 @@ def one_gloo_thread() -> Iterator[None]:
         c10d.ProcessGroupGloo = gloo
 
 
-def storageless(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Make a tensor of the subclass `kind` that has a shape and a dtype but no memory; its `device` is the CPU.
+def storageless(
+    kind: type[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    strides: Sequence[int] | None = None,
+) -> Any:
+    """Make a tensor of the subclass `kind` that has a shape, a dtype, a device and strides, but no memory.
 
     Every tensor subclass with `__torch_dispatch__` is made like this (torch.utils._python_dispatch, DTensor); there is
-    no public constructor.
+    no public constructor. The device is the CPU if it is None; strides that are None are those of a contiguous tensor.
     """
-    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+    return Tensor._make_wrapper_subclass(
+        kind, tuple(shape), strides=strides, dtype=dtype, device=device or torch.device("cpu")
+    )
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl

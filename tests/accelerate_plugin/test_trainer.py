@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from lora_parallel import load_checkpoint, save_checkpoint
-from tests.accelerate_plugin.harness import Rows, environment, launched
+from lora_parallel.state import state_of
+from tests.accelerate_plugin.harness import Rows, environment, launched, plugin
 from tests.cases import cases
 from tests.oracle import causal_lm, full, lora_config, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
@@ -103,7 +105,7 @@ def trains(base: Path, output: Path, mesh: str, resume: str | None = None, **set
         return {**summary(trainer), "predicted": predicted.predictions, "loss of 13": predicted.metrics["test_loss"]}
 
 
-def compare(got: dict[str, Any], want: dict[str, Any], first: int = 0) -> None:
+def compare_training(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
     assert got["norm"] == pytest.approx(want["norm"], rel=1e-4)
     assert got["rate"] == want["rate"]
@@ -114,6 +116,10 @@ def compare(got: dict[str, Any], want: dict[str, Any], first: int = 0) -> None:
     assert got["mean"] == pytest.approx(want["mean"], abs=1e-5)
     assert (got["tokens"], got["batch"]) == (want["tokens"], want["batch"])
     assert relative_error(got["adapters"], want["adapters"]) < 1e-3
+
+
+def compare(got: dict[str, Any], want: dict[str, Any]) -> None:
+    compare_training(got, want)
     assert got["predicted"].shape == want["predicted"].shape == (13, 12, 131)
     assert np.abs(got["predicted"] - want["predicted"]).max() < 1e-3
 
@@ -136,6 +142,29 @@ def compiled(base: Path, output: Path) -> dict[str, Any]:
 def test_torch_compile_trains_as_in_one_process(pool, base, tmp_path, one_process):
     for got in pool.run(2, compiled, base, tmp_path):
         compare(got, one_process)
+
+
+def trains_from_slices(base: Path, output: Path, mesh: str) -> list[dict[str, Any]]:
+    """With the logits of training in slices: with the model's own loss, and with Trainer's label smoothing."""
+    found = []
+    for smoothing in (0.0, 0.1):
+        with launched():
+            if mesh:
+                Accelerator(fsdp_plugin=plugin(mesh, loss_parallel=True))
+            dp = ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1
+            trainer = make(base, output, dp, label_smoothing_factor=smoothing, save_strategy="no")
+            trainer.train()
+            assert not mesh or state_of(trainer.model).config.loss_parallel
+            found.append(summary(trainer))
+    return found
+
+
+def test_trainer_trains_from_slices_of_the_logits(pool, base, tmp_path):
+    """Some labels are ignored, batches are accumulated, and evaluation reads all logits."""
+    want = trains_from_slices(base, tmp_path / "one", "")
+    for found in pool.run(4, trains_from_slices, base, tmp_path / "2x2", "2x2"):
+        for mine, theirs in zip(found, want, strict=True):
+            compare_training(mine, theirs)
 
 
 def test_a_quantised_base_trains_as_in_one_process_and_goes_on_on_another_mesh(pool, tmp_path):

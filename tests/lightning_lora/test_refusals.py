@@ -44,6 +44,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "replicas of dp": ({"data_parallel_size": 4, "replicate_size": 3}, ValueError, "replicate_size=3 does not divide"),
     "no replicas": ({"data_parallel_size": 4, "replicate_size": 0}, ValueError, "replicate_size=0"),
     "sequence parallel": ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel='yes'"),
+    "loss parallel": ({"loss_parallel": 1}, TypeError, "loss_parallel=1"),
     "zero": ({"tensor_parallel_size": 0}, ValueError, "tp=0"),
     "a string": ({"tensor_parallel_size": "2"}, TypeError, "tp='2'"),
     "plan": ({"tp_plan": "manual"}, ValueError, "tp_plan='manual'"),

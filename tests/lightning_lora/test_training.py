@@ -109,6 +109,16 @@ def recomputed(mesh: str | None) -> Outcome:
     return fit(Tuner(m.adapted), mesh, lora={"activation_checkpointing": True}, **DOUBLE)
 
 
+def loss_from_slices(mesh: str | None) -> Outcome:
+    """The user's own loss, of logits that stay in slices."""
+
+    def loss(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = module.model(input_ids=batch["input_ids"]).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    return fit(Tuner(m.adapted, loss=loss), mesh, lora={"loss_parallel": True}, **DOUBLE)
+
+
 def fit_twice(mesh: str | None) -> Outcome:
     """One Trainer, trained on; then a second Trainer on the same module."""
     module = Tuner(m.adapted)
@@ -166,6 +176,7 @@ CASES: dict[str, list[Case]] = {
         clipped_by_value,
         fused,
         recomputed,
+        loss_from_slices,
         fit_twice,
         *FLOATS,
         eight_bits_in_memory,
