@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Case, dict[str, Any], int]] = {
         {},
         1,
     ),
+    "logits in slices": (Case(sizes=LAYERS), {"loss_parallel": True}, 2),
     "all train": (Case(sizes={**LAYERS, **BIASED}, adapters=False), {"require_adapters": False}, 1),
 }
 """A case, its options, and the number of graphs: one, one more for a first block whose input needs no gradient, and as
