@@ -108,6 +108,7 @@ def alone() -> Failure | None:
     return attempt(of_this_rank, *problem()[:2], group) if dist.get_rank() == 0 else None
 
 
+@pytest.mark.matrix
 def test_a_rank_that_computes_the_loss_alone_says_where_it_waited(impatient_pool):
     answer = impatient_pool.try_run(2, alone)[0]
     assert isinstance(answer, Failure)
