@@ -1,8 +1,10 @@
-"""What loading costs a process: the bytes that it asks of safetensors files, and the memory that it takes at most."""
+"""What a process asks of files, holds in memory and hands to collectives."""
 
 from __future__ import annotations
 
 import gc
+import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import safetensors
 import safetensors.torch
 import transformers.modeling_utils
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from typing_extensions import Self
 
 import lora_parallel.lazy.files
@@ -155,3 +158,84 @@ def _resident() -> tuple[int, int]:
     found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     anonymous, file = (int(found[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
     return anonymous, file
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that this process issued."""
+
+    kind: str
+    """"all_reduce", "all_gather", "reduce_scatter", "broadcast", "alltoall", ..."""
+
+    shape: tuple[int, ...]
+    """Shape of the largest tensor that it was given: an all-gather's output, a reduce-scatter's input."""
+
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def flat(self) -> bool:
+        return len(self.shape) == 1
+
+
+@dataclass
+class StepMeter:
+    """What the profiler saw: the collectives, and the most memory that torch had allocated above the start, in bytes."""
+
+    calls: list[Collective] = field(default_factory=list)
+    memory: int = 0
+
+
+ELEMENT_BYTES = {
+    **{"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2},
+    **{"long": 8, "long int": 8, "int": 4, "unsigned char": 1, "signed char": 1, "bool": 1},
+}
+
+
+@contextmanager
+def metered_collectives(memory: bool = False) -> Iterator[StepMeter]:
+    """Within, the collectives of this process are noted, in eager and in compiled code alike.
+
+    Both reach c10d's operators, which torch's profiler records. A mode of dispatch would see the first and hide it from
+    the compiler. An operator that takes a list of tensors is recorded without their dtype; the process group's own
+    record of the same collective has it.
+
+    Args:
+        memory: Note allocations too.
+    """
+    meter = StepMeter()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=memory) as profiler:
+        yield meter
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = sorted((each for each in events if "ts" in each), key=lambda each: each["ts"])
+    sent = [each for each in events if each["name"].split(":")[0] in ("gloo", "nccl") and "Input type" in each["args"]]
+    issued = [each for each in events if each["name"].startswith("c10d::") and "barrier" not in each["name"]]
+    for index, event in enumerate(issued):
+        shapes, dtypes = event["args"]["Input Dims"], event["args"]["Input type"]
+        if "TensorList" in dtypes:
+            dtype = sent[index]["args"]["Input type"][0] if len(sent) == len(issued) else "float"
+        else:
+            dtype = dtypes[0]
+        tensors = [shape for each in shapes for shape in (each if each and isinstance(each[0], list) else [each])]
+        meter.calls.append(Collective(_kind(event["name"]), tuple(max(tensors, key=prod)), dtype))
+    allocated = 0
+    for event in events:
+        if event["name"] == "[memory]":
+            allocated += event["args"]["Bytes"]
+            meter.memory = max(meter.memory, allocated)
+
+
+def _kind(operator: str) -> str:
+    """"c10d::_allgather_base_" is an "all_gather"."""
+    name = operator.removeprefix("c10d::").strip("_").removesuffix("_coalesced").removesuffix("_base")
+    return name.replace("allreduce", "all_reduce").replace("allgather", "all_gather")
