@@ -137,7 +137,7 @@ class Tracer:
 
     def __post_init__(self) -> None:
         with torch.enable_grad(), torch.inference_mode(False):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             self.twin = stand_in_for(self.model)
             twins = dict(zip(self.model.modules(), self.twin.modules(), strict=True))
             self.twin_of = twins
@@ -240,7 +240,7 @@ class Tracer:
             self.calls, self.outputs = [], []
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    torch.manual_seed(0)
+                    torch.default_generator.manual_seed(0)
                     self._inputs = next(islice(likely_inputs(self.twin, shape), self._kind, None))
                     self.twin.train(training)
                     self.outputs = self._run(self._inputs, self._note)
@@ -289,7 +289,8 @@ class Tracer:
                 raise FailedError(brief(error)) from error
 
     def _run(self, inputs: dict[str, Any], stand_in: Callable[[str, int, Tensor], Tensor]) -> list[Tensor]:
-        torch.manual_seed(0)
+        # The CPU's generator alone: torch.manual_seed would seed those of accelerators too, which nobody restores.
+        torch.default_generator.manual_seed(0)
         with _standing_in(self.layers, stand_in):
             args = inputs.get("args", ())
             outputs = self.twin(*args, **{key: value for key, value in inputs.items() if key != "args"})
