@@ -16,6 +16,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 import transformers.modeling_utils
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -165,7 +166,7 @@ class Collective:
     """One collective that this process issued."""
 
     kind: str
-    """"all_reduce", "all_gather", "reduce_scatter", "broadcast", "alltoall", ..."""
+    """all_reduce, all_gather, "reduce_scatter", "broadcast", "alltoall", ..."""
 
     shape: tuple[int, ...]
     """Shape of the largest tensor that it was given: an all-gather's output, a reduce-scatter's input."""
@@ -187,7 +188,7 @@ class Collective:
 
 @dataclass
 class StepMeter:
-    """What the profiler saw: the collectives, and the most memory that torch had allocated above the start, in bytes."""
+    """What the profiler saw: collectives, and the most memory that torch allocated above the start, in bytes."""
 
     calls: list[Collective] = field(default_factory=list)
     memory: int = 0
@@ -236,6 +237,18 @@ def metered_collectives(memory: bool = False) -> Iterator[StepMeter]:
 
 
 def _kind(operator: str) -> str:
-    """"c10d::_allgather_base_" is an "all_gather"."""
+    """The kind of an operator of c10d: `c10d::_allgather_base_` is an all_gather."""
     name = operator.removeprefix("c10d::").strip("_").removesuffix("_coalesced").removesuffix("_base")
     return name.replace("allreduce", "all_reduce").replace("allgather", "all_gather")
+
+
+@contextmanager
+def metered_step(device: str) -> Iterator[StepMeter]:
+    """Within, the collectives of this process and the most memory that torch allocated above the start are noted."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with metered_collectives(memory=device == "cpu") as meter:
+        yield meter
+    if device == "cuda":
+        meter.memory = torch.cuda.max_memory_allocated() - before

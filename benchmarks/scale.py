@@ -3,19 +3,18 @@
     python benchmarks/scale.py                                  # 70B, 405B, 671B on 512 and 4,096 ranks
     python benchmarks/scale.py --models tiny tiny-mixture --ranks 8 --tp 2      # a look, half a minute
 
-- Models are built on meta and wrapped by `parallelize(..., materialize=False)`: everything but the reading of base weights,
-  adapters drawn from the seed included.
+- Models are built on meta and wrapped by `parallelize(..., materialize=False)`: everything but the reading of base
+  weights, adapters drawn from the seed included.
 - Each simulated rank has a process of its own, one at a time, so that peaks of memory are its own.
-- The first and the last rank stand for all of them. FSDP2 and tensor parallelism cut a dim into chunks of ceil(size / ranks),
-  so on every axis the size of a shard never grows with the coordinate: no rank holds more than the first one, and none less than
-  the last one. `--check` measures a rank between them, which must lie between them.
+- The first and the last rank stand for all of them. FSDP2 and tensor parallelism cut a dim into chunks of
+  ceil(size / ranks), so on every axis the size of a shard never grows with the coordinate: no rank holds more than the
+  first one, and none less than the last one. `--check` measures a rank between them, which must lie between them.
 - Messages are counted in the backward pass of a narrow model with the same layers, on the same simulated mesh.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -202,7 +201,7 @@ def _peak() -> int:
 
 
 def alone(function: Callable[..., T], *args: Any) -> T:
-    """Call `function` in a process of its own, forked from one that has imported the libraries and done nothing else."""
+    """Call `function` in a process of its own, forked from one that has imported the libraries and done no more."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with ProcessPoolExecutor(1, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -215,15 +214,17 @@ def measure(job: Job, check: bool) -> Result:
         between = alone(wrap, job, job.ranks // 3)
         for kind in ("base", "adapters"):
             low, found, high = (getattr(each, kind) for each in (last, between, first))
-            assert low <= found <= high, f"{job}: rank {between.rank} holds {found} bytes of {kind}, not {low} to {high}"
+            assert low <= found <= high, (
+                f"{job}: rank {between.rank} holds {found} bytes of {kind}, not {low} to {high}"
+            )
     mesh = f"{job.ranks // job.tp}x{job.tp}"
     return Result(job.model, SHAPES[job.model].title, job.ranks, mesh, first, last, alone(count_messages, job))
 
 
 def markdown_table(results: list[Result]) -> str:
     lines = [
-        "| model | ranks (mesh) | seconds to wrap (processor) | peak MiB, above the libraries | base MiB a rank | max / min "
-        "| adapter KiB a rank | max / min | messages with adapter gradients a step |",
+        "| model | ranks (mesh) | seconds to wrap (processor) | peak MiB, above the libraries | base MiB a rank "
+        "| max / min | adapter KiB a rank | max / min | messages with adapter gradients a step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for each in results:
