@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
 from lora_parallel.distributed.gather import local
@@ -62,14 +62,14 @@ class Shape:
 
     title: str
     config: type[Any]
-    model: type[Any]
     targets: tuple[str, ...]
     sizes: Mapping[str, Any]
     narrow: Mapping[str, Any]
 
-    def build(self, narrow: bool) -> nn.Module:
+    def build(self, narrow: bool, dtype: torch.dtype) -> nn.Module:
         sizes = {**self.sizes, **(self.narrow if narrow else {})}
-        return self.model(self.config(use_cache=False, experts_implementation="eager", **sizes))
+        config = self.config(use_cache=False, experts_implementation="eager", **sizes)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def llama(title: str, hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int = 128256) -> Shape:
@@ -78,13 +78,13 @@ def llama(title: str, hidden: int, intermediate: int, layers: int, heads: int, v
         **{"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": vocabulary},
     }
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP)
-    return Shape(title, LlamaConfig, LlamaForCausalLM, targets, sizes, NARROW)
+    return Shape(title, LlamaConfig, targets, sizes, NARROW)
 
 
 def mixture(title: str, **sizes: int) -> Shape:
     # The routed experts are left out: r = 16 on each of 256 experts would be five billion parameters.
     targets = (*LATENT_ATTENTION, *MLP)
-    return Shape(title, DeepseekV3Config, DeepseekV3ForCausalLM, targets, sizes, NARROW_MIXTURE)
+    return Shape(title, DeepseekV3Config, targets, sizes, NARROW_MIXTURE)
 
 
 SHAPES = {
@@ -151,7 +151,7 @@ def wrap(job: Job, rank: int) -> RankCost:
     config, mesh = job.start(rank)
     imported = _peak()
     with meta_init():
-        model = SHAPES[job.model].build(narrow=False).to(torch.bfloat16)
+        model = SHAPES[job.model].build(narrow=False, dtype=torch.bfloat16)
     start, processor = time.perf_counter(), time.process_time()
     parallelize(model, mesh, config, lora_config=job.lora_config, materialize=False)
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
@@ -168,7 +168,7 @@ def count_messages(job: Job) -> int:
     """Count the messages that carry adapter gradients in a step of the narrow model."""
     config, mesh = job.start(0)
     torch.manual_seed(0)
-    model = SHAPES[job.model].build(narrow=True)
+    model = SHAPES[job.model].build(narrow=True, dtype=torch.float32)
     parallelize(model, mesh, config, lora_config=job.lora_config)
     tokens = torch.arange(16).view(1, 16)
     loss = model(input_ids=tokens, labels=tokens).loss

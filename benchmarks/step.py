@@ -79,8 +79,8 @@ def main() -> None:
     cases, sizes, output, _ = (arguments.pop(name) for name in ("cases", "hidden", "output", "short"))
 
     if commit := arguments["against"]:
-        command = ["git", "rev-parse", "--short", commit]
-        arguments["against"] = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        found = subprocess.run(["git", "rev-parse", "--short", commit], cwd=ROOT, check=True, capture_output=True)
+        arguments["against"] = found.stdout.decode().strip()
 
     results: list[CaseResult] = []
     with checked_out(arguments["against"]) as package:

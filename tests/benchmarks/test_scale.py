@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 
 @pytest.mark.processes
 def test_simulated_ranks(tmp_path):
-    """r = 3 on four dp ranks: a factor that is cut along its rows would leave a rank without any of it."""
+    """With r = 3 on four dp ranks, a factor that is cut along its rows would leave a rank without any of it."""
     options = ["--models", "tiny", "--ranks", "8", "--tp", "2", "--r", "3", "--check", "--output", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
