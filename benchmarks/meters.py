@@ -240,7 +240,7 @@ def metered_collectives(memory: bool = False) -> Iterator[StepMeter]:
 def _kind(operator: str) -> str:
     """The kind of an operator of c10d: `c10d::_allgather_base_` is an all_gather."""
     name = operator.removeprefix("c10d::").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
-    return re.sub("_(base|coalesced|into_tensor|tensor)_*", "", name).strip("_")
+    return re.sub("_(base|coalesced|into_tensor|tensor)(?=_|$)", "", name).strip("_")
 
 
 @contextmanager

@@ -268,15 +268,17 @@ def _needed(
         start, stop = chunk_bounds(width, tp, rank)
         direction = torch.zeros_like(call.fed)
         direction[..., start:stop] = torch.rand_like(direction[..., start:stop]) + 0.5
-        grads = torch.autograd.grad(
-            call.fed, [*producers, *parameters], direction, retain_graph=True, allow_unused=True
-        )
-        for found, source, grad in zip(used, producers, grads, strict=False):
+        grads = torch.autograd.grad(call.fed, producers, direction, retain_graph=True, allow_unused=True)
+        for found, source, grad in zip(used, producers, grads, strict=True):
             nothing = torch.zeros(source.shape[-1], dtype=torch.bool)
             found.append(nothing if grad is None else (grad != 0).flatten(0, -2).any(0))
         if all(found[rank].all() for found in used):
             return "each slice of its input depends on all features of the layers before it"
-        for masked, parameter, grad in zip(masks, parameters, grads[len(producers) :], strict=True):
+        if not parameters:
+            continue
+        # Not together: most calls end above, and the gradient of a stack of experts is as large as the stack.
+        grads = torch.autograd.grad(call.fed, parameters, direction, retain_graph=True, allow_unused=True)
+        for masked, parameter, grad in zip(masks, parameters, grads, strict=True):
             masked.append(torch.zeros_like(parameter, dtype=torch.bool) if grad is None else grad != 0)
     for found in used:
         if len({int(each.sum()) for each in found}) > 1 or not torch.stack(found).any(0).all():
