@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test test-fast matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-loss bench-tenants gpu lint docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-loss bench-scale bench-tenants gpu lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ test: $(VENV)/.dev ## run the tests; ARGS="-k styles" is passed to pytest
 test-fast: $(VENV)/.dev ## run the tests that start no processes, while you edit
 	$(BIN)/python -m pytest -m "not processes and not matrix" $(ARGS)
 
-bench: $(VENV)/.dev ## time a training step against plain PEFT and hand-written parallelism
+bench: $(VENV)/.dev ## time a training step against PEFT, FSDP2, Accelerate, Lightning; ARGS=--short for a look
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 bench-load: $(VENV)/.dev ## measure loading from meta against other ways of loading
@@ -37,6 +37,9 @@ bench-save: $(VENV)/.dev ## measure saving from shards against other ways of sav
 
 bench-loss: $(VENV)/.dev ## measure the loss from slices of the logits against gathered ones
 	$(BIN)/python benchmarks/loss.py $(ARGS)
+
+bench-scale: $(VENV)/.dev ## measure what sharding 70B to 671B costs a rank, on simulated ranks
+	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the other and PEFT's switching
 	$(BIN)/python benchmarks/tenants.py $(ARGS)

@@ -1,8 +1,11 @@
-"""What a process uses: bytes of safetensors files, bytes of collectives, and the memory that it takes at most."""
+"""What a process asks of files, holds in memory and hands to collectives."""
 
 from __future__ import annotations
 
 import gc
+import json
+import re
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +17,10 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 import transformers.modeling_utils
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
@@ -179,3 +184,96 @@ def _size(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that this process issued."""
+
+    kind: str
+    """all_reduce, all_gather, "reduce_scatter", "broadcast", "alltoall", ..."""
+
+    shape: tuple[int, ...]
+    """Shape of the largest tensor that it was given: an all-gather's output, a reduce-scatter's input."""
+
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def flat(self) -> bool:
+        return len(self.shape) == 1
+
+
+@dataclass
+class StepMeter:
+    """What the profiler saw: collectives, and the most memory that torch allocated above the start, in bytes."""
+
+    calls: list[Collective] = field(default_factory=list)
+    memory: int = 0
+
+
+ELEMENT_BYTES = {
+    **{"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2},
+    **{"long": 8, "long int": 8, "int": 4, "unsigned char": 1, "signed char": 1, "bool": 1},
+}
+
+
+@contextmanager
+def metered_collectives(memory: bool = False) -> Iterator[StepMeter]:
+    """Within, the collectives of this process are noted, in eager and in compiled code alike.
+
+    Both reach c10d's operators, which torch's profiler records. A mode of dispatch would see the first and hide it from
+    the compiler. An operator that takes a list of tensors is recorded without their dtype; the process group's own
+    record of the same collective has it. Where the two do not match one to one, such a list counts as float32.
+
+    Args:
+        memory: Note allocations too.
+    """
+    meter = StepMeter()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=memory) as profiler:
+        yield meter
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = sorted((each for each in events if "ts" in each), key=lambda each: each["ts"])
+    sent = [each for each in events if each["name"].startswith(("gloo:", "nccl:")) and "barrier" not in each["name"]]
+    issued = [each for each in events if each["name"].startswith("c10d::") and "barrier" not in each["name"]]
+    for index, event in enumerate(issued):
+        shapes, dtypes = event["args"]["Input Dims"], event["args"]["Input type"]
+        if "TensorList" in dtypes:
+            dtype = sent[index]["args"]["Input type"][0] if len(sent) == len(issued) else "float"
+        else:
+            dtype = dtypes[0]
+        tensors = [shape for each in shapes for shape in (each if each and isinstance(each[0], list) else [each])]
+        meter.calls.append(Collective(_kind(event["name"]), tuple(max(tensors, key=prod)), dtype))
+    allocated = 0
+    for event in events:
+        if event["name"] == "[memory]":
+            allocated += event["args"]["Bytes"]
+            meter.memory = max(meter.memory, allocated)
+
+
+def _kind(operator: str) -> str:
+    """The kind of an operator of c10d: `c10d::_allgather_base_` is an all_gather."""
+    name = operator.removeprefix("c10d::").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
+    return re.sub("_(base|coalesced|into_tensor|tensor)(?=_|$)", "", name).strip("_")
+
+
+@contextmanager
+def metered_step(device: str) -> Iterator[StepMeter]:
+    """Within, the collectives of this process and the most memory that torch allocated above the start are noted."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with metered_collectives(memory=device == "cpu") as meter:
+        yield meter
+    if device == "cuda":
+        meter.memory = torch.cuda.max_memory_allocated() - before

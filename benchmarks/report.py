@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,87 +18,85 @@ import transformers
 matplotlib.use("Agg")  # no display is needed to write a file
 from matplotlib import pyplot as plt
 
-PHASES = {"forward_backward": "forward + backward", "step": "whole step"}
-COLOURS = {"ours": "tab:blue", "peer": "tab:orange", "forward_backward": "tab:purple", "step": "black"}
+OURS = ("ours", "ours, compiled")
+COLOURS = {"ours": "tab:blue", "peer": "tab:orange"}
+
+Bounds = tuple[float, float]
 
 
 @dataclass
-class Samples:
-    """Seconds of each timed step of one side, in the order they ran."""
+class SideResult:
+    """What was measured of one side, or the first line of the error that it ended with."""
 
-    forward_backward: list[float]
-    step: list[float]
+    name: str
+    error: str = ""
+    forward_backward: list[float] = field(default_factory=list)
+    """Seconds of each timed step, in the order they ran; those of the slowest process."""
+
+    step: list[float] = field(default_factory=list)
+    cost: dict[str, Any] = field(default_factory=dict)
+    """`Cost` of the process that needs the most memory."""
+
+    @property
+    def compiled(self) -> bool:
+        return self.name.endswith(", compiled")
 
 
 @dataclass
 class CaseResult:
-    """Everything measured in one case at one size; `ours` and `peer` map a phase to its samples."""
+    """Everything measured in one case at one size; the first side is ours."""
 
     case: str
     hidden: int
-    peer_name: str
     device: str
     loss: float
     gradient_norm: float
-    ours: dict[str, list[float]]
-    peer: dict[str, list[float]]
+    sides: list[SideResult]
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> CaseResult:
+        return cls(**{**record, "sides": [SideResult(**side) for side in record["sides"]]})
+
+    def side(self, name: str) -> SideResult | None:
+        """The side of that name, if it was timed."""
+        return next((side for side in self.sides if side.name == name and not side.error), None)
 
 
-@dataclass
-class Comparison:
-    """One phase of one case: medians and quartiles in milliseconds, and ours / peer with 95% intervals.
+def ratio_by_round(ours: Sequence[float], other: Sequence[float], resamples: int = 10_000) -> tuple[float, Bounds]:
+    """Return the median over rounds of ours / other, with its 95% interval, bootstrapped over whole rounds.
 
-    `ratio` divides the medians. `paired_ratio` is the median over rounds of that round's ratio: it stays put when the
-    whole machine gets slower or faster halfway, because both steps of a round see the same machine.
+    It stays put when the whole machine gets slower or faster halfway: both steps of a round see the same machine.
     """
-
-    ours_ms: float
-    ours_iqr_ms: tuple[float, float]
-    peer_ms: float
-    peer_iqr_ms: tuple[float, float]
-    ratio: float
-    ratio_interval: tuple[float, float]
-    paired_ratio: float
-    paired_ratio_interval: tuple[float, float]
+    ratios = np.asarray(ours) / np.asarray(other)
+    rounds = np.random.default_rng(0).integers(len(ratios), size=(resamples, len(ratios)))
+    return float(np.median(ratios)), _percentiles(np.median(ratios[rounds], axis=1), 2.5, 97.5)
 
 
-def compare(ours: Sequence[float], peer: Sequence[float], resamples: int = 10_000) -> Comparison:
-    """Compare samples in seconds; the intervals are bootstrapped over whole rounds, not single steps."""
-    a, b = np.asarray(ours) * 1e3, np.asarray(peer) * 1e3
-    rounds = np.random.default_rng(0).integers(len(a), size=(resamples, len(a)))
-    return Comparison(
-        ours_ms=float(np.median(a)),
-        ours_iqr_ms=_percentiles(a, 25, 75),
-        peer_ms=float(np.median(b)),
-        peer_iqr_ms=_percentiles(b, 25, 75),
-        ratio=float(np.median(a) / np.median(b)),
-        ratio_interval=_percentiles(np.median(a[rounds], axis=1) / np.median(b[rounds], axis=1), 2.5, 97.5),
-        paired_ratio=float(np.median(a / b)),
-        paired_ratio_interval=_percentiles(np.median((a / b)[rounds], axis=1), 2.5, 97.5),
-    )
-
-
-def goal(case: str, hidden: int) -> float:
-    """The largest ours / peer of a whole step that we aim for."""
+def goal(case: str, hidden: int, ours: str, side: SideResult) -> float | None:
+    """The largest ours / other side of a whole step that we aim for; None if there is no goal for the pair."""
+    if " at " in side.name:  # of another commit
+        if ours == "ours":
+            return 1.0
+        return {"1x1": 0.95, "1x2": 0.85, "2x2": 0.85}.get(case) if hidden == 256 else None
+    if side.compiled:
+        return {"1x1": 1.0, "2x1": 1.0, "1x2": 0.75}.get(case) if ours == OURS[1] else None
+    if ours == OURS[1]:
+        return None
     if case == "1x1":
         return 1.25 if hidden < 1024 else 1.05  # small layers cannot hide a fixed cost per layer
-    return {"1x2": 1 / 1.5, "2x1": 1.0}[case]
+    return {"1x2": 1 / 1.5, "2x1": 1.0}.get(case)
 
 
 def write_report(results: Sequence[CaseResult], options: Mapping[str, Any], output: Path) -> str:
     """Write `step.json`, `step.md` and `step.png` to `output`; returns the table."""
-    comparisons = [{phase: compare(r.ours[phase], r.peer[phase]) for phase in PHASES} for r in results]
     record: dict[str, Any] = {
         "environment": environment(),
         "options": dict(options),
-        "results": [
-            asdict(r) | {"summary": {phase: asdict(c) for phase, c in phases.items()}}
-            for r, phases in zip(results, comparisons, strict=True)
-        ],
+        "results": [asdict(result) for result in results],
     }
-    table = markdown_table(results, comparisons)
+    table = markdown_table(results)
     write_files(output, "step", table, record)
-    draw(results, comparisons, output / "step.png")
+    draw(results, output / "step.png")
     return f"{table}\n\nwritten to {output}"
 
 
@@ -120,79 +118,69 @@ def environment() -> dict[str, str]:
     }
 
 
-def markdown_table(results: Sequence[CaseResult], comparisons: Sequence[Mapping[str, Comparison]]) -> str:
+def markdown_table(results: Sequence[CaseResult]) -> str:
     lines = [
-        "| mesh | hidden | peer | phase | ours ms (IQR) | peer ms (IQR) | ours / peer (95%) | by round (95%) | goal |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| mesh | hidden | side | whole step ms (IQR) | forward + backward ms | ours / it, by round (95%) "
+        "| ours compiled / it | peak MiB a rank | collectives a step | their MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for result, phases in zip(results, comparisons, strict=True):
-        for phase, title in PHASES.items():
-            c = phases[phase]
-            aim = f"<= {goal(result.case, result.hidden):.2f}" if phase == "step" else ""
+    for result in results:
+        for side in result.sides:
+            head = f"| {result.case} | {result.hidden} | {side.name} "
+            if side.error:
+                lines.append(f"{head}| {side.error.replace('|', '/')} | | | | | | |")
+                continue
+            step = np.asarray(side.step) * 1e3
+            collectives = ", ".join(f"{count} {kind}" for kind, count in side.cost["collectives"].items())
             lines.append(
-                f"| {result.case} | {result.hidden} | {result.peer_name} | {title} "
-                f"| {c.ours_ms:.1f} ({range_text(c.ours_iqr_ms, 1)}) "
-                f"| {c.peer_ms:.1f} ({range_text(c.peer_iqr_ms, 1)}) "
-                f"| {c.ratio:.2f} ({range_text(c.ratio_interval, 2)}) "
-                f"| {c.paired_ratio:.2f} ({range_text(c.paired_ratio_interval, 2)}) | {aim} |"
+                f"{head}| {np.median(step):.1f} ({range_text(_percentiles(step, 25, 75), 1)}) "
+                f"| {np.median(side.forward_backward) * 1e3:.1f} "
+                f"| {_ratio_text(result, OURS[0], side)} | {_ratio_text(result, OURS[1], side)} "
+                f"| {side.cost['memory'] / 2**20:.1f} | {collectives or 'none'} | {side.cost['sent'] / 2**20:.2f} |"
             )
     return "\n".join(lines)
 
 
-def draw(results: Sequence[CaseResult], comparisons: Sequence[Mapping[str, Comparison]], path: Path) -> None:
-    """Left: every whole step. Right: the ratio of both phases with its interval, and the goal."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.8 + 0.8 * len(results)), layout="constrained")
-    rows = np.arange(len(results))
-    steps = [phases["step"] for phases in comparisons]
-    for offset, side in ((-0.2, "ours"), (0.2, "peer")):
-        left.boxplot(
-            # Cases differ by two orders of magnitude: each is drawn in units of its peer's median.
-            [np.asarray(getattr(r, side)["step"]) * 1e3 / c.peer_ms for r, c in zip(results, steps, strict=True)],
-            positions=rows + offset,
-            widths=0.3,
+def _ratio_text(result: CaseResult, name: str, side: SideResult) -> str:
+    ours = result.side(name)
+    if ours is None or ours is side:
+        return ""
+    ratio, interval = ratio_by_round(ours.step, side.step)
+    aim = goal(result.case, result.hidden, name, side)
+    text = f"{ratio:.2f} ({range_text(interval, 2)})"
+    return text if aim is None else f"{text}, goal <= {aim:.2f}"
+
+
+def draw(results: Sequence[CaseResult], path: Path) -> None:
+    """Every whole step of every side, one panel a case and size."""
+    timed = [[side for side in result.sides if not side.error] for result in results]
+    heights = [0.6 + 0.35 * len(sides) for sides in timed]
+    figure, axes = plt.subplots(
+        len(results), 1, figsize=(9, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, result, sides in zip(axes[:, 0], results, timed, strict=True):
+        boxes = axis.boxplot(
+            [np.asarray(side.step) * 1e3 for side in sides],
             orientation="horizontal",
             patch_artist=True,
-            boxprops={"facecolor": COLOURS[side]},
             medianprops={"color": "black"},
             flierprops={"markersize": 3},
-            manage_ticks=False,
-            label=side,
+            tick_labels=[side.name for side in sides],
         )
-    left.set_yticks(
-        rows,
-        [
-            f"{r.case}, hidden {r.hidden}\nours {c.ours_ms:.0f} ms\n{r.peer_name} {c.peer_ms:.0f} ms"
-            for r, c in zip(results, steps, strict=True)
-        ],
-    )
-    left.set(xlabel="whole step / median of the peer's", title="every timed step")
-
-    for offset, phase, marker in ((-0.15, "forward_backward", "o"), (0.15, "step", "s")):
-        found = [phases[phase] for phases in comparisons]
-        ratio = np.array([c.paired_ratio for c in found])
-        low, high = np.array([c.paired_ratio_interval for c in found]).T
-        error = np.clip([ratio - low, high - ratio], 0, None)  # matplotlib refuses a negative bar
-        right.errorbar(
-            ratio, rows + offset, xerr=error, fmt=marker, capsize=3, color=COLOURS[phase], label=PHASES[phase]
-        )
-    goals = [goal(r.case, r.hidden) for r in results]
-    right.vlines(goals, rows - 0.35, rows + 0.35, color="tab:green", label="goal, whole step")
-    right.set_yticks(rows, [""] * len(rows))
-    right.set(xlabel="ours / peer by round, 95% interval", title="ratio, smaller is faster")
-
-    for axes in (left, right):
-        axes.axvline(1, color="grey", linewidth=1, zorder=0)
-        axes.set_ylim(len(results) - 0.5, -0.5)
-        axes.grid(axis="x", alpha=0.3)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.8 / len(results)), ncols=3)
+        for box, side in zip(boxes["boxes"], sides, strict=True):
+            box.set_facecolor(COLOURS["ours" if side.name in OURS else "peer"])
+        axis.invert_yaxis()
+        axis.set_xlim(left=0)
+        axis.set_title(f"mesh {result.case}, hidden {result.hidden}: whole step, ms", fontsize=9)
+        axis.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _percentiles(values: np.ndarray, low: float, high: float) -> tuple[float, float]:
+def _percentiles(values: np.ndarray, low: float, high: float) -> Bounds:
     found = np.percentile(values, [low, high])
     return float(found[0]), float(found[1])
 
 
-def range_text(bounds: tuple[float, float], digits: int) -> str:
+def range_text(bounds: Bounds, digits: int) -> str:
     return f"{bounds[0]:.{digits}f} to {bounds[1]:.{digits}f}"

@@ -1,34 +1,41 @@
-"""Full training steps, ours against what people write by hand, interleaved in the same processes.
+"""Full training steps, ours against what people write by hand and other libraries, interleaved in the same processes.
 
-    python benchmarks/step.py                                  # all cases, four to eight minutes on 2 cores
+    python benchmarks/step.py                                  # all cases
+    python benchmarks/step.py --short                          # hidden 256, 2 layers: under ten minutes on 2 cores
     python benchmarks/step.py --cases 1x2 --hidden 256 --steps 50
+    python benchmarks/step.py --hidden 256 --against HEAD~20   # and ours of another commit, in turns with these
 
-- Each case starts its own processes; both models live in the same ones and take turns, so that a
-  busy machine slows both alike. Who goes first alternates.
-- Before the timing both must give the same loss and the same gradient norm on the same batch.
-- Nothing here fails for being slow: the goals are printed beside the measurement.
+- Each case starts its own processes; all models live in the same ones and take turns, so that a
+  busy machine slows all alike. Who goes first rotates.
+- Before the timing all must give the same loss and the same gradient norm on the same batch.
+- Nothing here fails for being slow: the goals are printed beside the measurement. A peer that fails is
+  reported with the first line of its error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import tempfile
-import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from peers import CASES, Case, Side, build_model, build_ours, build_peer
-from report import CaseResult, Samples, write_report
+from peers import ADAMW, CASES, contestants, draw_batch, join
+from report import CaseResult, SideResult, write_report
+from sides import Cost, OtherCommit
 from tqdm import tqdm
 
 TOLERANCE = 1e-5  # relative; float32 sums in another order differ by about 1e-7
-ADAMW: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+ROOT = Path(__file__).parent.parent
+SHORT = {"hidden": [256], "layers": 2, "steps": 10, "warmup": 2}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,11 @@ class Options:
     threads: int
     adamw: str
     timeout: float
+    compile: bool
+    against: str | None
+    """The other commit, and `package` the folder that has its package."""
+
+    package: str | None = None
 
 
 def main() -> None:
@@ -55,105 +67,132 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each side")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each side that are not counted")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process")
-    parser.add_argument("--adamw", choices=ADAMW, default="default", help="AdamW implementation, both sides")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds a collective may take")
+    parser.add_argument("--adamw", choices=ADAMW, default="default", help="AdamW implementation, all sides")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a collective may take, compiling included")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="compiled sides too")
+    parser.add_argument("--against", metavar="COMMIT", help="time ours of another commit too, in processes of its own")
+    parser.add_argument("--short", action="store_true", help=f"a short form: {SHORT}")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "out")
+    if parser.parse_known_args()[0].short:
+        parser.set_defaults(**SHORT)
     arguments = vars(parser.parse_args())
-    cases, sizes, output = (arguments.pop(name) for name in ("cases", "hidden", "output"))
-    options = Options(**arguments)
+    cases, sizes, output, _ = (arguments.pop(name) for name in ("cases", "hidden", "output", "short"))
 
-    results = [run_case(case, hidden, options) for case in cases for hidden in sizes]
-    print(write_report(results, asdict(options), output))
+    if commit := arguments["against"]:
+        found = subprocess.run(["git", "rev-parse", "--short", commit], cwd=ROOT, check=True, capture_output=True)
+        arguments["against"] = found.stdout.decode().strip()
+
+    results: list[CaseResult] = []
+    with checked_out(arguments["against"]) as package:
+        options = Options(**arguments, package=package)
+        for case, hidden in [(case, hidden) for hidden in sizes for case in cases]:
+            results.append(run_case(case, hidden, options))
+            table = write_report(results, asdict(options), output)  # after each, so that an end halfway loses nothing
+    print(table)
+
+
+@contextmanager
+def checked_out(commit: str | None) -> Iterator[str | None]:
+    """The folder of a git worktree at `commit`, while it is needed."""
+    if commit is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        path = f"{scratch}/package"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", path, commit], cwd=ROOT, check=True)
+        try:
+            yield path
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", path], cwd=ROOT, check=True)
 
 
 def run_case(case_name: str, hidden: int, options: Options) -> CaseResult:
     """Start the processes of one case and return what rank 0 measured."""
     with tempfile.TemporaryDirectory() as scratch:
         mp.spawn(worker, (case_name, hidden, options, scratch), nprocs=CASES[case_name].world_size)
-        return CaseResult(**json.loads(Path(scratch, "result.json").read_text()))
+        return CaseResult.of(json.loads(Path(scratch, "result.json").read_text()))
 
 
 def worker(rank: int, case_name: str, hidden: int, options: Options, scratch: str) -> None:
-    case = CASES[case_name]
-    torch.set_num_threads(options.threads)
-    device = "cuda" if torch.cuda.device_count() >= case.world_size else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{scratch}/rendezvous",
-        rank=rank,
-        world_size=case.world_size,
-        timeout=timedelta(seconds=options.timeout),
-    )
-    result = measure(case_name, hidden, device, options)
+    warnings.simplefilter("ignore")
+    device = join(CASES[case_name], rank, f"{scratch}/rendezvous", options.threads, options.timeout)
+    result = measure(case_name, hidden, device, options, scratch)
     if rank == 0:
         Path(scratch, "result.json").write_text(json.dumps(asdict(result)))
     dist.barrier()  # a rank that leaves early can take gloo's threads of the other down with it
     dist.destroy_process_group()
 
 
-def measure(case_name: str, hidden: int, device: str, options: Options) -> CaseResult:
+def measure(case_name: str, hidden: int, device: str, options: Options, scratch: str) -> CaseResult:
     case = CASES[case_name]
-    adamw = ADAMW[options.adamw]
-    ours = build_ours(build_model(hidden, options.layers).to(device), case, device, adamw)
-    peer = build_peer(build_model(hidden, options.layers).to(device), case, device, adamw)
-    sides = {"ours": ours, "peer": peer}
-    tokens = draw_batch(case, hidden, device, options)
+    tokens = draw_batch(case, hidden, options.batch, options.sequence, device)
+    builders = contestants(case, hidden, options.layers, device, options.adamw, options.compile, scratch)
+    if options.against:
+        shared = {name: getattr(options, name) for name in ("layers", "batch", "sequence", "threads", "adamw")}
+        arguments = {"case": case_name, "hidden": hidden, "rank": dist.get_rank(), **shared}
+        builders[f"ours at {options.against}"] = lambda: OtherCommit(Path(str(options.package)), scratch, arguments)
 
-    loss, norm = check_equal_work(case_name, sides, tokens)
-    samples = {name: Samples([], []) for name in sides}
+    sides: dict[str, Any] = {}
+    reference = (0.0, 0.0)
+    results: dict[str, SideResult] = {}
+    for name, build in builders.items():
+        note(f"{case_name} hidden {hidden}: {name}")
+        results[name] = SideResult(name)
+        try:
+            side = build()
+            found, problem = side.first_step(tokens), ""
+            if sides:
+                problem = difference(found, reference)
+        except Exception as error:
+            if name == "ours":
+                raise
+            problem = first_line(error)
+        problems: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        results[name].error = next(filter(None, problems), "")
+        if results[name].error:
+            note(f"{name}: {results[name].error}")
+            continue
+        if not sides:
+            reference = found
+        sides[name] = side
+
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     rounds = range(-options.warmup, options.steps)
     for number in tqdm(rounds, f"{case_name} hidden {hidden}", disable=dist.get_rank() > 0):
-        order = list(sides) if number % 2 == 0 else list(reversed(sides))
-        for name in order:
-            forward_backward, step = time_step(sides[name], tokens, device)
+        names = list(sides)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            took = sides[name].timed_step(tokens)
             if number >= 0:
-                samples[name].forward_backward.append(forward_backward)
-                samples[name].step.append(step)
-    slowest = {name: slowest_rank(sample, device) for name, sample in samples.items()}
-    return CaseResult(
-        case_name, hidden, case.peer, device, loss, norm, asdict(slowest["ours"]), asdict(slowest["peer"])
-    )
+                samples[name].append(took)
+    for name, side in sides.items():
+        times = torch.tensor(samples[name], dtype=torch.float64, device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)  # a step takes as long as its slowest process
+        results[name].forward_backward, results[name].step = times.T.tolist()
+        costs: list[Cost | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(costs, side.cost(tokens))
+        results[name].cost = asdict(max(filter(None, costs), key=lambda cost: cost.memory))
+        if isinstance(side, OtherCommit):
+            side.close()
+    return CaseResult(case_name, hidden, device, *reference, list(results.values()))
 
 
-def draw_batch(case: Case, hidden: int, device: str, options: Options) -> torch.Tensor:
-    """A batch of this process's dp rank; tp peers draw the same one. The vocabulary is 4 * hidden."""
-    generator = torch.Generator().manual_seed(dist.get_rank() // case.tp)
-    return torch.randint(hidden * 4, (options.batch, options.sequence), generator=generator).to(device)
+def note(text: str) -> None:
+    if dist.get_rank() == 0:
+        tqdm.write(text)
 
 
-def check_equal_work(case_name: str, sides: dict[str, Side], tokens: torch.Tensor) -> tuple[float, float]:
-    """Take one step of each side; loss and gradient norm must agree. Returns both, as ours has them."""
-    found = {name: (side.forward_backward(tokens).item(), side.update().item()) for name, side in sides.items()}
-    for index, what in enumerate(("loss", "gradient norm")):
-        ours, peer = found["ours"][index], found["peer"][index]
-        difference = abs(ours - peer) / abs(peer)
-        if dist.get_rank() == 0:
-            tqdm.write(f"{case_name}: {what} ours {ours:.7f}, peer {peer:.7f}, difference {difference:.1e}")
-        assert difference <= TOLERANCE, f"{case_name}: the two sides do not do equal work: {what} {ours} and {peer}"
-    return found["ours"]
+def difference(found: tuple[float, float], reference: tuple[float, float]) -> str:
+    """Say where a side's loss or gradient norm is not that of ours, or return an empty text."""
+    for what, got, want in zip(("loss", "gradient norm"), found, reference, strict=True):
+        if not abs(got - want) <= TOLERANCE * abs(want):
+            return f"no equal work: its {what} is {got:.7f}, that of ours {want:.7f}"
+    return ""
 
 
-def time_step(side: Side, tokens: torch.Tensor, device: str) -> tuple[float, float]:
-    """Seconds for forward + backward, and for the whole step, on this process."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    dist.barrier()
-    synchronize()
-    start = time.perf_counter()
-    side.forward_backward(tokens)
-    synchronize()
-    middle = time.perf_counter()
-    side.update()
-    synchronize()
-    return middle - start, time.perf_counter() - start
-
-
-def slowest_rank(samples: Samples, device: str) -> Samples:
-    """A step takes as long as its slowest process."""
-    times = torch.tensor([samples.forward_backward, samples.step], dtype=torch.float64, device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return Samples(*times.tolist())
+def first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
 
 
 if __name__ == "__main__":

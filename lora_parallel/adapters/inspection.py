@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -57,10 +59,11 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
     for prefix, module in model.named_modules():
         if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             continue
+        held = dict(cast(nn.Module, module).named_parameters(prefix, remove_duplicate=False))
         # PEFT does not list the magnitudes of embeddings.
         for attribute in {**dict.fromkeys(module.adapter_layer_names), **_MAGNITUDES}:
             start = f"{prefix}.{attribute}." if prefix else f"{attribute}."
-            for name, parameter in parameters.items():
+            for name, parameter in held.items():
                 if not name.startswith(start):
                     continue
                 owner = name[len(start) :].split(".")[0]

@@ -128,19 +128,18 @@ def _shard_placement(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
     """Return the placement over the first dim that `dp_shard` divides; None stands for dim 0, FSDP2's default.
 
     Sharding dim 0 of `lora_A` [r, in] with r < dp_shard would leave ranks empty. FSDP2 shards dims other than 0 only
-    evenly, and it cannot shard such a dim if tp has split it. The result is None if no dim fits.
+    evenly; one that tp has split is split again. The result is None if no dim fits.
     """
-    taken: set[int] = set()
     local: torch.Tensor = parameter
     if isinstance(parameter, DTensor):
-        taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
-        if any(parameter.shape[dim] % parameter.device_mesh.size() for dim in taken):
+        split = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+        if any(parameter.shape[dim] % parameter.device_mesh.size() for dim in split):
             return None  # tp ranks hold slices of different sizes, and must all choose the same dim
         local = parameter.to_local()
     if local.numel() == 0 or local.dim() == 0 or local.shape[0] % dp_shard == 0:
         return None
     for dim in range(1, local.dim()):
-        if dim not in taken and local.shape[dim] % dp_shard == 0:
+        if local.shape[dim] % dp_shard == 0:
             return Shard(dim)
     return None
 

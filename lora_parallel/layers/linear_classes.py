@@ -132,7 +132,7 @@ def _agrees(base: nn.Module, roles: dict[str, Role], sizes: tuple[int, int], col
 
     The features are divided between the two parts at random: right roles must give the whole output for any division.
     """
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     out, width = sizes
     at = features_dim(base)
     values: dict[str, Tensor] = {}
@@ -175,5 +175,5 @@ def _run(
         twin.nf, twin.nx = features, sizes[1]
     else:
         twin.out_features, twin.in_features = sizes
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return twin(x)

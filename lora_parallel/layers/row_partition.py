@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lora_parallel.distributed.collectives import chunk_bounds
 
-__all__ = ["RowPartition", "partition_of", "set_partition"]
+__all__ = ["Range", "RowPartition", "partition_of", "set_partition"]
 
 Range = tuple[int, int]
+"""First index, and the index after the last one."""
 
 _ATTRIBUTE = "_lora_parallel_row_partition"
 
@@ -36,9 +37,9 @@ class RowPartition:
     """Number of rows of the whole tensor."""
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int]], size: int) -> RowPartition:
+    def of(cls, rows: Iterable[Tensor | Sequence[int]], size: int) -> RowPartition:
         """Return the partition in which rank i computes the rows with the indices `rows[i]`."""
-        return cls(tuple(tuple(_ranges(indices)) for indices in rows), size)
+        return cls(tuple(tuple(_ranges(torch.as_tensor(indices))) for indices in rows), size)
 
     @classmethod
     def packed(cls, parts: Sequence[int], tp: int) -> RowPartition:
@@ -94,20 +95,15 @@ class RowPartition:
 
     def restored(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tensor that `arranged` turned into `tensor`."""
-        return torch.cat([tensor.narrow(dim, a, b - a) for a, b in _ranges(self.inverse.tolist())], dim)
+        return torch.cat([tensor.narrow(dim, a, b - a) for a, b in _ranges(self.inverse)], dim)
 
 
-def _ranges(indices: Iterable[int]) -> Iterator[Range]:
-    start = stop = None
-    for index in indices:
-        if stop == index:
-            stop += 1
-            continue
-        if start is not None and stop is not None:
-            yield start, stop
-        start, stop = index, index + 1
-    if start is not None and stop is not None:
-        yield start, stop
+def _ranges(indices: Tensor) -> Iterator[Range]:
+    """Yield the runs of consecutive numbers in `indices`, int64 [rows], in order."""
+    breaks = (indices.diff() != 1).nonzero().flatten() + 1
+    for run in indices.tensor_split(breaks.tolist()):
+        if len(run):
+            yield int(run[0]), int(run[-1]) + 1
 
 
 def set_partition(module: nn.Module, key: str, partition: RowPartition, dim: int) -> None:

@@ -53,7 +53,7 @@ def share_experts(
         candidates = _by_features(module, tp)
     problem = None
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         fed = _example(fed, experts)
         values = {key: _random(p) for key, p in module._parameters.items() if p is not None}
         try:

@@ -27,6 +27,9 @@ class LayerGroup:
     producers: dict[str, RowPartition]
     """Output features that each rank computes, for each layer that feeds the consumers, by its name."""
 
+    width: int
+    """Number of features of a consumer's whole input."""
+
     between: dict[tuple[nn.Module, str], tuple[int, RowPartition] | None] = field(default_factory=dict)
     """Parameters that act on slices (a norm of each head), by module and name in it. The value is the dim that is cut
     and the rows of each rank, or None if the parameter stays whole."""

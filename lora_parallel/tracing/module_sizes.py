@@ -6,7 +6,7 @@ A run of the model with these values proves a guess or rejects it (see `lora_par
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -42,10 +42,9 @@ def sizes_on_a_rank(
     Returns:
         For each module of the tracer's copy of the model with something to change: the new values by attribute name.
     """
-    layers = {name: module for module, name in tracer.layers.items()}
-    width = next(call.fed.shape[-1] for call in tracer.calls if call.layer in layer_group.consumers)
+    width = layer_group.width
     found: dict[nn.Module, dict[str, Any]] = {}
-    for module in _around(tracer, [layers[name] for name in layer_group.layers]):
+    for module in _around(tracer, layer_group.layers):
         holders: list[tuple[Any, str | None]] = [(module, None)]
         config = getattr(module, "config", None)
         if config is not None:
@@ -123,12 +122,11 @@ def _narrower(value: int, width: int, layer_group: LayerGroup, tp: int) -> int |
     return next((each.width for each in layer_group.producers.values() if each.size == value), None)
 
 
-def _around(tracer: Tracer, layers: Sequence[nn.Module]) -> list[nn.Module]:
+def _around(tracer: Tracer, layers: Iterable[str]) -> list[nn.Module]:
     """Return the modules around the layers: the smallest that holds all of them, and those in it that hold one."""
-    paths = {module: name.split(".") if name else [] for module, name in tracer.paths.items()}
-    chosen = [paths[layer] for layer in layers]
+    chosen = [tracer.paths[tracer.modules[layer]].split(".") for layer in layers]
     shared = 0
     while all(len(path) > shared + 1 and path[: shared + 1] == chosen[0][: shared + 1] for path in chosen):
         shared += 1
-    inside = {tuple(path[:depth]) for path in chosen for depth in range(shared, len(path))}
-    return [module for module, path in paths.items() if tuple(path) in inside]
+    inside = {".".join(path[:depth]): None for path in chosen for depth in range(shared, len(path))}
+    return [tracer.twin.get_submodule(path) for path in inside]

@@ -177,8 +177,9 @@ def _candidates(tracer: Tracer, reached: _Reached, tp: int, rejected: dict[str, 
     return _joined(tracer, needs, between, rejected)
 
 
-_Needs = dict[int, dict[int, list[list[int]]]]
-"""Output features that each rank needs, by the index of the consumer's call and the index of the producer's call."""
+_Needs = dict[int, dict[int, list[Tensor]]]
+"""Indices of the output features that each rank needs, int64, by the index of the consumer's call and the index of the
+producer's call."""
 
 
 def _pruned(tracer: Tracer, needs: _Needs, consumers: Mapping[int, set[int]], exposed: set[int]) -> _Needs:
@@ -243,7 +244,7 @@ def _disjoint(tracer: Tracer, needs: _Needs) -> _Needs:
 
 def _needed(
     tracer: Tracer, call: Call, producers: list[Tensor], leaves: frozenset[Tensor], tp: int
-) -> tuple[list[list[list[int]]], dict[Tensor, tuple[int, RowPartition] | None]] | str:
+) -> tuple[list[list[Tensor]], dict[Tensor, tuple[int, RowPartition] | None]] | str:
     """Return the features of each producer that each slice of a call's input needs, and the same of parameters.
 
     Args:
@@ -267,15 +268,17 @@ def _needed(
         start, stop = chunk_bounds(width, tp, rank)
         direction = torch.zeros_like(call.fed)
         direction[..., start:stop] = torch.rand_like(direction[..., start:stop]) + 0.5
-        grads = torch.autograd.grad(
-            call.fed, [*producers, *parameters], direction, retain_graph=True, allow_unused=True
-        )
-        for found, source, grad in zip(used, producers, grads, strict=False):
+        grads = torch.autograd.grad(call.fed, producers, direction, retain_graph=True, allow_unused=True)
+        for found, source, grad in zip(used, producers, grads, strict=True):
             nothing = torch.zeros(source.shape[-1], dtype=torch.bool)
             found.append(nothing if grad is None else (grad != 0).flatten(0, -2).any(0))
         if all(found[rank].all() for found in used):
             return "each slice of its input depends on all features of the layers before it"
-        for masked, parameter, grad in zip(masks, parameters, grads[len(producers) :], strict=True):
+        if not parameters:
+            continue
+        # Not together: most calls end above, and the gradient of a stack of experts is as large as the stack.
+        grads = torch.autograd.grad(call.fed, parameters, direction, retain_graph=True, allow_unused=True)
+        for masked, parameter, grad in zip(masks, parameters, grads, strict=True):
             masked.append(torch.zeros_like(parameter, dtype=torch.bool) if grad is None else grad != 0)
     for found in used:
         if len({int(each.sum()) for each in found}) > 1 or not torch.stack(found).any(0).all():
@@ -288,7 +291,7 @@ def _needed(
             return str(error)
         if cuts[parameter] is not None and tracer.parameters[parameter][0] not in tracer.entered:
             return "a parameter on the way to its input is used other than by calling its module"
-    return [[each.nonzero().flatten().tolist() for each in found] for found in used], cuts
+    return [[each.nonzero().flatten() for each in found] for found in used], cuts
 
 
 def _cut(masks: list[Tensor]) -> tuple[int, RowPartition] | None:
@@ -305,17 +308,17 @@ def _cut(masks: list[Tensor]) -> tuple[int, RowPartition] | None:
     for dim in range(masks[0].dim()):
         others = [other for other in range(masks[0].dim()) if other != dim]
         lines = [mask.any(others) if others else mask for mask in masks]
-        rows = [line.nonzero().flatten().tolist() for line in lines]
+        rows = [line.nonzero().flatten() for line in lines]
         if len({len(row) for row in rows}) > 1 or not 0 < len(rows[0]) < masks[0].shape[dim]:
             continue
-        if all(mask.index_select(dim, torch.tensor(row)).all() for mask, row in zip(masks, rows, strict=True)):
+        if all(mask.index_select(dim, row).all() for mask, row in zip(masks, rows, strict=True)):
             return dim, RowPartition.of(rows, masks[0].shape[dim])
     raise ValueError("a parameter on the way to its input cannot be cut along one dim")
 
 
 def _joined(
     tracer: Tracer,
-    needs: Mapping[int, Mapping[int, list[list[int]]]],
+    needs: Mapping[int, Mapping[int, list[Tensor]]],
     between: Mapping[int, Mapping[Tensor, tuple[int, RowPartition] | None]],
     rejected: dict[str, str],
 ) -> list[LayerGroup]:
@@ -330,7 +333,7 @@ def _joined(
             partition = RowPartition.of(rows, call.gave.shape[-1])
             clash |= partitions.setdefault(call.layer, partition) != partition
         cuts = {tracer.parameters[leaf]: cut for leaf, cut in between[index].items()}
-        layer_group = LayerGroup({sink: None}, partitions, dict(cuts))
+        layer_group = LayerGroup({sink: None}, partitions, tracer.calls[index].fed.shape[-1], cuts)
         touching = [other for other in layer_groups if set(other.layers) & set(layer_group.layers)]
         for other in touching:
             for name, partition in other.producers.items():

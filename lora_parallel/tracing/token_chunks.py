@@ -41,7 +41,7 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
     tracer = structure.tracer
     real_of = {twin: real for real, twin in tracer.twin_of.items()}
     paths = tracer.paths
-    layers = {name: module for module, name in tracer.layers.items()}
+    layers = tracer.modules
     found = Sequence()
     stacks: dict[str, list[nn.Module]] = {}
     for layer_group in layer_groups:

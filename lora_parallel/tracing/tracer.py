@@ -8,7 +8,7 @@ with autograd's graph back to the outputs of the other stand-ins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.layers.layer_parameters import base_of, features_dim, is_linear
+from lora_parallel.layers.row_partition import Range
 from lora_parallel.tp.experts import holds_experts
 from lora_parallel.tracing.model_inputs import likely_inputs
 from lora_parallel.tracing.stand_in import stand_in_for
@@ -48,13 +49,13 @@ class Call:
     gave: Tensor
     """Leaf of autograd's graph [..., features], positive numbers. `output` makes the layer's output of them."""
 
-    def output(self, features: Tensor | None = None) -> Tensor:
+    def output(self, features: Sequence[Range] | None = None) -> Tensor:
         """Return the layer's output [..., features], as a new tensor that the model may change in place.
 
         Args:
-            features: Indices of the features to return, int64; None returns all.
+            features: Ranges of the features to return; None returns all.
         """
-        gave = self.gave if features is None else self.gave.index_select(-1, features)
+        gave = self.gave if features is None else torch.cat([self.gave[..., a:b] for a, b in features], -1)
         # Each feature is positive for one token and negative for the next: no ReLU is dead for all of them.
         signs = 1 - 2 * (torch.arange(gave[..., 0].numel()) % 2)
         return gave * signs.view(*gave.shape[:-1], 1)
@@ -111,6 +112,9 @@ class Tracer:
     layers: dict[nn.Module, str] = field(init=False)
     """Names of the linear layers and embeddings that stand-ins replace, by module of the copy."""
 
+    modules: dict[str, nn.Module] = field(init=False)
+    """Modules of `layers` by name."""
+
     calls: list[Call] = field(init=False, default_factory=list)
     """Calls of stand-ins in the noted run, in order."""
 
@@ -133,7 +137,7 @@ class Tracer:
 
     def __post_init__(self) -> None:
         with torch.enable_grad(), torch.inference_mode(False):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             self.twin = stand_in_for(self.model)
             twins = dict(zip(self.model.modules(), self.twin.modules(), strict=True))
             self.twin_of = twins
@@ -143,6 +147,7 @@ class Tracer:
                 for module, name in self.names.items()
                 if module in twins and (is_linear(base_of(module)) or _looks_up(base_of(module)))
             }
+            self.modules = {name: module for module, name in self.layers.items()}
             self.parameters = {}
             for module in self.twin.modules():
                 for key, parameter in module._parameters.items():
@@ -235,7 +240,7 @@ class Tracer:
             self.calls, self.outputs = [], []
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    torch.manual_seed(0)
+                    torch.default_generator.manual_seed(0)
                     self._inputs = next(islice(likely_inputs(self.twin, shape), self._kind, None))
                     self.twin.train(training)
                     self.outputs = self._run(self._inputs, self._note)
@@ -284,7 +289,8 @@ class Tracer:
                 raise FailedError(brief(error)) from error
 
     def _run(self, inputs: dict[str, Any], stand_in: Callable[[str, int, Tensor], Tensor]) -> list[Tensor]:
-        torch.manual_seed(0)
+        # The CPU's generator alone: torch.manual_seed would seed those of accelerators too, which nobody restores.
+        torch.default_generator.manual_seed(0)
         with _standing_in(self.layers, stand_in):
             args = inputs.get("args", ())
             outputs = self.twin(*args, **{key: value for key, value in inputs.items() if key != "args"})

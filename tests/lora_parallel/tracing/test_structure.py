@@ -119,6 +119,16 @@ def test_nothing_is_changed_by_looking():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_random_states_of_accelerators_are_left_alone(monkeypatch):
+    """Nobody would restore them: a rank's dropout would start from another state than the user's seed gave."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(3)
+    assert seeded == [3]
+    structure(Attention(4, 2), 4)
+    assert seeded == [3]
+
+
 class Counted(Attention):
     """Heads that only the code knows."""
 
