@@ -35,7 +35,7 @@ bench-load: $(VENV)/.dev ## measure loading from meta against other ways of load
 bench-save: $(VENV)/.dev ## measure saving from shards against other ways of saving
 	$(BIN)/python benchmarks/save.py $(ARGS)
 
-bench-scale: $(VENV)/.dev ## measure what sharding 70B to 671B costs a rank, on simulated ranks
+bench-scale: $(VENV)/.dev ## measure what sharding 70B and 405B costs a rank, on simulated ranks
 	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the other and PEFT's switching
