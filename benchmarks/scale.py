@@ -1,6 +1,7 @@
 """What sharding a very large model costs each rank, on simulated ranks: a fake process group that sends nothing.
 
-    python benchmarks/scale.py                                  # 70B, 405B, 671B on 512 and 4,096 ranks
+    python benchmarks/scale.py                                  # 70B and 405B on 512 and 4,096 ranks
+    python benchmarks/scale.py --models 671B --tp 1             # a mixture; under tp its planning takes too long
     python benchmarks/scale.py --models tiny tiny-mixture --ranks 8 --tp 2      # a look, half a minute
 
 - Models are built on meta and wrapped by `parallelize(..., materialize=False)`: everything but the reading of base
@@ -41,7 +42,7 @@ from lora_parallel.distributed.gather import local
 
 GOAL_SECONDS = 30  # of the 405B model
 GOAL_RATIO = 1.1  # of adapter bytes, largest rank / smallest
-MLP = ("gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 NARROW = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 NARROW_MIXTURE = {
@@ -77,14 +78,12 @@ def llama(title: str, hidden: int, intermediate: int, layers: int, heads: int, v
         **{"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers},
         **{"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": vocabulary},
     }
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP)
-    return Shape(title, LlamaConfig, targets, sizes, NARROW)
+    return Shape(title, LlamaConfig, LINEAR, sizes, NARROW)
 
 
 def mixture(title: str, **sizes: int) -> Shape:
-    # The routed experts are left out: r = 16 on each of 256 experts would be five billion parameters.
-    targets = (*LATENT_ATTENTION, *MLP)
-    return Shape(title, DeepseekV3Config, targets, sizes, NARROW_MIXTURE)
+    # Attention alone: of the MLP's names PEFT makes adapters of the routed experts, five billion parameters at r = 16.
+    return Shape(title, DeepseekV3Config, LATENT_ATTENTION, sizes, NARROW_MIXTURE)
 
 
 SHAPES = {
@@ -267,7 +266,7 @@ def draw(results: list[Result], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["70B", "405B", "671B"])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["70B", "405B"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--r", type=int, default=16, help="LoRA rank")

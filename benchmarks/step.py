@@ -1,7 +1,7 @@
 """Full training steps, ours against what people write by hand and other libraries, interleaved in the same processes.
 
     python benchmarks/step.py                                  # all cases
-    python benchmarks/step.py --short                          # hidden 256, 2 layers: under ten minutes on 2 cores
+    python benchmarks/step.py --short                          # hidden 256, 2 layers, 10 steps
     python benchmarks/step.py --cases 1x2 --hidden 256 --steps 50
     python benchmarks/step.py --hidden 256 --against HEAD~20   # and ours of another commit, in turns with these
 
