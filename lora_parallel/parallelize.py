@@ -46,7 +46,7 @@ from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same
 from lora_parallel.loading.transformers_quantisers import check_loaded
 from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
-from lora_parallel.runtime.block_forward import run_blocks
+from lora_parallel.runtime.compiled_blocks import compile_blocks
 from lora_parallel.runtime.generation import allow_generate
 from lora_parallel.runtime.guards import verify
 from lora_parallel.runtime.optimizer_params import refuse_stale_steps
@@ -149,8 +149,8 @@ def parallelize(
     adapt_dropout(model, config.seed, count, dp_rank(mesh))
     gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None, mesh.device_type)
     context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
-    if context is not None or config.compile:
-        run_blocks(model, blocks, mesh.device_type, context, config.compile_arguments)
+    if config.compile_arguments is not None:
+        compile_blocks(model, blocks, mesh.device_type, context, config.compile_arguments)
     if context is not None:
         for sequence in plan.sequences:
             run_on_chunks(sequence, context.group, context.tokens)

@@ -1,7 +1,7 @@
 """Take `torch.compile` off models that were compiled as a whole, and refuse to compile a sharded one as a whole.
 
 `torch.compile` cannot trace a sharded model: FSDP2 gathers weights in hooks, and parameters are DTensors. What it can
-trace are the blocks (see `block_forward`), which `compile=True` compiles one by one.
+trace are the blocks (see `compiled_blocks`), which `compile=True` compiles one by one.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import activate, refuse_merge
 from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.layers.module_names import clean_names
-from lora_parallel.runtime.block_forward import compiled_parts
+from lora_parallel.runtime.compiled_blocks import compiled_parts
 from lora_parallel.state import ParallelState
 from lora_parallel.tenants.adapter_init import adapted_layers
 from lora_parallel.tenants.batch_routing import Forward

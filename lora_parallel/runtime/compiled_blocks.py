@@ -1,4 +1,4 @@
-"""Run the blocks of a model: what is Python's own work is done as a block begins, and the rest may be compiled.
+"""Compile the blocks of a model: what is Python's own work is done as a block begins, and the rest is one graph.
 
 As a block begins, this rank's plain tensors shadow its DTensors, the number of tokens is looked up, and the keys of
 LoRA dropout are computed. The forward of the block itself sees plain tensors and functional collectives only, so that
@@ -21,19 +21,19 @@ from lora_parallel.adapters.peft_private import trace_dora
 from lora_parallel.tp.context import Tokens, TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
 
-__all__ = ["CompiledPart", "compiled_parts", "run_blocks"]
+__all__ = ["CompiledPart", "compile_blocks", "compiled_parts"]
 
 _BLOCK = "_lora_parallel_block"
 
 
-def run_blocks(
+def compile_blocks(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     device: str,
     context: TPContext | None,
-    compile_arguments: Mapping[str, Any] | None,
+    arguments: Mapping[str, Any],
 ) -> None:
-    """Make each block prepare its layers as its forward begins, and compile the forward if asked to. In place.
+    """Compile the forward of each block, in place.
 
     Each block gets a subclass of its class, as FSDP2 gives one to its units. transformers' `GradientCheckpointingLayer`
     checkpoints in the forward of the subclass, and so around what is done here: what is recomputed is prepared too.
@@ -43,16 +43,15 @@ def run_blocks(
         blocks: The blocks, none of which contains another.
         device: The type of the device that the model runs on.
         context: The context that the model's tensor parallel layers share; None if tp is 1.
-        compile_arguments: The arguments of `torch.compile`; None to compile nothing.
+        arguments: The arguments of `torch.compile`.
     """
-    compiler = None if compile_arguments is None else _Compiler(compile_arguments)
+    compiler = _Compiler(arguments)
     for block in blocks:
         block.__dict__[_BLOCK] = _Block(block, device, context, compiler)
         kind: Any = type(block)
         block.__class__ = _subclass(kind)
-    if compiler is not None:
-        trace_dora()
-        _train_without_cache(model)
+    trace_dora()
+    _train_without_cache(model)
 
 
 class CompiledPart(Protocol):
@@ -116,40 +115,40 @@ class has one graph for each kind of attention, with and without gradients, in t
 
 
 class _Block:
-    """Prepare the layers of one block, run the block's own forward, and clean up after it."""
+    """Run one block: prepare its layers, run its compiled forward, and clean up after it."""
 
-    parts: list[CompiledPart]
-    """Layers that have more to prepare where the block runs compiled."""
-
-    def __init__(self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler | None) -> None:
+    def __init__(self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler) -> None:
         self._device, self._context = device, context
         self._layers: list[tuple[nn.Module, TPLayer]] = [
             (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
         ]
         self._dropouts = [module for module in block.modules() if isinstance(module, TopologyInvariantDropout)]
-        self.parts = []
+        self.parts: list[CompiledPart] = []
+        """Layers that have more to prepare."""
+
         instance_forward = block.__dict__.pop("forward", None)
-        kind_forward: Any = type(block).forward
-        self._own = instance_forward or kind_forward.__get__(block)
-        self._compiled: Callable[..., Any] | None = None
-        if compiler is not None and instance_forward is not None:
-            self._compiled = compiler.compiled(instance_forward)
-        elif compiler is not None:
+        if instance_forward is not None:
+            self._own, self._compiled = instance_forward, compiler.compiled(instance_forward)
+        else:
+            kind_forward: Any = type(block).forward
+            self._own = kind_forward.__get__(block)
             # Given the block as an argument, a graph is not of one block.
             self._compiled = partial(_of_block, compiler.compiled(kind_forward), block)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
+        if any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+            return self._own(*args, **kwargs)
         try:
+            if not all(part.enter() for part in self.parts):
+                return self._own(*args, **kwargs)
             for module, layer in self._layers:
                 layer.shadow(module)
+            self._draw_keys()
+            tokens = None
             if self._context is not None:
                 self._context.forget_input()
-            # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
-            cached = any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
-            if self._compiled is None or cached or not all(part.enter() for part in self.parts):
-                return self._own(*args, **kwargs)
-            self._draw_keys()
-            tokens = None if self._context is None else self._context.tokens
+                tokens = self._context.tokens
             return self._compiled(tokens, 0 if tokens is None else tokens.known(), *args, **kwargs)
         finally:
             for module, layer in self._layers:
