@@ -50,9 +50,10 @@ def _unwrapping(own: Any) -> Any:
 def _accepting(own: Any, to_uncompiled: Any) -> Any:
     @wraps(own)
     def verify(model: Any, strategy: Any) -> None:
+        arguments = model.__dict__.pop(_ARGUMENTS, {})
         if not isinstance(strategy, TrainerStrategyLogic):
             own(model, strategy)
         elif model._compiler_ctx is not None:
-            strategy.compile_blocks(to_uncompiled(model), model.__dict__.pop(_ARGUMENTS, {}))
+            strategy.compile_blocks(to_uncompiled(model), arguments)
 
     return verify

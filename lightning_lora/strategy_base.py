@@ -88,7 +88,7 @@ class BaseLogic(Communication):
             block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own.
             reshard_after_forward: Free a block's gathered weights between forward and backward.
             activation_checkpointing: Recompute each block's activations in backward.
-            compile: Compile each block with `torch.compile`; a mapping gives its arguments: {"mode": "max-autotune"}.
+            compile: Compile each block with `torch.compile`; a mapping gives its arguments: {"fullgraph": True}.
             require_adapters: Refuse a model without adapters, and one whose base trains.
             autocast_adapter_dtype: Keep adapters in float32 with `precision="bf16-true"`, as PEFT does.
             seed: Seed of injected adapters and of LoRA dropout; None: the seed of `seed_everything`, else 0.

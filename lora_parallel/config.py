@@ -83,7 +83,7 @@ class ParallelConfig:
     """
 
     compile: bool | Mapping[str, Any] = False
-    """True compiles each block with `torch.compile`. A mapping gives arguments of it: {"mode": "max-autotune"}."""
+    """True compiles each block with `torch.compile`. A mapping gives arguments of it: {"fullgraph": True}."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "cpu_offload": "cpu_offload=True (fsdp_offload_params: true in an Accelerate file) is refused, because it has "

@@ -115,7 +115,7 @@ def parallelize(
         check_quantised(model)
         if config.loss_parallel:
             head_of(model)
-    check_alike(config=replace(config, seed=0))
+    check_alike(config=_comparable(config))
     before = {name: ref(parameter) for name, parameter in model.named_parameters()}  # weak: the full copies are to go
     late: LateAdapter | None = None
     tp = mesh["tp"].size()
@@ -189,6 +189,15 @@ def parallelize(
     if mesh.size() > 1:
         refuse_whole_compile(model)
     return model
+
+
+def _comparable(config: ParallelConfig) -> ParallelConfig:
+    """Return the config without the seed, and with functions (a backend of `torch.compile`) by their names."""
+    arguments = {
+        name: f"{each.__module__}.{getattr(each, '__qualname__', type(each).__name__)}" if callable(each) else each
+        for name, each in (config.compile_arguments or {}).items()
+    }
+    return replace(config, seed=0, compile=arguments or config.compile)
 
 
 def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:

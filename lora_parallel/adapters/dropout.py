@@ -60,7 +60,7 @@ def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) ->
         device: The device of the tensor.
     """
     pinned = torch.device(device).type != "cpu"
-    return torch.tensor(keys, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
+    return torch.tensor(keys, dtype=torch.int32, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
 class TopologyInvariantDropout(nn.Module):
@@ -86,7 +86,7 @@ class TopologyInvariantDropout(nn.Module):
         self.dp_rank = dp_rank
         self.feature_offset = feature_offset
         self.prepared: Tensor | None = None
-        """Keys of the current forward, int32 [3], for a compiled block: a tensor, as ints would be constants of it."""
+        """Keys of the current forward, int32 [3], for a compiled block: ints would be constants of its graph."""
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -146,14 +146,25 @@ class TopologyInvariantDropout(nn.Module):
         """
         if not self.training or self.p == 0:
             return x
-        compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling and not self.count.running and not in_backward():
+        keys: Keys
+        if torch.compiler.is_compiling() and self.prepared is not None:
+            keys = self.prepared.unbind()
+        else:
+            self.check_counted()
+            keys = self.keys()
+        return self.without(x, self.dropped(x.shape, x.device, keys))
+
+    def check_counted(self) -> None:
+        """Check that the forward in training that is being computed was counted.
+
+        Raises:
+            RuntimeError: The layer is called in training, but not by the forward of the parallelized model.
+        """
+        if torch.is_grad_enabled() and not self.count.running and not in_backward():
             raise RuntimeError(
                 f"the LoRA layer {self.name} was called in training, but not by the model's own forward, which counts "
                 "the steps that its dropout depends on: call the parallelized model, not a module inside it."
             )
-        keys = self.prepared.unbind() if compiling and self.prepared is not None else self.keys()
-        return self.without(x, self.dropped(x.shape, x.device, keys))
 
     def without(self, x: Tensor, dropped: Tensor) -> Tensor:
         """Return `x` with zeros where the mask `dropped` is True, and the rest scaled by 1 / (1 - p)."""

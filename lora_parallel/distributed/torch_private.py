@@ -49,6 +49,7 @@ __all__ = [
     "reduces_gradients",
     "set_timeout",
     "storageless",
+    "without_compile",
 ]
 
 
@@ -81,6 +82,14 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], Non
     is no public way to list the hooks.
     """
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def without_compile(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that `torch.compile(module)` has wrapped, or None if `module` is no such wrapper.
+
+    torch documents neither the wrapper's class nor the way back; Lightning and Accelerate use both as well.
+    """
+    return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:

@@ -163,7 +163,8 @@ def fsdp_blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
             found.append(module)
             inside.update(module.modules())
     recomputes = config.activation_checkpointing and not hasattr(innermost(model), "gradient_checkpointing_enable")
-    for wanted_for, missed in (("activation_checkpointing=True", recomputes), ("compile=True", config.compile)):
-        if missed and not found:
-            raise ValueError(f"{wanted_for}, but the model has no blocks: name their classes in block_classes=[...].")
+    compiles = config.compile_arguments is not None
+    for option, needs_blocks in (("activation_checkpointing=True", recomputes), ("compile=True", compiles)):
+        if needs_blocks and not found:
+            raise ValueError(f"{option}, but the model has no blocks: name their classes in block_classes=[...].")
     return found

@@ -18,7 +18,7 @@ from transformers import Cache
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
 from lora_parallel.adapters.peft_private import trace_dora
-from lora_parallel.tp.context import Tokens, TPContext
+from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
 
 __all__ = ["CompiledPart", "compile_blocks", "compiled_parts"]
@@ -94,15 +94,18 @@ class _Compiler:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` compiled, with two more arguments in front: a `Tokens` or None, and its `in_graph`."""
+        """Return `forward` compiled, with two more arguments in front: the context, and the number of all tokens."""
 
-        def given(tokens: Tokens | None, number: int, *args: Any, **kwargs: Any) -> Any:
-            if tokens is not None:
-                tokens.in_graph = number
-            return forward(*args, **kwargs)
+        def traced(context: TPContext | None, tokens: int, *args: Any, **kwargs: Any) -> Any:
+            if context is None:
+                return forward(*args, **kwargs)
+            context.tokens.in_graph = tokens
+            output = forward(*args, **kwargs)
+            context.forget_input()  # or it would be an output of the graph
+            return output
 
         if forward not in self._compiled:
-            self._compiled[forward] = torch.compile(given, **self._arguments)
+            self._compiled[forward] = torch.compile(traced, **self._arguments)
         return self._compiled[forward]
 
 
@@ -124,16 +127,16 @@ class _Block:
         ]
         self._dropouts = [module for module in block.modules() if isinstance(module, TopologyInvariantDropout)]
         self.parts: list[CompiledPart] = []
-        """Layers that have more to prepare."""
+        """Layers that were put into the block later, and prepare for a compiled forward themselves."""
 
-        instance_forward = block.__dict__.pop("forward", None)
-        if instance_forward is not None:
-            self._own, self._compiled = instance_forward, compiler.compiled(instance_forward)
-        else:
-            kind_forward: Any = type(block).forward
-            self._own = kind_forward.__get__(block)
+        kind_forward: Any = type(block).forward
+        self._own = block.__dict__.pop("forward", None) or kind_forward.__get__(block)
+        self._compiled: Callable[..., Any]
+        if getattr(self._own, "__self__", None) is block:
             # Given the block as an argument, a graph is not of one block.
-            self._compiled = partial(_of_block, compiler.compiled(kind_forward), block)
+            self._compiled = partial(_call_on_block, compiler.compiled(self._own.__func__), block)
+        else:
+            self._compiled = compiler.compiled(self._own)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
@@ -145,11 +148,11 @@ class _Block:
             for module, layer in self._layers:
                 layer.shadow(module)
             self._draw_keys()
-            tokens = None
+            tokens = 0
             if self._context is not None:
                 self._context.forget_input()
-                tokens = self._context.tokens
-            return self._compiled(tokens, 0 if tokens is None else tokens.known(), *args, **kwargs)
+                tokens = self._context.tokens.known()
+            return self._compiled(self._context, tokens, *args, **kwargs)
         finally:
             for module, layer in self._layers:
                 layer.unshadow(module)
@@ -162,15 +165,16 @@ class _Block:
         """Compute the keys of all dropouts, and send them to the device in one tensor."""
         training = [each for each in self._dropouts if each.training]
         if training:
+            training[0].check_counted()
             keys = keys_on_device([each.keys() for each in training], self._device)
             for dropout, own in zip(training, keys.unbind(), strict=True):
                 dropout.prepared = own
 
 
-def _of_block(
-    compiled: Callable[..., Any], block: nn.Module, tokens: Tokens | None, number: int, *args: Any, **kwargs: Any
+def _call_on_block(
+    compiled: Callable[..., Any], block: nn.Module, context: TPContext | None, tokens: int, *args: Any, **kwargs: Any
 ) -> Any:
-    return compiled(tokens, number, block, *args, **kwargs)
+    return compiled(context, tokens, block, *args, **kwargs)
 
 
 def _train_without_cache(model: nn.Module) -> None:

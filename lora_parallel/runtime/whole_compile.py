@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import OptimizedModule
 
-from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call
+from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call, without_compile
 
 __all__ = ["refuse_whole_compile", "tell_unwrapped", "unwrap_compiled"]
 
@@ -37,9 +36,9 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any] | N
     found: list[tuple[str, Mapping[str, Any]]] = []
 
     def bare(name: str, each: nn.Module) -> nn.Module:
-        if isinstance(each, OptimizedModule):
+        if (inner := without_compile(each)) is not None:
             found.append((name, getattr(each, "_compile_kwargs", {})))
-            each = each._orig_mod
+            each = inner
         if has_compiled_call(each):
             drop_compiled_call(each)
             found.append((name, {}))
@@ -53,7 +52,7 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any] | N
     if not found:
         return own, None
     tell_unwrapped([name or type(own).__name__ for name, _ in found])
-    return own, found[0][1]
+    return own, next((arguments for _, arguments in found if arguments), {})
 
 
 def tell_unwrapped(names: Sequence[str]) -> None:

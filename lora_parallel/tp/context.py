@@ -136,10 +136,10 @@ class TPContext:
         return self._shared_by_layers(x, lambda: copy_to_tp(x, self.group, where))
 
     def _shared_by_layers(self, x: Tensor, feed: Callable[[], Tensor]) -> Tensor:
-        key: tuple[object, ...] = ()  # where a block is compiled, x is a value of its graph: nothing else can have it
-        if not torch.compiler.is_compiling():
+        key: tuple[object, ...] = (torch.is_grad_enabled(),)
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace the version, nor inference tensors
             version = -1 if x.is_inference() else x._version
-            key = (version, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+            key = (*key, version, torch.is_inference_mode_enabled())
         if self._last is not None and self._last[0] is x and self._last[1] == key:
             return self._last[2]
         fed = feed()

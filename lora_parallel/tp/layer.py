@@ -1,8 +1,8 @@
 """Run a layer and its LoRA factors as one tensor parallel layer: stored as DTensors, computed on plain tensors.
 
 Outside of its forward, the layer's parameters are DTensors on the `tp` axis, placed as the style says. While its
-forward runs, or that of a compiled block around it, this rank's plain tensor shadows each parameter: attribute lookup finds
-the plain tensor. The forward is the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the
+forward runs, or that of a compiled block around it, this rank's plain tensor shadows each parameter: attribute lookup
+finds the plain tensor. The forward is the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the
 model's code. The style adds one operation on the input and one on the output. So the outputs of base and LoRA are added
 while both are slices or both are partial sums, and LoRA costs no collective of its own.
 
@@ -88,8 +88,8 @@ class TPLayer:
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._shadowed:  # by the block around it
             return self._run(args, kwargs)
-        self.shadow(module)
         try:
+            self.shadow(module)
             return self._run(args, kwargs)
         finally:
             self.unshadow(module)

@@ -129,7 +129,7 @@ class SlicedLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        logits = args[0] if args else None
+        logits = args[0] if args else (kwargs or {}).get("input")
         if func in _FUNCTIONS and isinstance(logits, SlicedLogits) and not logits.held.is_gathered:
             result = _FUNCTIONS[func](*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -280,7 +280,7 @@ def _choose(logits: SlicedLogits, index: Any) -> Any:
 
 
 def _cross_entropy(
-    logits: SlicedLogits,
+    input: SlicedLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -294,18 +294,18 @@ def _cross_entropy(
         return NotImplemented
     if reduction not in ("none", "mean", "sum"):
         return NotImplemented
-    if logits.dim() != 2 or target.dtype is not torch.int64 or target.shape != logits.shape[:1]:
+    if input.dim() != 2 or target.dtype is not torch.int64 or target.shape != input.shape[:1]:
         return NotImplemented
-    head = logits.head
-    part: Tensor = _ToSlice.apply(logits)
+    head = input.head
+    part: Tensor = _ToSlice.apply(input)
     losses = cross_entropy_of_slices(
-        part, target, ignore_index, head.vocabulary, head.start, logits.dtype, head.group, head.name
+        part, target, ignore_index, head.vocabulary, head.start, input.dtype, head.group, head.name
     )
     if reduction != "none":
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
-    return losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
+    return losses if torch.is_autocast_enabled(input.device.type) else losses.to(input.dtype)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {

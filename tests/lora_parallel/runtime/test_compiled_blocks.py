@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -20,6 +21,7 @@ from tests.oracle import (
     Run,
     causal_lm,
     differing,
+    full,
     on_mesh,
     parse_mesh,
     ranks_of,
@@ -226,6 +228,71 @@ def test_one_that_prepares_nothing_is_noticed():
     module.count.current = 2
     stale = torch.compile(module, backend="aot_eager")(torch.ones(8, 40))
     assert differing({"x": stale}, {"x": module(torch.ones(8, 40))})
+
+
+class Gated(nn.Module):
+    """A block that looks at its input without gradients before it computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+        return x + self.down(self.up(x) * gate)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Gated(), Gated()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gated_model() -> Any:
+    torch.manual_seed(4)
+    targets = ["up", "gate", "down"]
+    return get_peft_model(Stack().double(), LoraConfig(r=3, target_modules=targets, init_lora_weights=False)).double()
+
+
+def gated_gradients(model: Any) -> dict[str, Tensor]:
+    model(torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)).square().sum().backward()
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def own_backend(graph: Any, inputs: Any) -> Any:
+    return graph.forward
+
+
+def gated(mesh_text: str) -> dict[str, Tensor]:
+    plan = {"*.up": "colwise", "*.gate": "colwise", "*.down": "rowwise"}
+    mesh, config = on_mesh(mesh_text, tp_plan=plan, block_classes=["Gated"], compile={"backend": own_backend})
+    return gated_gradients(parallelize(gated_model(), mesh, config))
+
+
+def test_layers_share_no_input_with_one_that_had_no_gradient(pool):
+    """And a backend may be a function, which is another object on each rank."""
+    want = gated_gradients(gated_model())
+    for got in pool.run(2, gated, "1x2"):
+        assert relative_error(got, want) < 1e-12
+
+
+def calls_a_part(mesh_text: str) -> list[Any]:
+    mesh, config = on_mesh(mesh_text, **WHOLE)
+    model = parallelize(Case(lora={"lora_dropout": 0.1}).model(), mesh, config)
+    return [attempt(model.get_base_model().model, torch.arange(12)[None])]
+
+
+def test_dropout_of_a_forward_that_is_not_counted_is_refused(pool):
+    """It would drop where the last forward did."""
+    for (failure,) in pool.run(2, calls_a_part, "1x2"):
+        assert isinstance(failure, Failure)
+        assert "was called in training, but not by the model's own forward" in failure.message
 
 
 def failing(mesh_text: str) -> list[Any]:
