@@ -8,13 +8,14 @@ from types import MethodType
 from typing import Any
 
 import torch
+from peers import CASES, by_hand, causal_lm_of, clip_by_mesh, group_by_mesh
 from peft import LoraConfig, get_peft_model
+from sides import Side
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu.outcomes import NotInstalled, NotSupported
 from benchmarks.gpu.training import place
-from benchmarks.peers import CASES, Side, causal_lm_of, clip_by_mesh, group_by_mesh
 from lora_parallel import clip_grad_norm_, parallelize
 from tests.oracle import SEVEN
 
@@ -94,7 +95,7 @@ def sides(
 
 def _side(model: nn.Module, clip: Callable[[list[nn.Parameter], float], Tensor], device: str) -> Side:
     groups: Any = [{"params": each} for each in group_by_mesh([p for p in model.parameters() if p.requires_grad])]
-    return Side(model, torch.optim.AdamW(groups, lr=1e-4, fused=device == "cuda"), clip)
+    return Side(model, torch.optim.AdamW(groups, lr=1e-4, fused=device == "cuda"), clip, device)
 
 
 def _peer(name: str, mesh: str, base: nn.Module, r: int, device: str, backend: str) -> nn.Module:
@@ -106,8 +107,8 @@ def _peer(name: str, mesh: str, base: nn.Module, r: int, device: str, backend: s
             layer.compile(backend=backend)
     elif name == "Unsloth's fused LoRA":
         _fuse(model)
-    elif mesh in CASES and CASES[mesh].peer == name and mesh != "1x1":
-        return CASES[mesh].build_peer(model, device)
+    elif mesh in CASES and name in (peer.title for peer in CASES[mesh].peers) and mesh != "1x1":
+        return by_hand(model, CASES[mesh], device, "").model
     return model
 
 

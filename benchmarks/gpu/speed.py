@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sides import Side
 from torch import Tensor, nn
 
 from benchmarks.gpu.sides import bare, sides, twin
 from benchmarks.gpu.steps import world_size_of
 from benchmarks.gpu.trace import kernels_of
-from benchmarks.peers import Side
 from tests.oracle import parse_mesh
 
 TOLERANCES = {"loss": 1e-2, "gradient norm": 5e-2}

@@ -177,9 +177,8 @@ class LateAdapter:
         self._twin = copy.deepcopy(model)
         self._config = lora_config
         self._layers: list[nn.Module] = []
-        with _seeded(0), observe_layers(self._layers.append):
-            # Observed layers end on meta, so their values are not drawn in the first place.
-            get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype, low_cpu_mem_usage=True)
+        with _seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
+            get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
 
     def draw(self, seed: int, device: str) -> None:
         """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once.
