@@ -46,7 +46,7 @@ from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same
 from lora_parallel.loading.transformers_quantisers import check_loaded
 from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
-from lora_parallel.runtime.compiled_blocks import compile_blocks
+from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
 from lora_parallel.runtime.generation import allow_generate
 from lora_parallel.runtime.guards import verify
 from lora_parallel.runtime.optimizer_params import refuse_stale_steps
@@ -161,6 +161,8 @@ def parallelize(
     order = None
     if wants_fsdp(mesh, config):
         tied = shard_for_dp(model, blocks, mesh, config)
+        if config.compile_arguments is not None:
+            leave_eager(blocks, tied)
         order = install_order_check(model, mesh["dp_shard"].size())
         gather_for_calls(model, tied)
     with agreed():

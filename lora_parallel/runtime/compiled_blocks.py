@@ -7,12 +7,14 @@ LoRA dropout are computed. The forward of the block itself sees plain tensors an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, partial
 from inspect import signature
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Cache
 
@@ -21,9 +23,10 @@ from lora_parallel.adapters.peft_private import trace_dora
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
 
-__all__ = ["CompiledPart", "compile_blocks", "compiled_parts"]
+__all__ = ["CompiledPart", "compile_blocks", "compiled_parts", "leave_eager"]
 
 _BLOCK = "_lora_parallel_block"
+log = logging.getLogger(__name__)
 
 
 def compile_blocks(
@@ -68,6 +71,20 @@ def compiled_parts(model: nn.Module) -> dict[nn.Module, list[CompiledPart]]:
     """Map each module in a block of `model` to the list of the block's parts, to which parts may be added."""
     blocks = [(block, block.__dict__[_BLOCK].parts) for block in model.modules() if _BLOCK in block.__dict__]
     return {module: parts for block, parts in blocks for module in block.modules()}
+
+
+def leave_eager(blocks: Iterable[nn.Module], tied: Collection[nn.Module]) -> None:
+    """Run blocks eagerly whose weights are not all gathered as they begin, and log how many there are.
+
+    Args:
+        blocks: The compiled blocks of a model.
+        tied: Layers that share a weight with layers of another block: FSDP2 gathers these when one of them is called.
+    """
+    found = [block for block in blocks if any(module in tied for module in block.modules())]
+    for block in found:
+        block.__dict__[_BLOCK].eager = True
+    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+        log.warning("%d blocks share a weight with another block, and are not compiled.", len(found))
 
 
 @cache
@@ -121,6 +138,7 @@ class _Block:
     """Run one block: prepare its layers, run its compiled forward, and clean up after it."""
 
     def __init__(self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler) -> None:
+        self.eager = False
         self._device, self._context = device, context
         self._layers: list[tuple[nn.Module, TPLayer]] = [
             (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
@@ -140,7 +158,7 @@ class _Block:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
-        if any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+        if self.eager or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             return self._own(*args, **kwargs)
         try:
             if not all(part.enter() for part in self.parts):

@@ -29,7 +29,7 @@ from tests.oracle import (
     relative_error,
     sharded,
 )
-from tests.rows import Step, _step, one_process, rows
+from tests.rows import ENCODER, Step, _step, base_model, masked_language, one_process, rows
 from tests.tenant_rows import STEPS, add, alone, batch, loss_of, pool_of, values
 from tests.workers import Failure, attempt
 
@@ -239,7 +239,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            gate = self.gate(x).sigmoid()
+            gate = self.gate(x).mean()
         return x + self.down(self.up(x) * gate)
 
 
@@ -270,7 +270,7 @@ def own_backend(graph: Any, inputs: Any) -> Any:
 
 
 def gated(mesh_text: str) -> dict[str, Tensor]:
-    plan = {"*.up": "colwise", "*.gate": "colwise", "*.down": "rowwise"}
+    plan = {"*.up": "colwise", "*.gate": "colwise_gather_output", "*.down": "rowwise"}
     mesh, config = on_mesh(mesh_text, tp_plan=plan, block_classes=["Gated"], compile={"backend": own_backend})
     return gated_gradients(parallelize(gated_model(), mesh, config))
 
@@ -280,6 +280,28 @@ def test_layers_share_no_input_with_one_that_had_no_gradient(pool):
     want = gated_gradients(gated_model())
     for got in pool.run(2, gated, "1x2"):
         assert relative_error(got, want) < 1e-12
+
+
+def tied(mesh_text: str) -> tuple[Step, tuple[int, int]]:
+    mesh, config = on_mesh(mesh_text, require_adapters=False, compile={"backend": "eager"})
+    model = base_model("BertForMaskedLM", ENCODER).double().train()
+    begin_counting()
+    model = parallelize(model, mesh, config)
+    batch = {name: tensor.chunk(dp_size(mesh))[dp_rank(mesh)] for name, tensor in masked_language().items()}
+    model(**batch).loss.backward()
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return Step(0.0, gradients), counted()
+
+
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1"]))
+def test_blocks_that_share_a_weight_with_another_run_eagerly(pool, mesh):
+    """FSDP2 gathers the weight when a layer asks for it, which is after the block has begun."""
+    model = base_model("BertForMaskedLM", ENCODER).double().train()
+    model(**masked_language()).loss.backward()
+    want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for step, (graphs, _) in pool.run(ranks_of(mesh), tied, mesh):
+        assert relative_error(step.gradients, want) < 1e-11
+        assert graphs == 1  # of both layers; embeddings and head share their weight, and run eagerly
 
 
 def calls_a_part(mesh_text: str) -> list[Any]:
