@@ -78,7 +78,7 @@ def uncompiled(model: nn.Module, parallelism: LoRAParallelism) -> nn.Module:
     """Return a model without `torch.compile` around it: its blocks are compiled, as they are sharded."""
     model, arguments = unwrap_compiled(model)
     if arguments is not None and parallelism.config.compile_arguments is None:
-        parallelism.config = replace(parallelism.config, compile=arguments or True)
+        parallelism.config = replace(parallelism.config, compile=arguments)
     return model
 
 

@@ -8,11 +8,11 @@ is assumed here.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from lightning_lora.namespace import installed_trainers
 from lightning_lora.trainer_strategy import TrainerStrategyLogic
 
 __all__ = ["accept_compiled_modules"]
@@ -25,15 +25,14 @@ def accept_compiled_modules() -> None:
 
     A second call changes nothing.
     """
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        if importlib.util.find_spec(package.split(".")[0]) is not None:
-            trainer: Any = import_module(f"{package}.trainer.trainer")
-            if not hasattr(trainer._verify_strategy_supports_compile, "__wrapped__"):
-                to_uncompiled = import_module(f"{package}.utilities.compile").to_uncompiled
-                trainer._maybe_unwrap_optimized = _unwrapping(trainer._maybe_unwrap_optimized)
-                trainer._verify_strategy_supports_compile = _accepting(
-                    trainer._verify_strategy_supports_compile, to_uncompiled
-                )
+    for package in installed_trainers():
+        trainer: Any = import_module(f"{package}.trainer.trainer")
+        if not hasattr(trainer._verify_strategy_supports_compile, "__wrapped__"):
+            to_uncompiled = import_module(f"{package}.utilities.compile").to_uncompiled
+            trainer._maybe_unwrap_optimized = _unwrapping(trainer._maybe_unwrap_optimized)
+            trainer._verify_strategy_supports_compile = _accepting(
+                trainer._verify_strategy_supports_compile, to_uncompiled
+            )
 
 
 def _unwrapping(own: Any) -> Any:

@@ -7,7 +7,6 @@ checkpoints as before; `tests/lightning_lora/test_loading.py` checks that they d
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from dataclasses import dataclass
 from functools import wraps
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lora.namespace import installed_trainers
 from lightning_lora.single_file_checkpoint import PACKED, TRAINER, unpack
 from lora_parallel.integration import (
     Contents,
@@ -55,11 +55,10 @@ def load_folders() -> None:
 
     A second call changes nothing.
     """
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        if importlib.util.find_spec(package.split(".")[0]) is not None:
-            saving: Any = import_module(f"{package}.core.saving")
-            if not hasattr(saving.pl_load, "__wrapped__"):
-                saving.pl_load, saving._load_state = _reading(saving.pl_load), _filling(saving._load_state)
+    for package in installed_trainers():
+        saving: Any = import_module(f"{package}.core.saving")
+        if not hasattr(saving.pl_load, "__wrapped__"):
+            saving.pl_load, saving._load_state = _reading(saving.pl_load), _filling(saving._load_state)
 
 
 def _reading(own: Any) -> Any:

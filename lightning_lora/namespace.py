@@ -2,19 +2,32 @@
 
 `lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base, with separate classes.
 Private names of Lightning are imported here; `tests/lightning_lora/test_namespace.py` checks that each does what is
-assumed here. Two other files use private names: `loading` wraps two functions for `load_from_checkpoint`, and
-`slurm_requeue` replaces the handler of SLURM's signal.
+assumed here. Three other files use private names: `loading` wraps two functions for `load_from_checkpoint`,
+`compiled_modules` two for modules that arrive compiled, and `slurm_requeue` replaces the handler of SLURM's signal.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Namespace", "TrainerNamespace", "fabric_namespace", "is_lightning_module", "trainer_namespace"]
+__all__ = [
+    "Namespace",
+    "TrainerNamespace",
+    "fabric_namespace",
+    "installed_trainers",
+    "is_lightning_module",
+    "trainer_namespace",
+]
+
+
+def installed_trainers() -> list[str]:
+    """Return the packages that have a Trainer, of those that are installed."""
+    return [name for name in ("lightning.pytorch", "pytorch_lightning") if find_spec(name.split(".")[0]) is not None]
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class BaseLogic(Communication):
         """Take `torch.compile` off a module and all in it, so that the blocks of its models are compiled instead."""
         module, arguments = unwrap_compiled(module)
         if arguments is not None:
-            self._options["compile"] = self._options["compile"] or arguments or True
+            self._options["compile"] = self._options["compile"] or arguments
         return module
 
     def compile_blocks(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -251,7 +251,7 @@ class BaseLogic(Communication):
             arguments: The arguments of `torch.compile`.
         """
         tell_unwrapped([type(module).__name__])
-        self._options["compile"] = self._options["compile"] or arguments or True
+        self._options["compile"] = self._options["compile"] or arguments
 
     def _check_meshes(self, models: Mapping[str, nn.Module]) -> None:
         """Check that models which were parallelized before, and are used as they are, have a mesh of the same sizes."""

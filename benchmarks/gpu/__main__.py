@@ -90,7 +90,7 @@ def publish(pages: list[Path], planned: list[Step], records: Records, about: dic
 
 
 def describe(device: str) -> tuple[dict[str, str], int]:
-    """What records are kept under, and how many devices there are: a CPU counts as two."""
+    """Return the name that records are kept under, and the number of devices: a CPU counts as two."""
     environment = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""What is held against one process of plain PEFT on the same device: each function is a step's, on every rank."""
+"""Hold training against one process of plain PEFT on the same device: each function is a step's, on every rank."""
 
 from __future__ import annotations
 

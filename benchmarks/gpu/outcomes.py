@@ -1,4 +1,4 @@
-"""What a step can come to, and the errors by which a step's function says so."""
+"""Define the outcomes of a step, and the errors by which a step's function tells them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 Status = Literal["passed", "failed", "timed out", "out of memory", "not supported", "not installed", "not run"]
 SETTLED: tuple[Status, ...] = ("passed", "not supported", "not installed")
-"""What a rerun does not try again."""
+"""Outcomes that a rerun does not try again."""
 
 WRONG: tuple[Status, ...] = ("failed", "timed out", "out of memory")
-"""What makes the command fail."""
+"""Outcomes that make the command fail."""
 
 
 class NotSupported(Exception):
@@ -33,7 +33,7 @@ def status_of(error: BaseException) -> Status:
 
 
 def violations(figures: Mapping[str, Any]) -> list[str]:
-    """What is above its bound, or no number, among a step's figures: {"errors": {what: [error, bound]}}."""
+    """Return the figures that are above their bound or no number, of {"errors": {what: [error, bound]}}."""
     return [
         f"{what}: {error:.1e} is above the bound of {bound:.1e}"
         for what, (error, bound) in figures.get("errors", {}).items()

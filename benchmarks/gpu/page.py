@@ -32,7 +32,7 @@ class Timed:
     seconds: list[float]
     tokens: int
     share: float | None
-    """Of the LoRA roofline."""
+    """Share of the LoRA roofline that a step reaches."""
 
     peak: int | None
     kernels: Mapping[str, float] | None
@@ -199,7 +199,7 @@ def _timed_cells(each: Timed) -> list[str]:
 
 
 def _goals(timings: Sequence[Timed]) -> Iterator[str]:
-    """What is aimed for on one GPU, at the full shape."""
+    """List the goals on one GPU, at the full shape."""
     alone = [each for each in timings if each.step.startswith("speed 1x1")]
     ours = [each for each in alone if each.side.startswith("ours")]
     peers = [each for each in alone if not each.side.startswith("ours")]

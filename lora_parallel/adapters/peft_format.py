@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lora_parallel.adapters.inspection import (
     adapter_tensors,
 )
-from lora_parallel.distributed.rank_checks import agreed
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.layers.module_names import embeddings_of, innermost
 
 __all__ = ["CARD", "CONFIG", "WEIGHTS", "check_config", "find_adapter", "keys_on_disk", "tensors_by_name"]
@@ -88,7 +88,7 @@ def keys_on_disk(
     prefix = _name_of(model, holder)
     names: dict[str, str] = {}
     with agreed():
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_rank_zero():
             parameters = tensors_by_name(model)
             own = adapter_tensors(model, adapter_name)
             embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import ModelCard
 from peft import PeftConfig, PeftModel
 from safetensors import safe_open
@@ -34,7 +33,7 @@ from lora_parallel.adapters.peft_format import (
     tensors_by_name,
 )
 from lora_parallel.distributed.gather import class_of, gather_on_rank_zero, reshard
-from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.layers.module_names import innermost
 from lora_parallel.storage.atomic import Scratch, local_path
@@ -88,7 +87,7 @@ def save_as_peft(
     check_alike(directory=str(place), adapter_name=adapter_name, save_embedding_layers=save_embedding_layers)
     gathered = gather_adapter(model, adapter_name, save_embedding_layers)
     with agreed():
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_rank_zero():
             gathered.write(place)
     return gathered.folder(place)
 

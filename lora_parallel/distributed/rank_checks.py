@@ -12,9 +12,14 @@ from torch import Tensor
 
 from lora_parallel.distributed.rendezvous import wait_for
 
-__all__ = ["agreed", "check_alike", "fingerprint", "fingerprint_on_device", "gather_numbers"]
+__all__ = ["agreed", "check_alike", "fingerprint", "fingerprint_on_device", "gather_numbers", "is_rank_zero"]
 
 _COLUMNS = 4096
+
+
+def is_rank_zero() -> bool:
+    """Return True on rank 0, and in a process without a process group."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager

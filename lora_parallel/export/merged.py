@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from torch import nn
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lora_parallel.adapters.inspection import check_unmerged
 from lora_parallel.distributed.gather import class_of, reshard
-from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.export.merged_model import MergedModel
 from lora_parallel.export.merged_weights import MergedWeight, merged_weights
@@ -69,7 +68,7 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
         target = local_path(directory)
         _check_size(max_shard_size)
     check_alike(directory=str(target), max_shard_size=max_shard_size)
-    scratch, writer = Scratch(target), not dist.is_initialized() or dist.get_rank() == 0
+    scratch, writer = Scratch(target), is_rank_zero()
     reshard(model)
     try:
         with agreed():

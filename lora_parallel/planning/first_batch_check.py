@@ -11,10 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.layers.row_partition import RowPartition
 from lora_parallel.layers.styles import STYLES, Style
 from lora_parallel.tracing.stand_in import stand_in_for
@@ -70,7 +70,7 @@ class FirstBatchCheck:
         try:
             found = find_structure(self._twin, self._names, self._tp, between, given)
         except TraceError as error:
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if is_rank_zero():
                 log.warning(
                     "tp_plan: the model could not be run on the first batch without its weights either (%s): its plan "
                     "holds unchecked. Compare a step with one process once.",

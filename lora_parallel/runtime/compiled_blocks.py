@@ -14,12 +14,12 @@ from inspect import signature
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Cache
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
 from lora_parallel.adapters.peft_private import trace_dora
+from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, tp_layer_of
 
@@ -83,7 +83,7 @@ def leave_eager(blocks: Iterable[nn.Module], tied: Collection[nn.Module]) -> Non
     found = [block for block in blocks if any(module in tied for module in block.modules())]
     for block in found:
         block.__dict__[_BLOCK].eager = True
-    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+    if found and is_rank_zero():
         log.warning("%d blocks share a weight with another block, and are not compiled.", len(found))
 
 

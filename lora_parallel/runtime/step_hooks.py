@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from lora_parallel.distributed.gradient_hooks import UnfinishedGradients
 from lora_parallel.distributed.gradients import PartialGradients
 from lora_parallel.distributed.pytree import tensors_in
-from lora_parallel.distributed.rank_checks import agreed
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import (
     backward_pass,
     drop_gathered_gradients,
@@ -169,7 +168,7 @@ class StepHooks:
 
         The gradients of the failed step are incomplete, and so are those that they were to be added to.
         """
-        if self._trained and (not dist.is_initialized() or dist.get_rank() == 0):
+        if self._trained and is_rank_zero():
             log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
         self._in_forward, self._backward = False, None
         self._gradients.drop()

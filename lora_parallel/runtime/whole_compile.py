@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call, without_compile
 
 __all__ = ["refuse_whole_compile", "tell_unwrapped", "unwrap_compiled"]
@@ -57,7 +57,7 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any] | N
 
 def tell_unwrapped(names: Sequence[str]) -> None:
     """Log, on rank 0, that `torch.compile` was taken off the modules of these names."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_zero():
         which = ", ".join(names)
         log.warning("torch.compile is taken off %s: each block is compiled instead, as compile=True does.", which)
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
 from torch import Tensor, nn
 
 from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.distributed.gather import local, reshard
 from lora_parallel.distributed.mesh import dp_size
-from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.state import ParallelState
@@ -394,7 +393,7 @@ class TenantPool:
         """
         died = self._forwards.died()
         names = [name for name in self._tenants if name in died]
-        if names and (not dist.is_initialized() or dist.get_rank() == 0):
+        if names and is_rank_zero():
             log.warning("a backward of %s did not finish: the gradients accumulated so far are dropped.", names)
         for name in names:
             self._zero(self._tenants[name])

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +24,7 @@ from lora_parallel.adapters.peft_format import WEIGHTS
 from lora_parallel.adapters.save_adapter import gather_adapter
 from lora_parallel.checkpoint.optimizer_state import check_optimizer, optimizer_state, restored, restored_bytes
 from lora_parallel.distributed.gather import gather_on_rank_zero
-from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 
 __all__ = ["load_tenant", "save_tenant"]
 
@@ -60,7 +59,7 @@ def save_tenant(
     flat = {f"{parameter}\0{key}": each for parameter, of in state.tensors.items() for key, each in of.items()}
     tensors = gather_on_rank_zero(flat)
     with agreed():
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_rank_zero():
             written = ""
 
             def beside(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,7 +11,9 @@ from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo.utils import counters
 
 from accelerate_plugin import detect
+from lora_parallel.runtime import whole_compile
 from tests.accelerate_plugin.harness import environment, launched, plugin, trains
+from tests.logs import listening
 from tests.oracle import Case, reference, relative_error
 
 LAUNCHED = {
@@ -46,18 +47,12 @@ def compiled_before() -> Any:
 
 def ways() -> dict[str, Any]:
     found = {}
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lora_parallel.runtime.whole_compile")
-    logger.addHandler(handler)
     for way in (by_launch, by_argument, compiled_before):
         torch.compiler.reset()
         counters.clear()
-        told.clear()
-        run = way()
-        found[way.__name__] = run, counters["stats"]["unique_graphs"], list(told)
-    logger.removeHandler(handler)
+        with listening(whole_compile.__name__) as told:
+            run = way()
+        found[way.__name__] = run, counters["stats"]["unique_graphs"], told
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import trainer as lightning_trainer
 from torch._dynamo.utils import counters
 
+from lora_parallel.runtime import whole_compile
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
     ROWS,
@@ -27,6 +27,7 @@ from tests.lightning_lora.harness import (
     trainer,
     tuner,
 )
+from tests.logs import listening
 from tests.workers import Failure, attempt
 
 Tuner = tuner()
@@ -57,11 +58,6 @@ def whole_module() -> Outcome:
 def ways() -> dict[str, Any]:
     """By way of asking for it: what training comes to, how many graphs it took, and what was logged."""
     found: dict[str, Any] = {}
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lora_parallel.runtime.whole_compile")
-    logger.addHandler(handler)
     kinds: dict[str, Any] = {
         "option": lambda: fit(Tuner(m.adapted), "1x2", lora={"compile": {**BACKEND, "fullgraph": True}}, **DOUBLE),
         "in the module": lambda: fit(CompilesItself(), "1x2", **DOUBLE),
@@ -70,9 +66,9 @@ def ways() -> dict[str, Any]:
     for name, run in kinds.items():
         torch.compiler.reset()
         counters.clear()
-        told.clear()
-        found[name] = attempt(run), counters["stats"]["unique_graphs"], list(told)
-    logger.removeHandler(handler)
+        with listening(whole_compile.__name__) as told:
+            outcome = attempt(run)
+        found[name] = outcome, counters["stats"]["unique_graphs"], told
     with tidy():
         late = trainer("1x2", max_epochs=1, **DOUBLE)
         found["too late"] = attempt(late.fit, CompilesTooLate(m.adapted), loader(Tokens(8), "1x2"))

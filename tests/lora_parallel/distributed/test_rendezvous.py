@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -20,24 +19,11 @@ from lora_parallel.distributed import rendezvous
 from lora_parallel.distributed.rendezvous import limit_waiting, meet, wait_for
 from lora_parallel.distributed.torch_private import default_store
 from tests.cases import cases
+from tests.logs import listening
 from tests.oracle import Case, on_mesh, ranks_of
 from tests.workers import Failure, attempt
 
 MESHES = cases("2x2", matrix=["2x1", "1x2"])
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """Yields what is told."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger(rendezvous.__name__)
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
 
 
 @contextmanager
@@ -61,7 +47,7 @@ def calls(mesh_text: str, folder: Path) -> dict[str, Any]:
     def generate() -> None:
         model.generate(input_ids=ids, max_new_tokens=1, pad_token_id=0)
 
-    with listening() as told:
+    with listening(rendezvous.__name__) as told:
         save_adapter(model, folder / "normal")
         generate()
         if rank == 0:
@@ -130,7 +116,7 @@ def test_calls_that_a_rank_makes_alone_or_that_differ(pool, tmp_path, mesh):
 def collective() -> tuple[list[str], bool]:
     """Rank 0 waits in a collective, and rank 1 in a call; once both have told, rank 1 joins the collective."""
     rank, store = dist.get_rank(), default_store()
-    with listening() as told, impatient():
+    with listening(rendezvous.__name__) as told, impatient():
         limit_waiting(60)
         if rank == 0:
             wait_for(dist.all_reduce(torch.ones(1), async_op=True), "pool.step", "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from lora_parallel.distributed import collectives
 from lora_parallel.tp import vocabulary_loss
 from lora_parallel.tp.sliced_logits import SlicedLogits
 from tests.cases import cases
+from tests.logs import listening
 from tests.oracle import Case, full, on_mesh, ranks_of, reference, relative_error, sharded, trained
 from tests.workers import Failure, attempt
 
@@ -278,24 +278,12 @@ def test_logits_that_one_rank_reads_alone_are_an_error_that_names_them(impatient
 
 def gathers(training: bool, grad: bool) -> tuple[type, list[str]]:
     """The type of a model's output, and what is told of it when it is read twice."""
-    model, told = head_on_ranks().train(training), _Told()
-    logging.getLogger("lora_parallel").addHandler(told)
-    try:
+    model = head_on_ranks().train(training)
+    with listening("lora_parallel") as told:
         with torch.set_grad_enabled(grad):
             logits = model(torch.randn(ROWS, TOKENS, 4, dtype=torch.float64))
         _ = logits.argmax(-1), logits.amax()
-    finally:
-        logging.getLogger("lora_parallel").removeHandler(told)
-    return type(logits), told.messages
-
-
-class _Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+    return type(logits), told
 
 
 def test_logits_are_sliced_in_training_only_and_a_gather_is_told_once(pool):
