@@ -38,7 +38,7 @@ bench-save: $(VENV)/.dev ## measure saving from shards against other ways of sav
 bench-loss: $(VENV)/.dev ## measure the loss from slices of the logits against gathered ones
 	$(BIN)/python benchmarks/loss.py $(ARGS)
 
-bench-scale: $(VENV)/.dev ## measure what sharding 70B and 405B costs a rank, on simulated ranks
+bench-scale: $(VENV)/.dev ## measure what sharding 70B, 405B and 671B costs a rank, on simulated ranks
 	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the other and PEFT's switching

@@ -1,7 +1,6 @@
 """What sharding a very large model costs each rank, on simulated ranks: a fake process group that sends nothing.
 
-    python benchmarks/scale.py                                  # 70B and 405B on 512 and 4,096 ranks
-    python benchmarks/scale.py --models 671B --tp 1             # a mixture; under tp its planning takes too long
+    python benchmarks/scale.py                                  # 70B, 405B and a mixture on 512 and 4,096 ranks
     python benchmarks/scale.py --models tiny tiny-mixture --ranks 8 --tp 2      # a look, half a minute
 
 - Models are built on meta and wrapped by `parallelize(..., materialize=False)`: everything but the reading of base
@@ -266,7 +265,7 @@ def draw(results: list[Result], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["70B", "405B"])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["70B", "405B", "671B"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--r", type=int, default=16, help="LoRA rank")

@@ -6,7 +6,8 @@
     python benchmarks/step.py --hidden 256 --against HEAD~20   # and ours of another commit, in turns with these
 
 - Each case starts its own processes; all models live in the same ones and take turns, so that a
-  busy machine slows all alike. Who goes first rotates.
+  busy machine slows all alike. The order is drawn anew for each round: a step is slower after
+  another process has had the caches.
 - Before the timing all must give the same loss and the same gradient norm on the same batch.
 - Nothing here fails for being slow: the goals are printed beside the measurement. A peer that fails is
   reported with the first line of its error.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import tempfile
 import warnings
@@ -161,7 +163,8 @@ def measure(case_name: str, hidden: int, device: str, options: Options, scratch:
     rounds = range(-options.warmup, options.steps)
     for number in tqdm(rounds, f"{case_name} hidden {hidden}", disable=dist.get_rank() > 0):
         names = list(sides)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        random.Random(number).shuffle(names)  # the same order on all processes
+        for name in names:
             took = sides[name].timed_step(tokens)
             if number >= 0:
                 samples[name].append(took)

@@ -151,6 +151,10 @@ class ParallelConfig:
                 f"compile={dict(self.compile)!r}: torch.compile has no argument "
                 f"{', '.join(map(repr, unknown))}; it has {', '.join(known)}."
             )
+        try:
+            torch.compile(lambda: None, **self.compile)  # which checks its arguments, and compiles nothing yet
+        except Exception as error:  # of many types, those of the backend too
+            raise ValueError(f"compile={dict(self.compile)!r}: torch.compile refuses it: {error}") from error
 
     @property
     def compile_arguments(self) -> Mapping[str, Any] | None:

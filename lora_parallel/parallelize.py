@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -115,7 +114,7 @@ def parallelize(
         check_quantised(model)
         if config.loss_parallel:
             head_of(model)
-    check_alike(config=_comparable(config))
+    check_alike(**_comparable(config))
     before = {name: ref(parameter) for name, parameter in model.named_parameters()}  # weak: the full copies are to go
     late: LateAdapter | None = None
     tp = mesh["tp"].size()
@@ -193,13 +192,14 @@ def parallelize(
     return model
 
 
-def _comparable(config: ParallelConfig) -> ParallelConfig:
-    """Return the config without the seed, and with functions (a backend of `torch.compile`) by their names."""
+def _comparable(config: ParallelConfig) -> dict[str, Any]:
+    """Return {"config.<field>": value} without the seed, and with names of functions (`torch.compile` backends)."""
     arguments = {
         name: f"{each.__module__}.{getattr(each, '__qualname__', type(each).__name__)}" if callable(each) else each
         for name, each in (config.compile_arguments or {}).items()
     }
-    return replace(config, seed=0, compile=arguments or config.compile)
+    fields = {**vars(config), "compile": arguments or config.compile}
+    return {f"config.{name}": value for name, value in fields.items() if name != "seed"}
 
 
 def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:

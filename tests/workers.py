@@ -145,6 +145,13 @@ class WorkerPool:
 
     def try_run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Each rank's return value, or a `Failure` where it raised."""
+        try:
+            return self._answers(world_size, function, *args)
+        except BaseException:  # pytest's timeout too: the next caller would get the late answers as its own
+            self._end(world_size)
+            raise
+
+    def _answers(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         ranks = self._group(world_size)
         printed = [rank.log.stat().st_size for rank in ranks]
         for rank in ranks:
@@ -152,7 +159,6 @@ class WorkerPool:
         answers: list[Any] = []
         for index, rank in enumerate(ranks):
             if not rank.pipe.poll(ANSWER_TIMEOUT):
-                self._end(world_size)
                 raise WorkerError(f"rank {index} of {world_size} gave no answer in {ANSWER_TIMEOUT} s")
             try:
                 answers.append(_received(rank.pipe))
@@ -177,7 +183,7 @@ class WorkerPool:
         return answers
 
     def _end(self, world_size: int) -> None:
-        ranks = self._ranks.pop(world_size)
+        ranks = self._ranks.pop(world_size, [])
         for rank in ranks:
             rank.process.kill()
             rank.pipe.close()

@@ -194,16 +194,15 @@ class LowRankWeight:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func)).split(".")[0]
-        if name == "linear":
+        if func is F.linear:
             return _linear(*args, **kwargs)
-        if name in ("matmul", "bmm", "mm", "__matmul__") and not kwargs and len(args) == 2:
+        if func in _PRODUCTS and not kwargs and len(args) == 2:
             first, second = args
             if isinstance(second, cls) and not isinstance(first, cls):
                 return second._after(first, func)
             if isinstance(first, cls) and not isinstance(second, cls):
                 return first._times(second, func)
-        if "grouped_mm" in name and not isinstance(args[0], cls) and isinstance(args[1], cls):
+        if _is_grouped(func) and not isinstance(args[0], cls) and isinstance(args[1], cls):
             rest = args[2:]
             return args[1]._aligned()._after(args[0], lambda x, w: func(x, w, *rest, **kwargs))
         dense = tree_map_only(cls, cls.dense, (args, kwargs))
@@ -215,6 +214,16 @@ class LowRankWeight:
         PEFT's B of a stack is a view whose innermost stride belongs to the experts.
         """
         return LowRankWeight(self._base, [_filled_up(each) for each in self._factors])
+
+
+_PRODUCTS = frozenset([torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__])
+_GROUPED = frozenset(filter(None, [getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)]))
+
+
+def _is_grouped(func: Any) -> bool:
+    if func in _GROUPED or torch.compiler.is_compiling():  # torch.compile cannot trace names of functions
+        return func in _GROUPED
+    return "grouped_mm" in getattr(func, "__name__", str(func))  # transformers has one of its own, where torch has none
 
 
 def _dense_operator(name: str) -> Callable[..., Any]:

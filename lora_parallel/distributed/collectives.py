@@ -154,10 +154,34 @@ def _my_chunk(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return x.narrow(dim, start, end - start)
 
 
+def _all_tokens(x: Tensor, size: int, group: ProcessGroup, what: str, where: str) -> Tensor:
+    """Return all `size` tokens [rows, tokens, ...], of which each rank has a chunk `x`. Autograd does not see it."""
+    if not torch.compiler.is_compiling():
+        return _all_chunks(x, size, _TOKENS, group, what, where)
+    stacked = stacked_over_tp(_tokens_first(x, -(-size // group.size()), group), group, what, where)
+    return stacked.flatten(0, 1).narrow(0, 0, size).transpose(0, 1).contiguous()
+
+
+def _tokens_first(x: Tensor, size: int, group: ProcessGroup) -> Tensor:
+    """Return `x` [rows, tokens, ...] as [size, rows, ...], with zeros at the end.
+
+    A graph that serves lengths which vary has its tokens in the first dim. In another dim, whether a tensor without its
+    last tokens is contiguous would depend on whether tp divides the length, and torch.compile would make a graph for
+    each case. For the same reason the tensor is always padded.
+    """
+    rest = (0, 0) * (x.dim() - 1)
+    padded = torch.nn.functional.pad(x.transpose(0, 1), (*rest, 0, group.size() - 1))
+    return padded.contiguous().narrow(0, 0, size)
+
+
 def _sum_of_mine(x: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return this rank's chunk of the tokens of the sum of `x` [rows, tokens, ...] over `group`."""
     size = x.shape[_TOKENS]
     width = -(-size // group.size())
+    if torch.compiler.is_compiling():
+        chunks = _tokens_first(x, width * group.size(), group).unflatten(0, (group.size(), width))
+        start, end = chunk_bounds(size, group.size(), group.rank())
+        return reduce_scatter_sum(chunks, group).narrow(0, 0, end - start).transpose(0, 1).contiguous()
     stacked = torch.stack(_padded(x, _TOKENS, width * group.size()).split(width, dim=_TOKENS))
     with _named(what, where, group):
         mine = reduce_scatter_sum(stacked, group)
@@ -210,7 +234,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
         ctx.group, ctx.where = group, where
-        return _all_chunks(x, size, _TOKENS, group, "tokens", where)
+        return _all_tokens(x, size, group, "tokens", where)
 
     @staticmethod
     @once_differentiable
@@ -229,7 +253,7 @@ class _SumOfTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _all_chunks(grads[0], ctx.size, _TOKENS, ctx.group, "output gradient", ctx.where), None, None
+        return _all_tokens(grads[0], ctx.size, ctx.group, "output gradient", ctx.where), None, None
 
 
 def gather_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:

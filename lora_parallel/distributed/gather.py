@@ -19,8 +19,8 @@ _BUCKET_BYTES = 64 * 2**20
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, detached from autograd; it shares the memory of `tensor`."""
-    data = tensor.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+    with torch.no_grad():  # autograd would note it as an operation on a DTensor, which costs more than all the rest
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def reshard(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from lora_parallel.distributed.collectives import all_reduce
 from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.gradient_hooks import PostponedHooks
-from lora_parallel.distributed.torch_private import queue_after_backward
+from lora_parallel.distributed.torch_private import placed_as, queue_after_backward
 
 __all__ = ["PartialGradients", "clip_grad_norm_", "refuse_clipping_if"]
 
@@ -96,9 +97,16 @@ class PartialGradients:
         """Collect the gradients of `parameters` from now on."""
         self._parameters = list(parameters)
 
-    def local(self, parameter: nn.Parameter) -> Tensor:
-        """Return the local tensor of `parameter` (a DTensor) for compute whose gradient will be partial over tp."""
-        return _PartialLocal.apply(parameter, self)
+    def local(self, parameters: Sequence[DTensor], partial: Sequence[bool]) -> tuple[Tensor, ...]:
+        """Return the local tensors of DTensors that train, such that their gradients are finished after backward.
+
+        All are made by one operation of autograd, as each operation costs more than it does: about 50 us.
+
+        Args:
+            parameters: The DTensors.
+            partial: For each, True if the gradient that this rank computes is a partial sum over tp.
+        """
+        return _Local.apply(self, partial, *parameters)
 
     def drop(self) -> None:
         """Forget all gradients collected so far, after an error has ended a backward pass early."""
@@ -156,26 +164,34 @@ class PartialGradients:
         self._pending.clear()
 
 
-class _PartialLocal(torch.autograd.Function):
-    """Return a DTensor's local tensor in forward; in backward multiply its partial gradient by the number of tp ranks.
+class _Local(torch.autograd.Function):
+    """Return the local tensors of DTensors in forward; in backward make DTensors of their gradients.
 
-    The gradient becomes a DTensor with the placements of the parameter, see `PartialGradients`.
+    The gradients have the placements of the parameters; those that are partial over tp are multiplied by the number of
+    tp ranks, see `PartialGradients`.
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, gradients: PartialGradients) -> Tensor:
-        ctx.spec = (parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
-        ctx.gradients = gradients
-        plain = parameter.to_local()
-        return plain.view_as(plain)
+    def forward(
+        ctx: Any, gradients: PartialGradients, partial: Sequence[bool], *parameters: DTensor
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.partial = gradients, partial
+        ctx.place = [placed_as(parameter) for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        plain = [parameter.to_local() for parameter in parameters]
+        return tuple(tensor.view_as(tensor) for tensor in plain)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None]:
-        ctx.gradients.begin()
-        mesh, placements, shape, stride = ctx.spec
-        scaled = grads[0] * ctx.gradients.ranks
-        return DTensor.from_local(scaled, mesh, placements, run_check=False, shape=shape, stride=stride), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ready = {index: grad.contiguous() for index, grad in enumerate(grads) if grad is not None}
+        partial = [index for index in ready if ctx.partial[index]]
+        if partial:
+            ctx.gradients.begin()
+            scaled = torch._foreach_mul([ready[index] for index in partial], ctx.gradients.ranks)
+            ready.update(zip(partial, scaled, strict=True))
+        placed = (place(ready[index]) if index in ready else None for index, place in enumerate(ctx.place))
+        return None, None, *placed
 
 
 @contextmanager
@@ -230,20 +246,20 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         return torch.zeros(())
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     groups: dict[str, tuple[ProcessGroup, str]] = {}
-    for grad in grads:
+    for (mesh, placements), found in _by_placements(grads).items():
         names = []
-        if isinstance(grad, DTensor):
-            for axis, placement in enumerate(grad.placements):
-                if placement.is_partial():
-                    raise ValueError(
-                        f"a gradient of shape {tuple(grad.shape)} is a partial sum ({placement}): call backward "
-                        "outside no_sync before clipping."
-                    )
-                if not placement.is_replicate() and grad.device_mesh.size(axis) > 1:
-                    group = grad.device_mesh.get_group(axis)
-                    groups[group.group_name] = group, grad.device_mesh.device_type
-                    names.append(group.group_name)
-        by_groups.setdefault(tuple(names), []).append(local(grad))
+        for axis, placement in enumerate(placements):
+            assert mesh is not None
+            if placement.is_partial():
+                raise ValueError(
+                    f"a gradient of shape {tuple(found[0].shape)} is a partial sum ({placement}): call backward "
+                    "outside no_sync before clipping."
+                )
+            if not placement.is_replicate() and mesh.size(axis) > 1:
+                group = mesh.get_group(axis)
+                groups[group.group_name] = group, mesh.device_type
+                names.append(group.group_name)
+        by_groups.setdefault(tuple(names), []).extend(map(local, found))
     first = local(grads[0])
     dtype = torch.promote_types(first.dtype, torch.float32)
     infinite = norm_type == float("inf")
@@ -260,6 +276,14 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     for tensors in by_groups.values():
         torch._foreach_mul_(tensors, scale.to(tensors[0].device))
     return norm
+
+
+def _by_placements(grads: list[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]]:
+    found: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = {}
+    for grad in grads:
+        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (None, ())
+        found.setdefault(key, []).append(grad)
+    return found
 
 
 def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -43,6 +43,7 @@ __all__ = [
     "no_torch_function",
     "on_gradients_of",
     "one_gloo_thread",
+    "placed_as",
     "post_accumulate_hooks",
     "queue_after_backward",
     "reduce_scatter_sum",
@@ -184,6 +185,16 @@ def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...]
         return False
     handlers[operator] = function
     return True
+
+
+def placed_as(tensor: DTensor) -> Callable[[Tensor], DTensor]:
+    """Return a function that makes a DTensor with the mesh, placements, shape and strides of `tensor` of a local one.
+
+    The public `DTensor.from_local` is an operation of autograd, and derives what is known here: it takes five times as
+    long. FSDP2 makes its DTensors in the same way.
+    """
+    spec = tensor._spec
+    return lambda local: DTensor(local, spec, requires_grad=False)
 
 
 def local_region(tensor: DTensor) -> tuple[slice, ...]:

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from transformers import Cache
+from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
 from lora_parallel.adapters.peft_private import trace_dora
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.tp.context import TPContext
-from lora_parallel.tp.layer import TPLayer, tp_layer_of
+from lora_parallel.tp.layer import TPLayer, shadow, tp_layer_of
 
 __all__ = ["CompiledPart", "compile_blocks", "compiled_parts", "leave_eager"]
 
@@ -48,13 +49,12 @@ def compile_blocks(
         context: The context that the model's tensor parallel layers share; None if tp is 1.
         arguments: The arguments of `torch.compile`.
     """
-    compiler = _Compiler(arguments)
+    compiler, caches = _Compiler(arguments), _Caches(model)
     for block in blocks:
-        block.__dict__[_BLOCK] = _Block(block, device, context, compiler)
+        block.__dict__[_BLOCK] = _Block(block, device, context, compiler, caches)
         kind: Any = type(block)
         block.__class__ = _subclass(kind)
     trace_dora()
-    _train_without_cache(model)
 
 
 class CompiledPart(Protocol):
@@ -137,9 +137,11 @@ class has one graph for each kind of attention, with and without gradients, in t
 class _Block:
     """Run one block: prepare its layers, run its compiled forward, and clean up after it."""
 
-    def __init__(self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler) -> None:
+    def __init__(
+        self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler, caches: _Caches
+    ) -> None:
         self.eager = False
-        self._device, self._context = device, context
+        self._device, self._context, self._caches = device, context, caches
         self._layers: list[tuple[nn.Module, TPLayer]] = [
             (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
         ]
@@ -157,14 +159,16 @@ class _Block:
             self._compiled = compiler.compiled(self._own)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._caches.unused:
+            args = tuple(None if isinstance(each, Cache) else each for each in args)
+            kwargs = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
         # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
         if self.eager or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             return self._own(*args, **kwargs)
         try:
             if not all(part.enter() for part in self.parts):
                 return self._own(*args, **kwargs)
-            for module, layer in self._layers:
-                layer.shadow(module)
+            shadow(self._layers)
             self._draw_keys()
             tokens = 0
             if self._context is not None:
@@ -195,26 +199,28 @@ def _call_on_block(
     return compiled(context, tokens, block, *args, **kwargs)
 
 
-def _train_without_cache(model: nn.Module) -> None:
-    """Set `use_cache` of the model's configs to False while a training forward runs, as gradient checkpointing does.
+class _Caches:
+    """Keep key-value caches out of the blocks in training forwards that were not asked for one.
 
     transformers' models make a cache by default, which nothing reads in training, and with which blocks do not run
-    compiled. A forward that is given `use_cache=True` or a cache itself gets what it asks for.
+    compiled: it grows with each call. The model's own `use_cache` stays as it is, since transformers looks for packed
+    sequences only where there is no cache. A forward that is given a cache, or `use_cache=True`, gets what it asks for.
     """
-    found: Iterable[Any] = (getattr(module, "config", None) for module in model.modules())
-    configs = list({id(each): each for each in found if hasattr(each, "use_cache")}.values())
-    before: list[Any] = []
 
-    def begin(model: nn.Module, *_: Any) -> None:
-        if model.training and not before:
-            before.extend(each.use_cache for each in configs)
-            for each in configs:
-                each.use_cache = False
+    def __init__(self, model: nn.Module) -> None:
+        self.unused = False
+        """True while a forward runs whose cache nothing reads."""
 
-    def end(*_: Any) -> None:
-        for each, value in zip(configs, before, strict=False):
-            each.use_cache = value
-        before.clear()
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
 
-    model.register_forward_pre_hook(begin)
-    model.register_forward_hook(end, always_call=True)
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("use_cache") or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
+        self.unused = model.training and not asked
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unused, self.unused = self.unused, False
+        if unused and isinstance(output, ModelOutput) and isinstance(output.get("past_key_values"), Cache):
+            # It is empty.
+            return type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
+        return None

@@ -69,22 +69,17 @@ def refuse_whole_compile(model: nn.Module) -> None:
         model: The model that `parallelize` has sharded.
     """
     model.__dict__["compile"] = _refuse
-    traced: list[bool] = []
-
-    @torch.compiler.assume_constant_result  # it is called while torch.compile traces, which else has no effects
-    def note() -> bool:
-        traced.append(True)
-        return True
 
     def check(*_: Any) -> None:
         if torch.compiler.is_compiling():
-            note()
-            _refuse()  # ends the graph: torch.compile then calls this function without tracing
-        elif traced:
-            traced.clear()
-            _refuse()
+            _refuse_tracing()
 
     model.register_forward_pre_hook(check, prepend=True)
+
+
+@torch.compiler.assume_constant_result  # which is called, not traced: what it raises ends the compilation
+def _refuse_tracing() -> None:
+    _refuse()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

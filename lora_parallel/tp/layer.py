@@ -11,7 +11,7 @@ torch's own `ColwiseParallel` supports neither PEFT's layer types nor its dotted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,9 +37,12 @@ from lora_parallel.layers.styles import Style
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.experts import ExpertSharing
 
-__all__ = ["AllUsed", "Rows", "TPLayer", "partition_in_layer", "placement_of", "set_tp_layer", "tp_layer_of"]
+__all__ = ["AllUsed", "Rows", "TPLayer", "partition_in_layer", "placement_of", "set_tp_layer", "shadow", "tp_layer_of"]
 
 _TP_LAYER = "_lora_parallel_tp_layer"
+
+_Trained = tuple[DTensor, bool]
+"""A parameter that trains, and True if the gradient that this rank computes is a partial sum over tp."""
 
 
 class TPLayer:
@@ -89,7 +92,7 @@ class TPLayer:
         if self._shadowed:  # by the block around it
             return self._run(args, kwargs)
         try:
-            self.shadow(module)
+            shadow([(module, self)])
             return self._run(args, kwargs)
         finally:
             self.unshadow(module)
@@ -174,11 +177,10 @@ class TPLayer:
             leaves[place] = x
         return sharing.local_arguments(tree_unflatten(leaves, structure), self.context.rank)
 
-    def shadow(self, module: nn.Module) -> None:
-        """Shadow the layer's DTensors by this rank's plain tensors, until `unshadow`."""
+    def _shadow(self, module: nn.Module, trained: Mapping[_Trained, Tensor]) -> None:
         self._shadowed, self._late = True, None
         for tensor in self.tensors:
-            local = self._local(tensor)
+            local = self._plain(tensor, trained)
             if self.late_bias and tensor.role == "bias":
                 self._late = local
                 # The forward of Conv1D always adds a bias.
@@ -201,46 +203,54 @@ class TPLayer:
         if isinstance(base, nn.Embedding) and hasattr(self, "_padding_idx"):
             base.padding_idx = self._padding_idx
 
-    def _local(self, tensor: LayerTensor) -> Tensor:
+    def _trained(self) -> list[_Trained]:
+        """Return the DTensors of the layer that train.
+
+        Raises:
+            RuntimeError: FSDP2 holds a tensor as shards over dp, or a tensor trains now but was frozen when the model
+                was parallelized, and is stored as the rows that ranks compute with.
+        """
+        found = []
+        for tensor in self.tensors:
+            parameter: Tensor = tensor.parameter
+            if not isinstance(parameter, DTensor):
+                continue
+            if is_at_rest(parameter):
+                raise RuntimeError(
+                    f"{self.name} was called by itself, while FSDP2 holds its weights in shards: call the model that "
+                    "was parallelized, or a whole block of it."
+                )
+            if not parameter.requires_grad:
+                continue
+            if partition_of(tensor.owner, tensor.key) is not None:
+                raise RuntimeError(
+                    f"the {tensor.key} of {self.name} was frozen when the model was parallelized. It is stored as the "
+                    "rows that each tp rank computes with, and cannot train: set requires_grad before parallelize."
+                )
+            found.append((parameter, self._is_partial(tensor)))
+        return found
+
+    def _is_partial(self, tensor: LayerTensor) -> bool:
+        return tensor.role in self.style.partial_roles or tensor in self.rows
+
+    def _plain(self, tensor: LayerTensor, trained: Mapping[_Trained, Tensor]) -> Tensor:
         """Return the plain tensor that this rank computes with.
 
         It is this rank's rows if the tensor is stored whole and computed in part. A tensor that is added to a partial
         sum is zero on all ranks but the first.
         """
-        held = self._held(tensor)
+        held: Tensor = tensor.parameter
+        if isinstance(held, DTensor) and held.requires_grad:
+            held = trained[held, self._is_partial(tensor)]
+        elif isinstance(held, DTensor):
+            with torch.no_grad():
+                held = held.to_local()
         if tensor in self.rows:
             dim, rows = self.rows[tensor]
             return held.index_select(dim, rows.to(held.device))
         if tensor.role == "addend" and self.style.leave in ("reduce", "tokens"):
             return held * (self.context.rank == 0)
         return held
-
-    def _held(self, tensor: LayerTensor) -> Tensor:
-        """Return this rank's local part of a tensor, such that its gradient is finished when backward returns.
-
-        Raises:
-            RuntimeError: FSDP2 holds the tensor as shards over dp, or the tensor trains now but was frozen when the
-                model was parallelized, and is stored as the rows that ranks compute with.
-        """
-        parameter = tensor.parameter
-        if not isinstance(parameter, DTensor):
-            return parameter
-        if is_at_rest(parameter):
-            raise RuntimeError(
-                f"{self.name} was called by itself, while FSDP2 holds its weights in shards: call the model that was "
-                "parallelized, or a whole block of it."
-            )
-        if not parameter.requires_grad:
-            with torch.no_grad():
-                return parameter.to_local()
-        if partition_of(tensor.owner, tensor.key) is not None:
-            raise RuntimeError(
-                f"the {tensor.key} of {self.name} was frozen when the model was parallelized. It is stored as the rows "
-                "that each tp rank computes with, and cannot train: set requires_grad before parallelize."
-            )
-        if tensor.role in self.style.partial_roles or tensor in self.rows:
-            return self.context.gradients.local(parameter)
-        return parameter.to_local()
 
     def _vocabulary_bounds(self) -> tuple[int, int]:
         return chunk_bounds(self.vocabulary, self.context.mesh.size(), self.context.rank)
@@ -266,6 +276,22 @@ class TPLayer:
         start, end = self._vocabulary_bounds()
         outside = (ids < start) | (ids >= end)
         return (ids - start).masked_fill(outside, 0), outside
+
+
+def shadow(layers: Collection[tuple[nn.Module, TPLayer]]) -> None:
+    """Shadow the DTensors of tensor parallel layers by this rank's plain tensors, until each layer's `unshadow`.
+
+    The gradients of all layers are made DTensors in one operation: together they cost less.
+
+    Args:
+        layers: The layers of one model, each with its `TPLayer`.
+    """
+    trained: dict[_Trained, Tensor] = {}
+    if keys := list(dict.fromkeys(key for _, layer in layers for key in layer._trained())):
+        gradients = next(layer.context.gradients for _, layer in layers)
+        trained = dict(zip(keys, gradients.local(*zip(*keys, strict=True)), strict=True))
+    for module, layer in layers:
+        layer._shadow(module, trained)
 
 
 class AllUsed(torch.autograd.Function):

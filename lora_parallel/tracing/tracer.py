@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
+from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.layers.layer_parameters import base_of, features_dim, is_linear
 from lora_parallel.layers.row_partition import Range
-from lora_parallel.tp.experts import holds_experts
+from lora_parallel.tp.experts import expert_stacks, holds_experts
 from lora_parallel.tracing.model_inputs import likely_inputs
 from lora_parallel.tracing.stand_in import stand_in_for
 from lora_parallel.tracing.trace_errors import FailedError, TraceError, brief
@@ -160,6 +161,9 @@ class Tracer:
             }
             for module in self.embeddings:
                 self._tell_apart(module)
+            for module in self.twin.modules():
+                if holds_experts(module):
+                    _compute_with_one_row(module)
             hooks = [m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()]
             self._inputs = self._first_run()
             for hook in hooks:
@@ -307,6 +311,30 @@ class _Uses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._used.update(each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
         return func(*args, **(kwargs or {}))
+
+
+def _compute_with_one_row(experts: nn.Module) -> None:
+    """Make the forward of a module of experts cost a row of each weight, not all of them.
+
+    The rows of a large parameter of the copy are equal (see `stand_in_for`), so each of its matrices is a column of
+    ones times one row. The forward takes the row from the parameter, so that the use of the parameter is noted.
+    """
+    own = experts.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        stacks = {
+            key: LowRankWeight(None, [Factors(torch.ones(1, 1, 1).expand(*p.shape[:2], 1), p[:, :1], 1.0)])
+            for key, p in expert_stacks(experts).items()
+            if p.stride()[:2] == (0, 0) and key not in experts.__dict__  # where other values are tried
+        }
+        experts.__dict__.update(stacks)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            for key in stacks:
+                del experts.__dict__[key]
+
+    experts.__dict__["forward"] = forward
 
 
 def _without_dropout(model: nn.Module) -> None:

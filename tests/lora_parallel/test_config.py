@@ -36,6 +36,8 @@ BAD = [
     ({"cpu_offload": True}, ValueError, "cpu_offload=True .*fsdp_offload_params.* has not run on a GPU yet"),
     ({"cpu_offload": 1}, TypeError, "cpu_offload=1: give True or False"),
     ({"compile": "inductor"}, TypeError, "compile='inductor': give True, False or a mapping"),
+    ({"compile": {"mode": "bogus"}}, ValueError, "'mode': 'bogus'.*torch.compile refuses it: Unrecognized mode"),
+    ({"compile": {"backend": "bogus"}}, ValueError, "torch.compile refuses it: Invalid backend"),
     ({"compile": {"back": "inductor"}}, ValueError, "torch.compile has no argument 'back'; it has fullgraph, dynamic"),
 ]
 

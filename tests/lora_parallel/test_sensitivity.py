@@ -60,13 +60,12 @@ def skip_a_reduction(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_a_partial_gradient_for_whole(patch: pytest.MonkeyPatch) -> None:
-    own = TPLayer._held
+    own = TPLayer._is_partial
 
-    def held(self: Any, tensor: Any) -> Any:
-        self.style = replace(self.style, partial_roles=self.style.partial_roles - {"weight"})
-        return own(self, tensor)
+    def is_partial(self: Any, tensor: Any) -> bool:
+        return tensor.role != "weight" and own(self, tensor)
 
-    patch.setattr(TPLayer, "_held", held)
+    patch.setattr(TPLayer, "_is_partial", is_partial)
     by_name = "replicated_with_grad_allreduce"
     patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial_roles=frozenset()))
 

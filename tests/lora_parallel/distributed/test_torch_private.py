@@ -196,6 +196,29 @@ def test_a_writer_of_checkpoints_tells_the_file_of_each_tensor(tmp_path):
     assert {*found, ".metadata"} == {path.name for path in tmp_path.iterdir()}
 
 
+def placed():
+    """A DTensor with the place of a parameter, made the public way and by `placed_as`, of uneven and whole tensors."""
+    mesh = mesh_of("1x2")["tp"]
+    found = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [placement], src_data_rank=None))
+        values = torch.randn(parameter.to_local().shape)
+        own = torch_private.placed_as(parameter)(values)
+        public = DTensor.from_local(
+            values, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        for each in (own, public):
+            where = each.device_mesh, each.placements, each.shape, each.stride(), each.dtype, each.requires_grad
+            found.append((str(where), each.full_tensor().tolist()))
+        assert own.to_local().data_ptr() == values.data_ptr()
+    return found
+
+
+def test_a_dtensor_is_made_as_the_public_way_makes_it(pool):
+    for found in pool.run(2, placed):
+        assert found[::2] == found[1::2]
+
+
 def stock_check_for_infs():
     """What torch's own handler finds, and another put in its place and taken away again."""
     table = DTensor._op_dispatcher._custom_op_handlers

@@ -32,9 +32,8 @@ def test_every_wrapper_is_taken_off(caplog):
 
 def compiled_afterwards(mesh_text: str) -> list[Any]:
     """What each way to compile a sharded model as a whole comes to; and the model's loss afterwards."""
-    torch.compiler.reset()  # torch remembers, by code, what an earlier model of this process has refused
     mesh, config = on_mesh(mesh_text)
-    model = parallelize(Case().model(), mesh, config)
+    model, second = (parallelize(Case().model(), mesh, config) for _ in range(2))
     ids = torch.arange(12)[None]
 
     def loss() -> float:
@@ -42,8 +41,11 @@ def compiled_afterwards(mesh_text: str) -> list[Any]:
 
     ways = [
         model.compile,
-        lambda: torch.compile(model, backend="eager")(input_ids=ids, labels=ids),
-        lambda: torch.compile(loss, backend="eager")(),
+        lambda: torch.compile(model, backend="eager", fullgraph=True)(input_ids=ids, labels=ids),
+        # torch remembers in a process, by code, what it has failed to trace.
+        *[lambda: torch.compile(model, backend="eager")(input_ids=ids, labels=ids)] * 2,
+        lambda: torch.compile(second, backend="eager")(input_ids=ids, labels=ids),
+        *[lambda: torch.compile(loss, backend="eager")()] * 2,
     ]
     return [*(attempt(way) for way in ways), loss()]
 

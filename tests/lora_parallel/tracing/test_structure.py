@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.layers.module_names import clean_names
@@ -324,3 +325,17 @@ def test_it_costs_no_memory_for_weights():
     assert len(found.layer_groups) == 4
     stand_ins = found.tracer.twin.parameters()
     assert sum(p.untyped_storage().nbytes() for p in stand_ins) < 2**21
+
+
+@pytest.mark.parametrize("kind", [transformers.MixtralConfig, transformers.DeepseekV3Config, transformers.GptOssConfig])
+def test_experts_cost_a_row_of_their_weights(kind):
+    """Two layers with 64 experts of full width, on meta."""
+    experts = {"num_local_experts": 64, "n_routed_experts": 64, "num_experts_per_tok": 4, "first_k_dense_replace": 0}
+    sizes = {"hidden_size": 4096, "intermediate_size": 2048, "moe_intermediate_size": 2048, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(kind(**sizes, **experts, vocab_size=64))
+    with FlopCounterMode(display=False) as counted:
+        found = structure(model, 2)
+    assert len(found.tracer.experts) == 2
+    one_matrix = 2 * 4096 * 2048  # for one token; attention costs less than 30, the experts' own matrices over 3,000
+    assert counted.get_total_flops() < 50 * one_matrix
