@@ -28,9 +28,14 @@ class LoRAParallelism(ParallelismConfig):
     """
 
     def __init__(self, plugin: LoRAParallelPlugin, config: ParallelConfig) -> None:
-        replicate, shard, tp = mesh_sizes(config, world_size())
+        sizes = mesh_sizes(config, world_size())
         super().__init__(
-            dp_replicate_size=replicate, dp_shard_size=shard, tp_size=tp, cp_size=1, sp_size=1, cp_backend="torch"
+            dp_replicate_size=sizes["dp_replicate"],
+            dp_shard_size=sizes["dp_shard"],
+            tp_size=sizes["tp"],
+            cp_size=1,
+            sp_size=1,
+            cp_backend="torch",
         )
         self.plugin, self.config = plugin, config
 
@@ -70,7 +75,7 @@ class LoRAParallelism(ParallelismConfig):
                     "1."
                 )
         config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds, compile_arguments)
-        replicate, shard, tp = mesh_sizes(config, world_size())
+        replicate, shard, tp = (mesh_sizes(config, world_size())[axis] for axis in ("dp_replicate", "dp_shard", "tp"))
         if given is not None:
             _check_equal("dp_shard", shard, given.dp_shard_size)
         if tp > 1 and replicate > 1 and shard == 1:

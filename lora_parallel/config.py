@@ -33,6 +33,13 @@ class ParallelConfig:
     dp_replicate: int = 1
     """Number of ranks along the `dp_replicate` axis: copies of the sharded model (HSDP if dp_shard > 1)."""
 
+    cp: int = 1
+    """Number of ranks along the `cp` axis; each computes a chunk of the tokens of one batch, which all of them see."""
+
+    cp_method: Literal["ulysses", "all_gather"] = "ulysses"
+    """How attention gets all tokens under cp. "ulysses": an all-to-all gives each rank all tokens of a share of the
+    heads. "all_gather": each rank gathers the keys and values of all tokens."""
+
     tp_plan: Literal["auto"] | Mapping[str, str] = "auto"
     """Plan of the layers' styles. "auto" takes the model's own plan.
 
@@ -96,7 +103,7 @@ class ParallelConfig:
     """
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp_replicate", "timeout_seconds"):
+        for name in ("tp", "cp", "dp_replicate", "timeout_seconds"):
             _positive(name, getattr(self, name))
         if self.dp_shard != "auto":
             _positive("dp_shard", self.dp_shard, or_auto=True)
@@ -112,6 +119,8 @@ class ParallelConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
+        if self.cp_method not in ("ulysses", "all_gather"):
+            raise ValueError(f'cp_method={self.cp_method!r}: give "ulysses" or "all_gather".')
         if isinstance(self.tp_plan, str):
             if self.tp_plan != "auto":
                 raise ValueError(f'tp_plan={self.tp_plan!r}: give "auto" or a mapping {{glob: style}}.')

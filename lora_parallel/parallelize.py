@@ -19,12 +19,23 @@ from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.adapters.injection import LateAdapter, adapt_dropout, check_adapters, has_adapters, inject_adapter
 from lora_parallel.adapters.peft_private import keep_factored, refuse_unload
 from lora_parallel.config import ParallelConfig
+from lora_parallel.cp.context import CPContext
+from lora_parallel.cp.regions import run_on_token_chunks
 from lora_parallel.distributed.dtensor_operators import guard_dtensor_operators
 from lora_parallel.distributed.gradient_hooks import refuse_early_hooks
 from lora_parallel.distributed.gradients import PartialGradients
-from lora_parallel.distributed.mesh import AXES, dp_rank, mesh_sizes
+from lora_parallel.distributed.mesh import (
+    axis_rank,
+    axis_size,
+    dp_rank,
+    mesh_axes,
+    mesh_sizes,
+    same_batch_mesh,
+    shard_size,
+)
 from lora_parallel.distributed.rank_checks import agreed, check_alike, gather_numbers
 from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
 from lora_parallel.fsdp.submodule_calls import gather_for_calls
@@ -38,7 +49,7 @@ from lora_parallel.fsdp.wrapping import (
     wants_fsdp,
 )
 from lora_parallel.layers.layer_parameters import shared_parameters
-from lora_parallel.layers.module_names import innermost
+from lora_parallel.layers.module_names import clean_names, innermost
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same_files, share_random_state, tensors_of
@@ -54,10 +65,11 @@ from lora_parallel.runtime.step_hooks import StepHooks
 from lora_parallel.runtime.whole_compile import refuse_whole_compile
 from lora_parallel.state import ForwardCount, ParallelState, state_of
 from lora_parallel.tp.apply_style import apply_style
-from lora_parallel.tp.context import TPContext
+from lora_parallel.tp.context import Tokens, TPContext
 from lora_parallel.tp.sequence import run_on_chunks
 from lora_parallel.tp.sliced_logits import head_of, keep_logits_sliced
 from lora_parallel.tracing.config_view import viewed_with
+from lora_parallel.tracing.context_chunks import find_places
 
 __all__ = ["parallelize"]
 
@@ -131,6 +143,8 @@ def parallelize(
             check_scalars(model)
         keep_factored(model)
         plan = resolve_plan(model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
+        cp = axis_size(mesh, "cp")
+        places = find_places(model, clean_names(model), cp, tp, config.cp_method) if cp > 1 else None
     _check_seed(mesh, config)
     adopt_rank_zero(tensors_of(model), mesh)
     check_same_files(model, mesh)
@@ -141,7 +155,7 @@ def parallelize(
             parameter.requires_grad_(False)
         if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
             parameter.data = parameter.data.contiguous()
-    if tp > 1:
+    if same_batch_mesh(mesh).size() > 1:
         share_random_state(mesh)
 
     count = ForwardCount()
@@ -155,6 +169,9 @@ def parallelize(
             run_on_chunks(sequence, context.group, context.tokens)
     if config.loss_parallel:
         keep_logits_sliced(head_of(model))
+    if places is not None:
+        chunks = TokenChunks(cp, axis_rank(mesh, "cp"), mesh.get_group("cp"), config.cp_method == "all_gather")
+        run_on_token_chunks(model, places, CPContext(chunks, Tokens(count), config.cp_method, dp_rank(mesh)))
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
     order = None
@@ -162,7 +179,7 @@ def parallelize(
         tied = shard_for_dp(model, blocks, mesh, config)
         if config.compile_arguments is not None:
             leave_eager(blocks, tied)
-        order = install_order_check(model, mesh["dp_shard"].size())
+        order = install_order_check(model, shard_size(mesh))
         gather_for_calls(model, tied)
     with agreed():
         if late is not None:
@@ -228,12 +245,13 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module.")
     if not isinstance(config, ParallelConfig):
         raise TypeError(f"config is a {type(config).__name__}: give a ParallelConfig.")
-    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != AXES:
-        raise TypeError(f"mesh is {mesh!r}: give what build_mesh returns, with axes {', '.join(AXES)}.")
-    if tuple(mesh.shape) != mesh_sizes(config, mesh.size()):
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}: give what build_mesh returns.")
+    asked = mesh_axes(mesh_sizes(config, mesh.size()))
+    given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if given != asked:
         raise ValueError(
-            f"the mesh has sizes {tuple(mesh.shape)} of {', '.join(AXES)}, the config asks for "
-            f"{mesh_sizes(config, mesh.size())}: give build_mesh and parallelize the same config."
+            f"the mesh has axes {given}, the config asks for {asked}: give build_mesh and parallelize the same config."
         )
     if state_of(model) is not None:
         raise ValueError(f"this {type(model).__name__} is parallelized already.")

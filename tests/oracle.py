@@ -7,8 +7,10 @@ group. Both return full tensors on the CPU. Any later capability is held against
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -160,16 +162,22 @@ def reference(case: Case) -> Run:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The axis sizes: "2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp."""
-    sizes = [int(part) for part in text.split("x")]
+    """The axis sizes: "2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp, "1x2cp2" has a cp axis too."""
+    plain, _, cp = text.partition("cp")
+    sizes = [int(part) for part in plain.split("x")]
     replicate, shard, tp = sizes if len(sizes) == 3 else [1, *sizes]
-    return {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+    return {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, **({"cp": int(cp)} if cp else {})}
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """The text that `parse_mesh` reads these sizes from."""
+    cp = f"cp{sizes['cp']}" if sizes.get("cp", 1) > 1 else ""
+    return "x".join(str(sizes[axis]) for axis in ("dp_replicate", "dp_shard", "tp")) + cp
 
 
 def ranks_of(text: str) -> int:
     """How many processes a mesh takes."""
-    sizes = parse_mesh(text)
-    return sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"]
+    return prod(parse_mesh(text).values())
 
 
 @cache

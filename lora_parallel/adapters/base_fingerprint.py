@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local, region_of, reshard
-from lora_parallel.distributed.mesh import AXES
+from lora_parallel.distributed.mesh import sharded_axes
 from lora_parallel.layers.module_names import clean_parameter_name
 from lora_parallel.layers.row_partition import RowPartition, partition_of
 from lora_parallel.state import state_of
@@ -172,11 +171,8 @@ def _contributes(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
     """Return True if this rank is the one that contributes, among the ranks that hold the same shard."""
     if mesh is None:
         return True
-    sharded: set[str] = set()
-    if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        sharded = {n for n, p in zip(names, parameter.placements, strict=True) if not p.is_replicate()}
-    return all(axis in sharded or place == 0 for axis, place in zip(AXES, mesh.get_coordinate() or (), strict=True))
+    sharded, axes = sharded_axes(parameter), mesh.mesh_dim_names or ()
+    return all(axis in sharded or place == 0 for axis, place in zip(axes, mesh.get_coordinate() or (), strict=True))
 
 
 def _digest(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,16 @@ def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) ->
     return torch.tensor(keys, dtype=torch.int32, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
+class Chunk(Protocol):
+    """Say where the tokens are that a rank computes, which has a chunk of each row."""
+
+    def places(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the global row and token of each position of activations of this shape, both int32.
+
+        The result is None if the activations are of all tokens.
+        """
+
+
 class TopologyInvariantDropout(nn.Module):
     """Replace the `nn.Dropout` of a LoRA layer; the input is [rows, ..., features].
 
@@ -85,6 +96,9 @@ class TopologyInvariantDropout(nn.Module):
         self.count = count
         self.dp_rank = dp_rank
         self.feature_offset = feature_offset
+        self.chunk: Chunk | None = None
+        """Where the tokens of the input are in the batch, if a rank may compute on a chunk of them."""
+
         self.prepared: Tensor | None = None
         """Keys of the current forward, int32 [3], for a compiled block: ints would be constants of its graph."""
 
@@ -112,8 +126,12 @@ class TopologyInvariantDropout(nn.Module):
         def index(start: int, size: int) -> Tensor:
             return torch.arange(start, start + size, dtype=torch.int32, device=device)
 
-        row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
-        token = index(0, tokens).expand(rows, tokens)
+        places = self.chunk.places(shape[:-1], device) if self.chunk is not None else None
+        if places is None:
+            row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
+            token = index(0, tokens).expand(rows, tokens)
+        else:
+            row, token = places
         return self.dropped_at(row, token, shape[-1], self.keys() if keys is None else keys).view(shape)
 
     def dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:

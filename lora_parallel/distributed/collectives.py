@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lora_parallel.distributed.torch_private import all_gather_stacked, all_reduce_sum, reduce_scatter_sum
+from lora_parallel.distributed.torch_private import (
+    all_gather_stacked,
+    all_reduce_sum,
+    all_to_all,
+    reduce_scatter_sum,
+)
 
 __all__ = [
     "all_reduce",
@@ -24,11 +29,13 @@ __all__ = [
     "chunks_over_tp",
     "copy_all_to_tp",
     "copy_to_tp",
+    "exchanged",
     "gather_last_dim",
     "gather_tokens",
+    "scattered_sum",
     "split_last_dim",
     "split_tokens",
-    "stacked_over_tp",
+    "stacked_over",
     "sum_of_tokens",
     "sum_over_tp",
     "unless_compiled",
@@ -50,6 +57,11 @@ def unless_compiled(name: str) -> str:
     return "" if torch.compiler.is_compiling() else name
 
 
+def _axis(group: ProcessGroup) -> str:
+    """Return the name of the mesh axis that a process group is of."""
+    return group.group_desc.removeprefix("mesh_")
+
+
 @contextmanager
 def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
     """Turn the failure of a collective into an error that names the collective this rank was in.
@@ -63,7 +75,7 @@ def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
         yield
     except (RuntimeError, dist.DistError) as error:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: the collective '{what} of {where}' over tp (ranks "
+            f"rank {dist.get_rank()}: the collective '{what} of {where}' over {_axis(group)} (ranks "
             f"{dist.get_process_group_ranks(group)}) failed. Compare with what the other ranks name: a rank that names "
             f"another collective, or none, ran a different program. Cause: {error}"
         ) from error
@@ -78,13 +90,31 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Te
         return all_reduce_sum(tensor.contiguous(), group)
 
 
-def stacked_over_tp(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
+def stacked_over(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the `tensor` of each rank of `group`, stacked to [ranks, ...]. Autograd does not see it.
 
     If the collective fails, the error names it by `what` (the kind of tensor) and `where` (the layer).
     """
     with _named(what, where, group):
         return all_gather_stacked(tensor.contiguous(), group)
+
+
+def exchanged(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
+    """Send part i of `stacked` [ranks, ...] to rank i, and return each rank's part for this one, [ranks, ...].
+
+    Autograd does not see it. If the collective fails, the error names it by `what` and `where`, as `all_reduce` does.
+    """
+    with _named(what, where, group):
+        return all_to_all(stacked, group)
+
+
+def scattered_sum(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
+    """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over the ranks. Autograd does not see it.
+
+    If the collective fails, the error names it by `what` and `where`, as `all_reduce` does.
+    """
+    with _named(what, where, group):
+        return reduce_scatter_sum(stacked, group)
 
 
 def chunks_over_tp(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
@@ -140,7 +170,7 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 def _all_chunks(x: Tensor, size: int, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the ranks' chunks `x` of a dim concatenated: `size` elements in that dim."""
     ranks = group.size()
-    stacked = stacked_over_tp(_padded(x, dim, -(-size // ranks)), group, what, where)
+    stacked = stacked_over(_padded(x, dim, -(-size // ranks)), group, what, where)
     bounds = (chunk_bounds(size, ranks, rank) for rank in range(ranks))
     parts = zip(stacked.unbind(0), bounds, strict=True)
     # A new tensor, never a view: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a view
@@ -158,7 +188,7 @@ def _all_tokens(x: Tensor, size: int, group: ProcessGroup, what: str, where: str
     """Return all `size` tokens [rows, tokens, ...], of which each rank has a chunk `x`. Autograd does not see it."""
     if not torch.compiler.is_compiling():
         return _all_chunks(x, size, _TOKENS, group, what, where)
-    stacked = stacked_over_tp(_tokens_first(x, -(-size // group.size()), group), group, what, where)
+    stacked = stacked_over(_tokens_first(x, -(-size // group.size()), group), group, what, where)
     return stacked.flatten(0, 1).narrow(0, 0, size).transpose(0, 1).contiguous()
 
 

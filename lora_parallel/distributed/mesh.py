@@ -1,47 +1,76 @@
-"""Build the device mesh, which always has the three axes `dp_replicate`, `dp_shard` and `tp`."""
+"""Build the device mesh: axes `dp_replicate`, `dp_shard` and `tp`, and `cp` where it has more than one rank."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.rendezvous import collective_call, limit_waiting
-from lora_parallel.distributed.torch_private import one_gloo_thread, set_timeout
+from lora_parallel.distributed.torch_private import flattened, one_gloo_thread, set_timeout
 
-__all__ = ["AXES", "build_mesh", "dp_mesh", "dp_rank", "dp_size", "mesh_sizes"]
+__all__ = [
+    "AXES",
+    "axis_rank",
+    "axis_size",
+    "build_mesh",
+    "dp_mesh",
+    "dp_rank",
+    "dp_size",
+    "mesh_axes",
+    "mesh_sizes",
+    "same_batch_mesh",
+    "shard_size",
+    "sharded_axes",
+]
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+"""All mesh axes, the outermost first. Everything that depends on their order is derived from this."""
+
+_ONLY_IF_USED = ("cp",)
+"""Axes that a mesh has only where they have more than one rank."""
+
+_JOINED = {"dp_shard_cp": ("dp_shard", "cp"), "cp_tp": ("cp", "tp")}
+"""Axes that are made by flattening others, and what they are made of."""
 
 
-def mesh_sizes(config: ParallelConfig, world_size: int) -> tuple[int, int, int]:
-    """Return the sizes of (dp_replicate, dp_shard, tp) for `world_size` ranks.
+def mesh_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
+    """Return the size of each axis of `AXES` for `world_size` ranks.
 
     Raises:
         ValueError: The product of the sizes is not `world_size`; or, with `dp_shard="auto"`, the product of the other
-            two does not divide it.
+            sizes does not divide it.
     """
-    fixed = config.dp_replicate * config.tp
+    asked: dict[str, Any] = {axis: getattr(config, axis) for axis in AXES}
+    given = {axis: size for axis, size in asked.items() if size != "auto" and (size > 1 or axis not in _ONLY_IF_USED)}
+    product, text = prod(given.values()), " x ".join(f"{axis}={size}" for axis, size in given.items())
     if config.dp_shard == "auto":
-        if world_size % fixed:
+        if world_size % product:
             raise ValueError(
-                f"tp={config.tp} x dp_replicate={config.dp_replicate} = {fixed} does not divide the world size "
-                f"{world_size}: start a multiple of {fixed} processes, or choose sizes whose product divides "
-                f"{world_size}."
+                f"{text} = {product} does not divide the world size {world_size}: start a multiple of {product} "
+                f"processes, or choose sizes whose product divides {world_size}."
             )
-        return config.dp_replicate, world_size // fixed, config.tp
-    product = fixed * config.dp_shard
+        return asked | {"dp_shard": world_size // product}
     if product != world_size:
         raise ValueError(
-            f"dp_replicate={config.dp_replicate} x dp_shard={config.dp_shard} x tp={config.tp} = {product}, but the "
-            f'world size is {world_size}: start {product} processes, or leave dp_shard="auto".'
+            f"{text} = {product}, but the world size is {world_size}: start {product} processes, or leave "
+            'dp_shard="auto".'
         )
-    return config.dp_replicate, config.dp_shard, config.tp
+    return asked
+
+
+def mesh_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the axes that a mesh of these sizes has, the outermost first."""
+    return {axis: sizes[axis] for axis in AXES if sizes[axis] > 1 or axis not in _ONLY_IF_USED}
 
 
 def build_mesh(config: ParallelConfig, device_type: str | None = None) -> DeviceMesh:
@@ -51,7 +80,7 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
     process that no launcher started, for this process alone.
 
     Args:
-        config: The sizes of the axes; `dp_shard="auto"` takes the ranks that the other two axes leave.
+        config: The sizes of the axes; `dp_shard="auto"` takes the ranks that the other axes leave.
         device_type: "cuda", "cpu", ...; None selects the accelerator if there is one, else "cpu".
 
     Raises:
@@ -61,7 +90,7 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_type = accelerator.type if accelerator is not None else "cpu"
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = mesh_sizes(config, world_size)
+    axes = mesh_axes(mesh_sizes(config, world_size))
     with one_gloo_thread():
         if not dist.is_initialized():
             timeout = timedelta(seconds=config.timeout_seconds)
@@ -77,19 +106,52 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             # A named backend gives an axis of all ranks a process group of its own, in place of the default group,
             # which other code may have made (without `one_gloo_thread`).
             gloo = device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
-            own: Any = dict.fromkeys(AXES, "gloo") if gloo else None
-            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=own)
-    for axis in AXES:
+            own: Any = dict.fromkeys(axes, "gloo") if gloo else None
+            mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own)
+            if "cp" in axes:
+                for name, parts in _JOINED.items():
+                    set_timeout(flattened(mesh, parts, name).get_group(), config.timeout_seconds)
+    for axis in axes:
         set_timeout(mesh.get_group(axis), config.timeout_seconds)
     return mesh
 
 
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Return the number of ranks along an axis, 1 if the mesh does not have it."""
+    return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
+
+
+def axis_rank(mesh: DeviceMesh, axis: str) -> int:
+    """Return this rank's place along an axis, 0 if the mesh does not have it."""
+    return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+
+
 def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of `mesh` that FSDP2 works on.
+    """Return the part of `mesh` that FSDP2 works on, which shards over dp_shard and cp.
 
     It has no dp_replicate axis if that axis has size 1, where it would cost an all-reduce per FSDP unit.
     """
-    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    shard = "dp_shard_cp" if axis_size(mesh, "cp") > 1 else "dp_shard"
+    return mesh["dp_replicate", shard] if mesh["dp_replicate"].size() > 1 else mesh[shard]
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that FSDP2 shards a parameter over."""
+    return mesh["dp_shard"].size() * axis_size(mesh, "cp")
+
+
+def same_batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of `mesh` whose ranks process one batch together: cp and tp peers."""
+    return mesh["cp_tp"] if axis_size(mesh, "cp") > 1 else mesh["tp"]
+
+
+def sharded_axes(tensor: Tensor) -> frozenset[str]:
+    """Return the axes of `AXES` that a tensor is sharded over."""
+    if not isinstance(tensor, DTensor):
+        return frozenset()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    sharded = [name for name, place in zip(names, tensor.placements, strict=True) if not place.is_replicate()]
+    return frozenset(axis for name in sharded for axis in _JOINED.get(name, (name,)))
 
 
 def dp_size(mesh: DeviceMesh) -> int:
@@ -98,5 +160,8 @@ def dp_size(mesh: DeviceMesh) -> int:
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
-    """Return the index of the batch, of the `dp_size` batches, that this rank processes; its tp peers have the same."""
+    """Return the index of the batch, of the `dp_size` batches, that this rank processes.
+
+    Its cp and tp peers have the same.
+    """
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")

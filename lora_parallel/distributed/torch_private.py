@@ -8,6 +8,7 @@ upgrade that changes one fails there and not in a training run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -28,12 +30,14 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 __all__ = [
     "all_gather_stacked",
     "all_reduce_sum",
+    "all_to_all",
     "backward_pass",
     "compute_for_dtensors",
     "default_store",
     "drop_compiled_call",
     "drop_gathered_gradients",
     "file_of",
+    "flattened",
     "gathered_parameters",
     "gradient_hooks",
     "has_compiled_call",
@@ -256,12 +260,30 @@ def reduce_scatter_sum(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
     return funcol.wait_tensor(summed).view(stacked.shape[1:])
 
 
+def all_to_all(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part i of `stacked` [ranks, ...] to rank i of `group`, and return what came from each rank, [ranks, ...].
+
+    It is a functional (out of place) collective.
+    """
+    return funcol.wait_tensor(funcol.all_to_all_single(stacked, None, None, group))
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of a process group that exists already.
 
     `init_device_mesh` makes its groups with torch's default timeout.
     """
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """Return the mesh of one axis, called `name`, that is made of several axes of `mesh`; `mesh[name]` returns it too.
+
+    There is no public way to make a sub-mesh of two axes that works as one; torchtitan and FSDP2's own tests use this.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return mesh[axes]._flatten(name)
 
 
 def default_store() -> Any:

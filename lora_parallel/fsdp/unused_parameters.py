@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.gradient_hooks import PostponedHooks
 from lora_parallel.distributed.gradients import PartialGradients
-from lora_parallel.distributed.mesh import AXES
+from lora_parallel.distributed.mesh import AXES, axis_size
 from lora_parallel.distributed.torch_private import queue_after_backward, reduces_gradients
 from lora_parallel.fsdp.unit_order import ModelOrder
 
@@ -45,7 +45,7 @@ class UnusedParameters:
         self, model: nn.Module, mesh: DeviceMesh, partial_gradients: PartialGradients, order: ModelOrder | None
     ) -> None:
         self._order = order
-        self._groups = [mesh.get_group(axis) for axis in AXES if axis != "tp" and mesh[axis].size() > 1]
+        self._groups = [mesh.get_group(axis) for axis in AXES if axis != "tp" and axis_size(mesh, axis) > 1]
         self._trained = [p for p in model.parameters() if p.requires_grad] if order and self._groups else []
         self._device = mesh.device_type
         over_tp = set(partial_gradients.parameters)

@@ -9,12 +9,12 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.mesh import dp_mesh, dp_size
+from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size
 from lora_parallel.fsdp.submodule_calls import is_at_rest
 from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.module_names import innermost
@@ -24,7 +24,7 @@ __all__ = ["check_scalars", "device_at_rest", "fsdp_blocks", "move_to_device", "
 
 def wants_fsdp(mesh: DeviceMesh, config: ParallelConfig) -> bool:
     """Return True if FSDP2 has work: parameters to shard or replicate over dp, to offload, or a dtype to compute in."""
-    return dp_size(mesh) > 1 or config.param_dtype is not None or config.cpu_offload
+    return dp_mesh(mesh).size() > 1 or config.param_dtype is not None or config.cpu_offload
 
 
 def device_at_rest(mesh: DeviceMesh, config: ParallelConfig) -> str:
@@ -78,7 +78,7 @@ def shard_for_dp(
         "mesh": dp_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
         "offload_policy": _offload_policy(mesh, config),
-        "shard_placement_fn": partial(_shard_placement, mesh["dp_shard"].size()),
+        "shard_placement_fn": partial(_shard_placement, shard_size(mesh)),
         # FSDP2 cannot shard a scalar. A frozen one (a temperature) stays whole on every rank.
         "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},
     }
@@ -91,6 +91,11 @@ def shard_for_dp(
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
     # The root's weights (embedding, head) are needed again as backward starts: they stay gathered until its end.
     fully_shard(model, reshard_after_forward=False, **sharding)
+    if axis_size(mesh, "cp") > 1:
+        # Each rank has the gradient of its tokens: over cp they are added up, over dp averaged.
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_gradient_divide_factor(dp_size(mesh))
     return inside
 
 

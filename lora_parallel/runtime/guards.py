@@ -9,10 +9,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.mesh import sharded_axes
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
 from lora_parallel.state import ParallelState
 
@@ -105,7 +105,7 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     prints = gather_numbers([fingerprint(local(p)) for p in parameters.values()], mesh.device_type)
     alike: dict[frozenset[str], list[int]] = {}
     for index, parameter in enumerate(parameters.values()):
-        alike.setdefault(_sharded_axes(parameter), []).append(index)
+        alike.setdefault(sharded_axes(parameter), []).append(index)
     for axes, indices in alike.items():
         peers = _peers(mesh, axes)
         held = prints[peers][:, :, indices]  # [shards, ranks that hold the same one, parameters]
@@ -116,15 +116,6 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
                 "same shard of it, and is not: something changed it on some ranks only."
             )
-
-
-def _sharded_axes(parameter: Tensor) -> frozenset[str]:
-    if not isinstance(parameter, DTensor):
-        return frozenset()
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return frozenset(
-        n for n, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
-    )
 
 
 def _peers(mesh: DeviceMesh, sharded: frozenset[str]) -> Tensor:

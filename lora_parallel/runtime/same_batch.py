@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from lora_parallel.distributed.mesh import same_batch_mesh
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device
 from lora_parallel.distributed.rendezvous import wait_for
@@ -32,7 +33,7 @@ class SameBatch:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
-        self._group = mesh.get_group("tp")
+        self._group = same_batch_mesh(mesh).get_group()
         self._unchecked = {True, False}
         self._forwards = 0
         self._sent: tuple[int, Tensor, Any] | None = None

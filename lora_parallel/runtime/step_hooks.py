@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.gradient_hooks import UnfinishedGradients
 from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.mesh import same_batch_mesh
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import (
@@ -86,7 +87,7 @@ class StepHooks:
         self._unused = UnusedParameters(model, mesh, gradients, order)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._same_batch = SameBatch(mesh) if context is not None else None
+        self._same_batch = SameBatch(mesh) if same_batch_mesh(mesh).size() > 1 else None
         self._has_values = self._trained_once = False
         self._in_forward = False
         self._backward: int | None = None

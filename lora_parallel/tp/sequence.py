@@ -23,6 +23,7 @@ from lora_parallel.tp.context import Tokens
 
 __all__ = [
     "NoActivationsError",
+    "OwnDraws",
     "Sequence",
     "block_output",
     "first_activations",
@@ -71,7 +72,7 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> No
         tokens: Holds the number of all tokens of each forward.
     """
     for first, last in sequence.stacks.items():
-        draws = _OwnDraws(group, first)
+        draws = OwnDraws(group.rank(), first)
         _around(last, after=_gathering(group, tokens, type(last).__name__, draws))
         _around(first, before=_splitting(group, tokens, type(first).__name__, draws))
     for module in sequence.modules:
@@ -89,19 +90,19 @@ def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[
         )
 
 
-class _OwnDraws:
-    """Give each tp rank random numbers of its own while it computes on its chunk, and restore the shared state after.
+class OwnDraws:
+    """Give each rank random numbers of its own while it computes on its chunk, and restore the shared state after.
 
     With a shared random state, the model's dropout would draw the same numbers for each chunk. Also the states would
     differ afterwards, as a rank with one token more draws more numbers.
 
     Args:
-        group: The process group of the tp axis.
+        rank: This rank, of those that compute on chunks of one batch.
         stack: The first block of a stack. Nothing is done while it is in evaluation mode.
     """
 
-    def __init__(self, group: ProcessGroup, stack: nn.Module) -> None:
-        self._group = group
+    def __init__(self, rank: int, stack: nn.Module) -> None:
+        self._rank = rank
         self._stack = stack
         self._shared: list[Tensor] = []
 
@@ -109,12 +110,12 @@ class _OwnDraws:
         self.end(device)  # in case an earlier forward failed before it came to `end`
         if not self._stack.training:
             return
-        seed = int(torch.randint(2**62, ()).item())  # the same on all tp ranks
+        seed = int(torch.randint(2**62, ()).item())  # the same on all of these ranks
         if not in_backward():  # recomputing activations, torch's checkpoint restores the state itself
             self._shared = [torch.get_rng_state()]
             if device.type != "cpu":
                 self._shared.append(torch.get_device_module(device).get_rng_state(device))
-        torch.manual_seed(seed + self._group.rank())
+        torch.manual_seed(seed + self._rank)
 
     def end(self, device: torch.device) -> None:
         if not self._shared or in_backward():
@@ -125,7 +126,7 @@ class _OwnDraws:
         self._shared = []
 
 
-def _splitting(group: ProcessGroup, tokens: Tokens, where: str, draws: _OwnDraws) -> Callable[[Tensor], Tensor]:
+def _splitting(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:
     def split(x: Tensor) -> Tensor:
         tokens.count = x.shape[1]
         draws.begin(x.device)
@@ -138,7 +139,7 @@ def _feeding(group: ProcessGroup, tokens: Tokens, where: str) -> Callable[[Tenso
     return lambda x: gather_tokens(x, tokens.count, group, where)
 
 
-def _gathering(group: ProcessGroup, tokens: Tokens, where: str, draws: _OwnDraws) -> Callable[[Tensor], Tensor]:
+def _gathering(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:
     def gather(x: Tensor) -> Tensor:
         draws.end(x.device)
         return whole_tokens(x, tokens.count, group, where)

@@ -1,6 +1,6 @@
 """Keep the logits of a language model in slices over the vocabulary, one on each tp rank (`loss_parallel=True`).
 
-In training the head returns a `SlicedLogits`: a tensor of the shape of all logits that holds this rank's slice of them.
+In training the head returns a `SlicedTensor`: a tensor of the shape of all logits that holds this rank's slice of them.
 Two rules hold for it, whatever code of a model, a trainer or a user computes with it:
 
 1. What models do between head and loss keeps the slices: products, sums and tanh of each logit, a change of dtype, a
@@ -20,8 +20,9 @@ on one rank, too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from types import MethodType
 from typing import Any
 
@@ -30,49 +31,84 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lora_parallel.distributed.collectives import chunk_bounds, chunks_over_tp, gather_last_dim
+from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import no_torch_function, storageless
 from lora_parallel.layers.module_names import embeddings_of, innermost
 from lora_parallel.tp.layer import tp_layer_of
-from lora_parallel.tp.vocabulary_loss import cross_entropy_of_slices
+from lora_parallel.tp.vocabulary_loss import check_labels, cross_entropy_of_slices
 
-__all__ = ["SlicedLogits", "head_of", "keep_logits_sliced"]
+__all__ = ["SlicedTensor", "Slicing", "head_of", "keep_logits_sliced", "part_of", "sliced_tensor"]
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
-class _Head:
-    """Hold the size of a head's vocabulary and this rank's part of it.
+class Slicing:
+    """Say which slice of a tensor [rows, tokens, features] this rank has.
 
     Args:
-        vocabulary: The number of logits of a token.
-        group: The process group of the tp axis; None if this rank computes all logits.
-        name: The head's name, for messages.
+        features: The number of all features of a token: of logits, the size of the vocabulary.
+        group: The process group of the tp axis, whose ranks have slices of the features; None if this rank has all.
+        name: The name of the layer that computed the slice, for messages.
+        chunks: The chunks of the tokens that cp ranks have; None if this rank has all tokens.
+        tokens: The number of all tokens of a row, if there are chunks.
+        plain_loss: Compute the cross entropy of a chunk by torch's own function, to which it equals bit by bit.
     """
 
-    def __init__(self, vocabulary: int, group: ProcessGroup | None, name: str) -> None:
-        self.vocabulary, self.group, self.name = vocabulary, group, name
-        self.start, self.end = (
-            (0, vocabulary) if group is None else chunk_bounds(vocabulary, group.size(), group.rank())
-        )
+    def __init__(
+        self,
+        features: int,
+        group: ProcessGroup | None,
+        name: str,
+        chunks: TokenChunks | None = None,
+        tokens: int = 0,
+        plain_loss: bool = False,
+    ) -> None:
+        self.features, self.group, self.name, self.chunks, self.tokens = features, group, name, chunks, tokens
+        self.plain_loss = plain_loss
+        self.start, self.end = (0, features) if group is None else chunk_bounds(features, group.size(), group.rank())
         self._told = False
 
+    def over_tokens(self, chunks: TokenChunks, tokens: int) -> Slicing:
+        """Return the same slicing of a chunk of the tokens."""
+        return Slicing(self.features, self.group, self.name, chunks, tokens, self.plain_loss)
+
+    def equals(self, other: Slicing) -> bool:
+        """Return True if the slices of two tensors are of the same features and tokens."""
+        mine, theirs = ((each.features, each.start, each.end, each.tokens) for each in (self, other))
+        return mine == theirs
+
+    def shape(self, part: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor that `part` is a slice of."""
+        lead = part.shape[:-1] if self.chunks is None else (part.shape[0], self.tokens)
+        return (*lead, self.features)
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a whole tensor."""
+        if self.chunks is not None:
+            whole = self.chunks.mine(whole.reshape(-1, self.tokens, whole.shape[-1]))
+        return whole[..., self.start : self.end]
+
     def gathered(self, part: Tensor, function: Any) -> Tensor:
-        """Return all logits, of which each rank has `part`; tell the user once which operation asked for them."""
-        if self.group is None:
-            return part.clone()  # an operation may change it in place, and other logits may hold the slice
-        if not self._told and dist.get_rank() == 0:
-            self._told = True
-            log.warning(
-                "loss_parallel=True: %s reads the logits of %s in training, so that they are gathered as without "
-                "loss_parallel. The result is right, if all tp ranks do the same.",
-                function,
-                self.name,
-            )
-        return chunks_over_tp(part, self.vocabulary, self.group, self.name)
+        """Return the whole tensor, of which each rank has `part`; tell the user once which operation asked for it."""
+        if self.group is not None:
+            if not self._told and dist.get_rank() == 0:
+                self._told = True
+                log.warning(
+                    "loss_parallel=True: %s reads the logits of %s in training, so that they are gathered as without "
+                    "loss_parallel. The result is right, if all tp ranks do the same.",
+                    function,
+                    self.name,
+                )
+            part = chunks_over_tp(part, self.features, self.group, self.name)
+        if self.chunks is not None:
+            return self.chunks.whole(part, self.tokens, self.name)
+        # A copy: an operation may change it in place, and other logits may hold the slice.
+        return part if self.group is not None else part.clone()
 
 
 class _Held:
@@ -94,48 +130,51 @@ class _Held:
         """Return True if there are all logits, which may have changed in place: the slice is of no use then."""
         return self.whole is not None or (self.base is not None and self.base.is_gathered)
 
-    def gathered(self, dtype: torch.dtype, head: _Head, function: Any) -> Tensor:
+    def gathered(self, dtype: torch.dtype, slicing: Slicing, function: Any) -> Tensor:
         """Return all logits. They are kept, so that `function` may change them in place."""
         if self.whole is None:
             if self.base is not None and self.view is not None:
-                self.whole = self.view(self.base.gathered(dtype, head, function))
+                self.whole = self.view(self.base.gathered(dtype, slicing, function))
             else:
-                self.whole = head.gathered(self.part, function).to(dtype)
+                self.whole = slicing.gathered(self.part, function).to(dtype)
         return self.whole
 
 
-class SlicedLogits(Tensor):
+class SlicedTensor(Tensor):
     """Stand for all logits [..., vocabulary], of which this rank holds a slice; see the module's docstring.
+
+    Under cp it may stand for other activations [rows, tokens, features] too. A slice of the tokens is always held as
+    [rows, tokens of this rank, features], whether the tensor that it stands for has two dims of tokens or one.
 
     Args:
         held: Holds the slice.
         like: A tensor with the shape, strides and dtype of the logits, on meta.
-        head: The head that computed the slice.
+        slicing: Says which slice it is.
     """
 
-    head: _Head
+    slicing: Slicing
     held: _Held
 
     @staticmethod
-    def __new__(cls, held: _Held, like: Tensor, head: _Head) -> SlicedLogits:
-        logits: SlicedLogits = storageless(cls, like.shape, like.dtype, held.part.device, like.stride())
-        logits.head, logits.held = head, held
+    def __new__(cls, held: _Held, like: Tensor, slicing: Slicing) -> SlicedTensor:
+        logits: SlicedTensor = storageless(cls, like.shape, like.dtype, held.part.device, like.stride())
+        logits.slicing, logits.held = slicing, held
         return logits
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"SlicedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.head.name})"
+        return f"SlicedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.slicing.name})"
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         logits = args[0] if args else (kwargs or {}).get("input")
-        if func in _FUNCTIONS and isinstance(logits, SlicedLogits) and not logits.held.is_gathered:
+        if func in _FUNCTIONS and isinstance(logits, SlicedTensor) and not logits.held.is_gathered:
             result = _FUNCTIONS[func](*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         if func in _OF_MEMORY:
-            args = tree_map_only(SlicedLogits, lambda each: each.gathered(func), args)
+            args = tree_map_only(SlicedTensor, lambda each: each.gathered(func), args)
         return no_torch_function(func, types, args, kwargs or {})
 
     @classmethod
@@ -143,19 +182,24 @@ class SlicedLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        sliced = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SlicedLogits)]
+        sliced = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SlicedTensor)]
         if func is aten.detach.default:
-            return SlicedLogits(sliced[0].held, sliced[0].as_meta(), sliced[0].head)
+            return SlicedTensor(sliced[0].held, sliced[0].as_meta(), sliced[0].slicing)
         if func in _OPERATORS and not any(each.held.is_gathered for each in sliced):
             result = _OPERATORS[func](func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = tree_map_only(SlicedLogits, lambda each: each.gathered(func), (args, kwargs))
+        args, kwargs = tree_map_only(SlicedTensor, lambda each: each.gathered(func), (args, kwargs))
         return func(*args, **kwargs)
 
     def gathered(self, function: Any) -> Tensor:
         """Return all logits for an operation that autograd does not see."""
-        return self.held.gathered(self.dtype, self.head, function)
+        return self.held.gathered(self.dtype, self.slicing, function).view(self.shape)
+
+    @property
+    def is_chunk(self) -> bool:
+        """Return True if this rank has a chunk of the tokens, and nothing has gathered them."""
+        return self.slicing.chunks is not None and not self.held.is_gathered
 
     def as_meta(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor on meta of the same shape, strides and dtype, or of another dtype."""
@@ -166,14 +210,14 @@ class _ToSlice(torch.autograd.Function):
     """Return this rank's slice of logits; the gradient of the slice becomes a slice of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, logits: SlicedLogits) -> Tensor:
-        ctx.like, ctx.head = logits.as_meta(), logits.head
+    def forward(ctx: Any, logits: SlicedTensor) -> Tensor:
+        ctx.like, ctx.slicing = logits.as_meta(), logits.slicing
         return logits.held.part.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return SlicedLogits(_Held(grads[0]), ctx.like, ctx.head)
+        return SlicedTensor(_Held(grads[0]), ctx.like, ctx.slicing)
 
 
 class _FromSlice(torch.autograd.Function):
@@ -183,25 +227,37 @@ class _FromSlice(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, head: _Head) -> SlicedLogits:
-        ctx.head, ctx.dtype = head, part.dtype
-        return _sliced(part.detach(), head)
+    def forward(ctx: Any, part: Tensor, slicing: Slicing) -> SlicedTensor:
+        ctx.slicing, ctx.dtype = slicing, part.dtype
+        return _sliced(part.detach(), slicing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        if isinstance(grad, SlicedLogits):
+        if isinstance(grad, SlicedTensor):
             if not grad.held.is_gathered:
                 return grad.held.part.to(ctx.dtype), None
             grad = grad.gathered("backward")
-        return grad[..., ctx.head.start : ctx.head.end].to(ctx.dtype), None
+        return ctx.slicing.slice_of(grad).to(ctx.dtype), None
 
 
-def _sliced(part: Tensor, head: _Head, dtype: torch.dtype | None = None) -> SlicedLogits:
+def part_of(sliced: SlicedTensor) -> Tensor:
+    """Return this rank's slice; autograd sees it."""
+    return _ToSlice.apply(sliced)
+
+
+def sliced_tensor(part: Tensor, slicing: Slicing) -> SlicedTensor:
+    """Return the tensor that this rank has the slice `part` of; autograd sees it."""
+    return _FromSlice.apply(part, slicing)
+
+
+def _sliced(
+    part: Tensor, slicing: Slicing, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
+) -> SlicedTensor:
     """Return the logits of which this rank has `part`, as they are or cast to another dtype."""
-    shape = (*part.shape[:-1], head.vocabulary)
-    return SlicedLogits(_Held(part), torch.empty(shape, dtype=dtype or part.dtype, device="meta"), head)
+    shape = slicing.shape(part) if shape is None else tuple(shape)
+    return SlicedTensor(_Held(part), torch.empty(shape, dtype=dtype or part.dtype, device="meta"), slicing)
 
 
 # ------------------------------------------------------------------------------- operations on slices
@@ -212,23 +268,29 @@ def _sliced(part: Tensor, head: _Head, dtype: torch.dtype | None = None) -> Slic
 
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a function of each element, with numbers and with tensors of the vocabulary's size or of none."""
-    heads = [each.head for each in args if isinstance(each, SlicedLogits)]
-    head = heads[0]
-    if len({(each.vocabulary, each.start, each.end) for each in heads}) > 1:
+    sliced = [each for each in args if isinstance(each, SlicedTensor)]
+    slicing, shape = sliced[0].slicing, sliced[0].shape
+    if not all(each.slicing.equals(slicing) for each in sliced):
+        return NotImplemented
+    if slicing.chunks is not None and any(each.shape != shape for each in sliced):
         return NotImplemented
     parts = []
     for each in args:
-        if isinstance(each, SlicedLogits):
+        if isinstance(each, SlicedTensor):
             each = each.held.part.to(each.dtype)
-        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] == head.vocabulary:
-            each = each[..., head.start : head.end]
+        elif isinstance(each, Tensor) and each.shape == shape:
+            each = slicing.slice_of(each)
+        elif isinstance(each, Tensor) and slicing.chunks is not None and each.numel() != each.shape[-1:].numel():
+            return NotImplemented
+        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] == slicing.features:
+            each = each[..., slicing.start : slicing.end]
         elif isinstance(each, Tensor) and each.dim() and each.shape[-1] != 1:
             return NotImplemented
         parts.append(each)
-    return _sliced(func(*parts, **kwargs), head)
+    return _sliced(func(*parts, **kwargs), slicing, shape=shape if slicing.chunks is not None else None)
 
 
-def _cast(func: Any, logits: SlicedLogits, **kwargs: Any) -> Any:
+def _cast(func: Any, logits: SlicedTensor, **kwargs: Any) -> Any:
     """Change the dtype. To a wider one the slice is cast later, where it is used."""
     dtype: torch.dtype = kwargs.get("dtype") or logits.dtype
     if not dtype.is_floating_point or kwargs.get("device", logits.device) != logits.device:
@@ -238,49 +300,57 @@ def _cast(func: Any, logits: SlicedLogits, **kwargs: Any) -> Any:
         part = part.to(logits.dtype)
     if torch.promote_types(dtype, torch.float32) is not dtype:
         part = part.to(dtype)
-    return SlicedLogits(_Held(part), logits.as_meta(dtype), logits.head)
+    return SlicedTensor(_Held(part), logits.as_meta(dtype), logits.slicing)
 
 
-def _view(func: Any, logits: SlicedLogits, *args: Any) -> Any:
+def _view(func: Any, logits: SlicedTensor, *args: Any) -> Any:
     """Make a view that leaves the last dim as it is: rows of the vocabulary's size are the rows that there were."""
     like = func(logits.as_meta(), *args)
-    if like.dtype is not logits.dtype or not like.dim() or like.shape[-1] != logits.head.vocabulary:
+    if like.dtype is not logits.dtype or not like.dim() or like.shape[-1] != logits.slicing.features:
         return NotImplemented
     part = logits.held.part
-    if func in (aten.view.default, aten._unsafe_view.default):
+    if logits.slicing.chunks is not None:
+        rows = (part.shape[0], logits.slicing.tokens)
+        if tuple(like.shape[:-1]) not in (rows, (prod(rows),)):
+            return NotImplemented  # all else that keeps the number of tokens is the tensor itself
+    elif func in (aten.view.default, aten._unsafe_view.default):
         part = part.reshape(*like.shape[:-1], part.shape[-1])
     else:
         dim, dims = args[0] if args else 0, max(like.dim(), logits.dim())
         if dim % dims == dims - 1:
             return NotImplemented
         part = func(part, *args)
-    return SlicedLogits(_Held(part, logits.held, lambda whole: func(whole, *args)), like, logits.head)
+    return SlicedTensor(_Held(part, logits.held, lambda whole: func(whole, *args)), like, logits.slicing)
 
 
-def _clone(func: Any, logits: SlicedLogits, **kwargs: Any) -> Any:
-    return SlicedLogits(_Held(logits.held.part), func(logits.as_meta(), **kwargs), logits.head)
+def _clone(func: Any, logits: SlicedTensor, **kwargs: Any) -> Any:
+    return SlicedTensor(_Held(logits.held.part), func(logits.as_meta(), **kwargs), logits.slicing)
 
 
-def _backward_of_view(func: Any, logits: SlicedLogits, sizes: list[int], dim: int, *args: Any) -> Any:
+def _backward_of_view(func: Any, logits: SlicedTensor, sizes: list[int], dim: int, *args: Any) -> Any:
     """Put a gradient among zeros; it is sliced as its logits are, unless the view was over the vocabulary."""
     if dim % len(sizes) == len(sizes) - 1:
         return NotImplemented
     part = logits.held.part
-    return _sliced(func(part, [*sizes[:-1], part.shape[-1]], dim, *args), logits.head, logits.dtype)
+    if logits.slicing.chunks is not None:
+        return logits if list(logits.shape) == list(sizes) else NotImplemented
+    return _sliced(func(part, [*sizes[:-1], part.shape[-1]], dim, *args), logits.slicing, logits.dtype)
 
 
-def _choose(logits: SlicedLogits, index: Any) -> Any:
+def _choose(logits: SlicedTensor, index: Any) -> Any:
     """Choose tokens by a mask or by their numbers."""
+    if logits.slicing.chunks is not None:
+        return NotImplemented
     if type(index) is not Tensor or index.dtype not in (torch.bool, torch.int64):
         return NotImplemented
     if (index.dim() if index.dtype is torch.bool else 1) >= logits.dim():
         return NotImplemented
     part: Tensor = _ToSlice.apply(logits)
-    return _FromSlice.apply(part[index], logits.head).to(logits.dtype)
+    return _FromSlice.apply(part[index], logits.slicing).to(logits.dtype)
 
 
 def _cross_entropy(
-    input: SlicedLogits,
+    input: SlicedTensor,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -296,16 +366,48 @@ def _cross_entropy(
         return NotImplemented
     if input.dim() != 2 or target.dtype is not torch.int64 or target.shape != input.shape[:1]:
         return NotImplemented
-    head = input.head
-    part: Tensor = _ToSlice.apply(input)
+    slicing = input.slicing
+    part = part_of(input)
+    if slicing.chunks is not None:
+        return _cross_entropy_of_chunks(input, part, target, ignore_index, reduction)
     losses = cross_entropy_of_slices(
-        part, target, ignore_index, head.vocabulary, head.start, input.dtype, head.group, head.name
+        part, target, ignore_index, slicing.features, slicing.start, input.dtype, slicing.group, slicing.name
     )
     if reduction != "none":
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
     return losses if torch.is_autocast_enabled(input.device.type) else losses.to(input.dtype)
+
+
+def _cross_entropy_of_chunks(
+    logits: SlicedTensor, part: Tensor, target: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    """Compute the cross entropy of each token of this rank's chunk, gather those of all tokens, and reduce them."""
+    slicing, chunks = logits.slicing, logits.slicing.chunks
+    assert chunks is not None
+    mine, flat = chunks.mine(target.view(-1, slicing.tokens)), part.flatten(0, 1)
+    if slicing.plain_loss:
+        check_labels(target, target == ignore_index, slicing.features, slicing.name)
+        losses = cross_entropy(flat.to(logits.dtype), mine.flatten(), ignore_index=ignore_index, reduction="none")
+    else:
+        losses = cross_entropy_of_slices(
+            flat,
+            mine.flatten(),
+            ignore_index,
+            slicing.features,
+            slicing.start,
+            logits.dtype,
+            slicing.group,
+            slicing.name,
+        )
+    everyone = chunks.whole(losses.view(mine.shape), slicing.tokens, slicing.name).flatten()
+    everyone = everyone if torch.is_autocast_enabled(logits.device.type) else everyone.to(logits.dtype)
+    if reduction == "none":
+        return everyone
+    # torch's own sum and mean, in the order of one process.
+    ignored = torch.where(target == ignore_index, -100, 0)
+    return torch.nn.functional.nll_loss(-everyone[:, None], ignored, ignore_index=-100, reduction=reduction)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -354,7 +456,7 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def keep_logits_sliced(head: nn.Module) -> None:
-    """Make a head return `SlicedLogits` in training, in place. `apply_style` has been called if tp is above 1.
+    """Make a head return `SlicedTensor` in training, in place. `apply_style` has been called if tp is above 1.
 
     A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
     """
@@ -365,18 +467,18 @@ def keep_logits_sliced(head: nn.Module) -> None:
 
 def _keep_output_sliced(layer: nn.Module) -> None:
     own, unit = layer.forward, tp_layer_of(layer)
-    split: _Head | None = None
+    split: Slicing | None = None
     if unit is not None and unit.style.leave == "gather":
         assert unit.out_features is not None
-        split = _Head(unit.out_features, unit.context.group, unit.name)
+        split = Slicing(unit.out_features, unit.context.group, unit.name)
         unit.style = replace(unit.style, leave="keep")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
-            return _FromSlice.apply(y, split or _Head(y.shape[-1], None, "the head"))
+            return sliced_tensor(y, split or Slicing(y.shape[-1], None, "the head"))
         if split is None or split.group is None:
             return y
-        return gather_last_dim(y, split.vocabulary, split.group, split.name)
+        return gather_last_dim(y, split.features, split.group, split.name)
 
     layer.forward = MethodType(forward, layer)

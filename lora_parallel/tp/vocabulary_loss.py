@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lora_parallel.distributed.collectives import stacked_over_tp
+from lora_parallel.distributed.collectives import stacked_over
 
-__all__ = ["cross_entropy_of_slices"]
+__all__ = ["check_labels", "cross_entropy_of_slices"]
 
 CHUNK_ELEMENTS = 2**22
 """Number of logits that are computed at a time: 16 MiB in float32."""
@@ -61,7 +61,7 @@ class _CrossEntropyOfSlices(torch.autograd.Function):
                 terms[1, chunk] = x.gather(-1, places[chunk, None]).squeeze(-1)
             terms[1] = terms[1].masked_fill(outside, 0)
         if group is not None:
-            stacked = stacked_over_tp(terms, group, "sums of exponentials and logits of labels", where)
+            stacked = stacked_over(terms, group, "sums of exponentials and logits of labels", where)
             terms = torch.stack([stacked[:, 0].logsumexp(0), stacked[:, 1].sum(0)])
         ctx.save_for_backward(part, places, outside, ignored, terms[0])
         return (terms[0] - terms[1]).masked_fill(ignored, 0)
@@ -109,14 +109,23 @@ def cross_entropy_of_slices(
         RuntimeError: The collective failed.
     """
     ignored = labels == ignore_index
-    valid = (ignored | ((labels >= 0) & (labels < vocabulary))).all()
-    if labels.device.type == "cpu":
-        if not valid:
-            raise IndexError(
-                f"the labels of {where} go from {int(labels.min())} to {int(labels.max())}, outside of its vocabulary "
-                f"of {vocabulary} and other than ignore_index={ignore_index}."
-            )
-    else:
-        torch._assert_async(valid)  # the CPU need not wait
+    check_labels(labels, ignored, vocabulary, where)
     dtype = torch.promote_types(dtype, torch.float32)
     return _CrossEntropyOfSlices.apply(part, labels, ignored, start, dtype, group, where)
+
+
+def check_labels(labels: Tensor, ignored: Tensor, vocabulary: int, where: str) -> None:
+    """Check that every label that is not ignored is in the vocabulary.
+
+    Raises:
+        IndexError: One is not. On an accelerator it is an assertion of the device, as in torch's `cross_entropy`.
+    """
+    valid = (ignored | ((labels >= 0) & (labels < vocabulary))).all()
+    if labels.device.type != "cpu":
+        torch._assert_async(valid)  # the CPU need not wait
+    elif not valid:
+        wrong = labels[~ignored]
+        raise IndexError(
+            f"the labels of {where} go from {int(wrong.min())} to {int(wrong.max())}, outside of its vocabulary of "
+            f"{vocabulary}."
+        )

@@ -24,14 +24,14 @@ from accelerate_plugin import LoRAParallelPlugin, detect, parallelism
 from accelerate_plugin.patches import patched
 from lora_parallel import ParallelConfig
 from lora_parallel.distributed.mesh import mesh_sizes
-from tests.oracle import Case, Run, full, mesh_of, parse_mesh, trained
+from tests.oracle import Case, Run, full, mesh_of, mesh_text, parse_mesh, trained
 
 TIMEOUT = 60
 
 
 def _shared_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
     """One mesh of each shape a process: every one makes process groups."""
-    return mesh_of("x".join(str(size) for size in mesh_sizes(config, dist.get_world_size())))
+    return mesh_of(mesh_text(mesh_sizes(config, dist.get_world_size())))
 
 
 @contextmanager

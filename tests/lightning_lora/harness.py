@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_lora import strategy_base
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.distributed.mesh import mesh_sizes
-from tests.oracle import SIZES, full, parse_mesh, ranks_of, relative_error, trained
+from tests.oracle import SIZES, full, mesh_text, parse_mesh, ranks_of, relative_error, trained
 from tests.workers import COLLECTIVE_TIMEOUT
 
 ROWS, TOKENS = 8, 12
@@ -103,13 +103,13 @@ def tidy() -> Iterator[None]:
 
 def shared_mesh(config: ParallelConfig, device_type: str | None = None) -> DeviceMesh:
     """As `build_mesh`, once for each shape: a mesh holds sockets and threads for good, and a pool sees hundreds."""
-    sizes = mesh_sizes(config, dist.get_world_size())
+    sizes = mesh_text(mesh_sizes(config, dist.get_world_size()))
     if sizes not in _meshes:
         _meshes[sizes] = build_mesh(replace(config, timeout_seconds=COLLECTIVE_TIMEOUT), device_type)
     return _meshes[sizes]
 
 
-_meshes: dict[tuple[int, int, int], DeviceMesh] = {}
+_meshes: dict[str, DeviceMesh] = {}
 
 
 def strategy(mesh: str, package: str = "lightning_lora", kind: str = "LoRAParallelStrategy", **options: Any) -> Any:

@@ -7,15 +7,32 @@ import torch
 import torch.distributed as dist
 
 from lora_parallel import ParallelConfig, build_mesh
-from lora_parallel.distributed.mesh import AXES, dp_mesh, dp_rank, dp_size, mesh_sizes
+from lora_parallel.distributed.mesh import (
+    AXES,
+    axis_rank,
+    dp_mesh,
+    dp_rank,
+    dp_size,
+    mesh_axes,
+    mesh_sizes,
+    same_batch_mesh,
+)
 from tests.oracle import mesh_of
 from tests.workers import Failure, attempt
 
 
 def test_auto_takes_what_the_others_leave():
-    assert mesh_sizes(ParallelConfig(), 6) == (1, 6, 1)
-    assert mesh_sizes(ParallelConfig(tp=2, dp_replicate=3), 12) == (3, 2, 2)
-    assert mesh_sizes(ParallelConfig(tp=2, dp_shard=2, dp_replicate=2), 8) == (2, 2, 2)
+    def sizes(world: int, **config: int) -> tuple[int, ...]:
+        found = mesh_sizes(ParallelConfig(**config), world)
+        assert tuple(found) == AXES
+        return tuple(found.values())
+
+    assert sizes(6) == (1, 6, 1, 1)
+    assert sizes(12, tp=2, dp_replicate=3) == (3, 2, 1, 2)
+    assert sizes(8, tp=2, dp_shard=2, dp_replicate=2) == (2, 2, 1, 2)
+    assert sizes(8, tp=2, cp=2) == (1, 2, 2, 2)
+    assert mesh_axes(mesh_sizes(ParallelConfig(cp=2), 2)) == {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
+    assert "cp" not in mesh_axes(mesh_sizes(ParallelConfig(), 2))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +70,8 @@ def layout(mesh_text):
     return {
         "names": mesh.mesh_dim_names,
         "ranks": mesh.mesh.tolist(),
-        "coordinate": tuple(mesh.get_local_rank(axis) for axis in AXES),
+        "coordinate": tuple(axis_rank(mesh, axis) for axis in AXES),
+        "same batch": dist.get_process_group_ranks(same_batch_mesh(mesh).get_group()),
         "dp": (dp_rank(mesh), dp_size(mesh)),
         "fsdp axes": part.mesh_dim_names,
     }
@@ -63,9 +81,18 @@ def test_tp_is_innermost_and_dp_rank_counts_replicas_and_shards(pool):
     for rank, found in enumerate(pool.run(8, layout, "2x2x2")):
         assert found["names"] == ("dp_replicate", "dp_shard", "tp")
         assert found["ranks"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-        assert found["coordinate"] == (rank // 4, rank // 2 % 2, rank % 2)
+        assert found["coordinate"] == (rank // 4, rank // 2 % 2, 0, rank % 2)
         assert found["dp"] == (rank // 2, 4)
         assert found["fsdp axes"] == ("dp_replicate", "dp_shard")
+
+
+def test_cp_is_between_dp_and_tp_and_fsdp_shards_over_both(pool):
+    for rank, found in enumerate(pool.run(8, layout, "2x1x2cp2")):
+        assert found["names"] == ("dp_replicate", "dp_shard", "cp", "tp")
+        assert found["coordinate"] == (rank // 4, 0, rank // 2 % 2, rank % 2)
+        assert found["dp"] == (rank // 4, 2)
+        assert found["fsdp axes"] == ("dp_replicate", "dp_shard_cp")
+        assert found["same batch"] == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
 
 
 def test_a_replicate_axis_of_one_stays_out_of_fsdp(pool):

@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from lora_parallel import parallelize
 from lora_parallel.distributed import collectives
 from lora_parallel.tp import vocabulary_loss
-from lora_parallel.tp.sliced_logits import SlicedLogits
+from lora_parallel.tp.sliced_logits import SlicedTensor
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, full, on_mesh, ranks_of, reference, relative_error, sharded, trained
@@ -187,7 +187,7 @@ def compute(model: nn.Module, operation: Any) -> tuple[Tensor, list[Tensor]]:
         return result, []
     numbers = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
     grads = torch.autograd.grad((result * numbers).sum(), [x, *model.parameters()])
-    whole = result.gathered("test") if isinstance(result, SlicedLogits) else result
+    whole = result.gathered("test") if isinstance(result, SlicedTensor) else result
     return whole.detach(), [full(grad) for grad in grads]
 
 
@@ -199,13 +199,13 @@ def head_on_ranks() -> nn.Module:
 @contextmanager
 def gathers_in(calls: list[str]) -> Iterator[None]:
     """Note what each gather over tp is of. `Traffic` does not see those inside of an operator of a tensor subclass."""
-    own = collectives.stacked_over_tp
+    own = collectives.stacked_over
 
     def noted(tensor: Tensor, group: dist.ProcessGroup, what: str, where: str) -> Tensor:
         calls.append(what)
         return own(tensor, group, what, where)
 
-    with patch.object(collectives, "stacked_over_tp", noted), patch.object(vocabulary_loss, "stacked_over_tp", noted):
+    with patch.object(collectives, "stacked_over", noted), patch.object(vocabulary_loss, "stacked_over", noted):
         yield
 
 
@@ -217,7 +217,7 @@ def operations() -> dict[str, Any]:
         calls: list[str] = []
 
         def counted(x: Tensor, operation: Any = operation, calls: list[str] = calls) -> Any:
-            assert type(x) is SlicedLogits
+            assert type(x) is SlicedTensor
             assert tuple(x.shape) == (ROWS, TOKENS, VOCABULARY)
             with gathers_in(calls):
                 return operation(x)
@@ -291,7 +291,7 @@ def test_logits_are_sliced_in_training_only_and_a_gather_is_told_once(pool):
         for kind, told in pool.run(2, gathers, training, grad):
             assert (kind, told) == (Tensor, [])
     (kind, told), (other, silence) = pool.run(2, gathers, True, True)
-    assert (kind, other, silence) == (SlicedLogits, SlicedLogits, [])
+    assert (kind, other, silence) == (SlicedTensor, SlicedTensor, [])
     (message,) = told
     assert "argmax" in message
     assert "reads the logits of head" in message

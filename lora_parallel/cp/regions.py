@@ -1,0 +1,291 @@
+"""Run the blocks of a model, and the layers after them, on this rank's chunk of the tokens.
+
+The model's own code around the blocks sees all tokens, so that masks, rotary embeddings, packed rows and position ids
+are what they are in one process. Each block is given its rank's part of what has the tokens in dim 1. After the
+blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_logits.py`):
+the loss is computed from chunks, and what reads them otherwise gathers them.
+
+Every gradient is that of this rank's tokens: FSDP2 adds the gradients of cp ranks up. A layer after the blocks that is
+given something else than tokens (a pooled row) computes the same on every cp rank; its gradients are divided by cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import Cache
+from transformers.utils import ModelOutput
+
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, wrap_registry
+from lora_parallel.cp.context import CPContext
+from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_output
+from lora_parallel.tp.sliced_logits import SlicedTensor, Slicing, part_of, sliced_tensor
+
+__all__ = ["Places", "cut_arguments", "first_output", "run_on_token_chunks", "with_first_output"]
+
+
+@dataclass
+class Places:
+    """List the places of a model where its tokens are cut, and where they are whole again."""
+
+    blocks: list[nn.Module]
+    """The blocks of the stack, in order."""
+
+    arguments: dict[nn.Module, list[str]]
+    """Names of the positional arguments of each block."""
+
+    attentions: dict[nn.Module, str]
+    """Modules that compute attention, and their names."""
+
+    trunk: nn.Module
+    """Module whose output is that of the stack, after a norm: for a language model, all of it but the head."""
+
+    norm_on_chunks: bool
+    """True if what the trunk computes after the last block works on chunks."""
+
+    after: list[nn.Module] = field(default_factory=list)
+    """Layers that are called after the trunk."""
+
+
+def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) -> None:
+    """Make a model compute on chunks of the tokens, in place.
+
+    Args:
+        model: The model that the user calls.
+        places: Where its tokens are cut.
+        context: The chunks.
+    """
+    wrap_registry()
+    for module, name in places.attentions.items():
+        module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)
+    for part in (*places.blocks, *places.after):
+        for module in part.modules():
+            if isinstance(module, TopologyInvariantDropout):
+                module.chunk = context
+    draws = OwnDraws(context.chunks.rank, places.blocks[0])
+    for block in places.blocks:
+        _run_block(block, places, context, draws)
+    _cut_output(places.trunk, places, context, is_model=not places.after)
+    for layer in places.after:
+        _run_after(layer, context)
+    _Forward(model, context)
+
+
+class _Forward:
+    """Decide about each forward of the model whether its tokens are cut, and refuse what could not be right."""
+
+    def __init__(self, model: nn.Module, context: CPContext) -> None:
+        self._context = context
+        model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        context = self._context
+        caches = bool(kwargs.get("use_cache")) or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
+        if caches and torch.is_grad_enabled() and model.training:
+            raise ValueError(
+                "a forward in training was given use_cache=True or a cache: under cp each rank would cache its own "
+                "tokens. Leave both out, or use torch.no_grad() and eval()."
+            )
+        context.cuts, context.running = not caches, False
+        context.has_labels = kwargs.get("labels") is not None
+        if context.cuts:
+            refuse_outputs(model, kwargs)
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        cut, self._context.cuts = self._context.cuts, False
+        self._context.running = False
+        if cut and isinstance(output, ModelOutput) and isinstance(output.get("past_key_values"), Cache):
+            # It has a chunk of the tokens.
+            return type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
+        return None
+
+
+def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a forward that is asked for outputs of single blocks.
+
+    Raises:
+        ValueError: The forward, or the model's config, asks for them.
+    """
+    asked_of: Any = getattr(model, "config", None)
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        asked = kwargs.get(name)
+        if asked if asked is not None else getattr(asked_of, name, False):
+            raise ValueError(
+                f"{name}=True: under cp each rank has a chunk of the tokens between blocks, and would return, or "
+                "compute a loss of, that. Leave it False, or use cp=1."
+            )
+
+
+# ------------------------------------------------------------------------------- blocks
+
+
+def cut_arguments(
+    names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int, cut: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Cut what a block is given to a chunk of the tokens: all tensors with the tokens in dim 1, except masks.
+
+    Args:
+        names: Names of the positional arguments.
+        args: The positional arguments.
+        kwargs: The arguments by name.
+        tokens: The number of all tokens.
+        cut: Cuts one tensor.
+
+    Returns:
+        The positional arguments, those by name, and what was cut, by name, as it was.
+    """
+    whole: dict[str, Any] = {}
+
+    def changed(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            has_tokens = each.dim() in (2, 3) and each.shape[1] == tokens and each.dtype is not torch.bool
+            return cut(each) if has_tokens else each
+        if isinstance(each, (tuple, list)) and type(each) in (tuple, list):
+            return type(each)(changed(one) for one in each)
+        return {key: changed(one) for key, one in each.items()} if type(each) is dict else each
+
+    def cut_one(name: str, each: Any) -> Any:
+        if "mask" in name:
+            return each
+        new = changed(each)
+        if isinstance(each, Tensor) and new is not each:
+            whole[name] = each
+        return new
+
+    names = [*names, *(f"argument {index}" for index in range(len(names), len(args)))]
+    given = tuple(cut_one(name, each) for name, each in zip(names, args, strict=False))
+    return given, {name: cut_one(name, each) for name, each in kwargs.items()}, whole
+
+
+def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnDraws) -> None:
+    is_first, is_last = block is places.blocks[0], block is places.blocks[-1]
+    names, instance_forward = places.arguments[block], block.__dict__.get("forward")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only.
+        own = type(self).forward.__get__(self) if instance_forward is None else instance_forward
+        if not context.active:
+            return own(*args, **kwargs)
+        if is_first:
+            hidden = first_activations(args, kwargs)[1]
+            context.rows, context.tokens.count = hidden.shape[:2]
+            draws.begin(hidden.device)
+        tokens = context.tokens.count
+        args, kwargs, whole = cut_arguments(names, args, kwargs, tokens, context.chunks.mine)
+        before = context.whole, context.running, context.recomputes
+        context.whole, context.running = whole, True
+        context.recomputes = in_recomputed(self)
+        try:
+            output = own(*args, **kwargs)
+        finally:
+            context.whole, context.running, context.recomputes = before
+        if is_last:
+            hidden = block_output(output)
+            draws.end(hidden.device)
+            if not places.norm_on_chunks:
+                return with_output(output, context.chunks.whole(hidden, tokens, type(self).__name__))
+        return output
+
+    block.forward = MethodType(forward, block)
+
+
+def in_recomputed(block: nn.Module) -> bool:
+    """Return True if a block's activations are recomputed in backward, by transformers' own checkpointing."""
+    return block.training and bool(getattr(block, "gradient_checkpointing", False))
+
+
+# ------------------------------------------------------------------------------- after the blocks
+
+
+def first_output(output: Any) -> Tensor:
+    """Return the activations in what a trunk returns: the first of its outputs."""
+    return next(iter(output.values())) if isinstance(output, ModelOutput) else block_output(output)
+
+
+def with_first_output(output: Any, tensor: Tensor) -> Any:
+    """Return what a trunk returns with other activations in it."""
+    if isinstance(output, ModelOutput):
+        return type(output)(**{**output, next(iter(output)): tensor})
+    return with_output(output, tensor)
+
+
+def _cut_output(trunk: nn.Module, places: Places, context: CPContext, is_model: bool) -> None:
+    """Make the output of a trunk stand for all tokens, of which this rank holds a chunk; all tokens if nobody follows.
+
+    Args:
+        trunk: The trunk.
+        places: Where tokens are cut.
+        context: The chunks.
+        is_model: No layer follows the trunk: its output is read by the user.
+    """
+    own, name = trunk.forward, type(trunk).__name__
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        if not context.cuts:
+            return output
+        hidden, tokens = first_output(output), context.tokens.count
+        if not places.norm_on_chunks:
+            hidden = context.chunks.mine(hidden)
+        if is_model:
+            return with_first_output(output, context.chunks.whole(hidden, tokens, name))
+        slicing = Slicing(hidden.shape[-1], None, name, context.chunks, tokens)
+        return with_first_output(output, sliced_tensor(hidden, slicing))
+
+    trunk.forward = MethodType(forward, trunk)
+
+
+def _run_after(layer: nn.Module, context: CPContext) -> None:
+    """Run a layer after the trunk on a chunk of its input, if that is tokens."""
+    own = layer.forward
+
+    def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not context.cuts:
+            return own(x, *args, **kwargs)
+        chunks, tokens = context.chunks, context.tokens.count
+        if isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3:
+            x = part_of(x)
+        elif x.dim() == 3 and x.shape[1] == tokens:
+            x = chunks.mine(x)
+        else:
+            return _scaled(own(_scaled(x, chunks.ranks), *args, **kwargs), 1 / chunks.ranks)
+        context.running = True
+        try:
+            y = own(x, *args, **kwargs)
+        finally:
+            context.running = False
+        slicing = y.slicing if isinstance(y, SlicedTensor) else None
+        part = part_of(y) if isinstance(y, SlicedTensor) else y
+        if context.has_labels:
+            own_slicing = slicing or Slicing(part.shape[-1], None, "the head", plain_loss=True)
+            return sliced_tensor(part, own_slicing.over_tokens(chunks, tokens))
+        whole = chunks.whole(part, tokens, "the head")
+        return whole if slicing is None else sliced_tensor(whole, slicing)
+
+    layer.forward = MethodType(forward, layer)
+
+
+class _Scaled(torch.autograd.Function):
+    """Return a tensor unchanged, and multiply its gradient by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return _Scaled.apply(x, factor)

@@ -1,0 +1,229 @@
+"""Say which tokens of a batch each rank of a group computes, and move chunks of tokens between these ranks.
+
+Ranks of the cp axis each have a chunk of the tokens [rows, tokens, ...]. Attention needs all of them: Ulysses exchanges
+heads for tokens by an all-to-all (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509); the other method gathers keys
+and values (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2). All functions here lay tokens out in the first
+dim while they are sent, so that the graphs of `torch.compile` do not depend on whether the ranks divide the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lora_parallel.distributed.collectives import chunk_bounds, exchanged, scattered_sum, stacked_over
+
+__all__ = ["TokenChunks", "gather_keys", "heads_to_tokens", "tokens_to_heads"]
+
+
+class TokenChunks:
+    """Divide the tokens of a row between ranks.
+
+    Args:
+        ranks: The number of ranks.
+        rank: This rank.
+        group: The process group of the ranks; None where nothing is sent.
+        balanced: Give each rank one chunk from the first half of the tokens and one from the second, so that all have
+            as much work in causal attention over gathered keys: of 2 * ranks chunks those of index `rank` and
+            2 * ranks - 1 - `rank`. Otherwise a rank has one chunk, as of `torch.chunk`.
+    """
+
+    def __init__(self, ranks: int, rank: int, group: ProcessGroup | None = None, balanced: bool = False) -> None:
+        self.ranks, self.rank, self.balanced = ranks, rank, balanced
+        self._group = group
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Return the process group of the ranks."""
+        assert self._group is not None
+        return self._group
+
+    def ranges(self, tokens: int, rank: int | None = None) -> list[tuple[int, int]]:
+        """Return the first and last + 1 token of each of a rank's chunks, of this rank's if `rank` is None."""
+        rank = self.rank if rank is None else rank
+        if not self.balanced:
+            return [chunk_bounds(tokens, self.ranks, rank)]
+        return [chunk_bounds(tokens, 2 * self.ranks, each) for each in (rank, 2 * self.ranks - 1 - rank)]
+
+    def count(self, tokens: int, rank: int | None = None) -> int:
+        """Return the number of tokens of a rank, of this one if `rank` is None."""
+        return sum(end - start for start, end in self.ranges(tokens, rank))
+
+    def width(self, tokens: int) -> int:
+        """Return the number of tokens that a rank has at most: what is sent is padded to it."""
+        return 2 * -(-tokens // (2 * self.ranks)) if self.balanced else -(-tokens // self.ranks)
+
+    def mine(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's tokens of `x`, of which a dim is all tokens. Of one chunk it is a view."""
+        parts = [x.narrow(dim, start, end - start) for start, end in self.ranges(x.shape[dim])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the index in the row of each of this rank's tokens, int32 [tokens of this rank]."""
+        return self.mine(torch.arange(tokens, dtype=torch.int32, device=device), 0)
+
+    def joined(self, stacked: Tensor, tokens: int) -> Tensor:
+        """Return all tokens [tokens, ...] in their order, from those of each rank [ranks, width, ...]."""
+        if not self.balanced:
+            return stacked.flatten(0, 1).narrow(0, 0, tokens)
+        pieces = []
+        for rank in range(self.ranks):
+            place = 0
+            for start, end in self.ranges(tokens, rank):
+                pieces.append((start, rank, stacked[rank].narrow(0, place, end - start)))
+                place += end - start
+        return torch.cat([piece for _, _, piece in sorted(pieces, key=lambda each: each[:2])])
+
+    def parted(self, whole: Tensor) -> Tensor:
+        """Return the tokens of each rank [ranks, width, ...], from all tokens [tokens, ...]; the rest is zeros."""
+        tokens, width = whole.shape[0], self.width(whole.shape[0])
+        if not self.balanced:
+            return _padded(whole, width * self.ranks).unflatten(0, (self.ranks, width))
+        ranges = (self.ranges(tokens, rank) for rank in range(self.ranks))
+        return torch.stack([_padded(torch.cat([whole[a:b] for a, b in each]), width) for each in ranges])
+
+    def whole(self, part: Tensor, tokens: int, where: str) -> Tensor:
+        """Return all tokens [rows, tokens, ...], of which each rank has `part`. Collective.
+
+        Every rank computes the same with them; backward keeps the gradient of this rank's tokens, without a message.
+        """
+        return _Whole.apply(part, tokens, self, where)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, size - x.shape[0]))
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, tokens: int, chunks: TokenChunks, where: str) -> Tensor:
+        ctx.chunks = chunks
+        first = _padded(part.transpose(0, 1), chunks.width(tokens)).contiguous()
+        stacked = stacked_over(first, chunks.group, "tokens", where)
+        return chunks.joined(stacked, tokens).transpose(0, 1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.chunks.mine(grads[0]).contiguous(), None, None, None
+
+
+# ------------------------------------------------------------------------------- heads against tokens
+
+
+def _to_heads(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, what: str, where: str) -> list[Tensor]:
+    """Return a share of the heads of all tokens [rows, heads / ranks, tokens, features] of each [rows, heads, ...]."""
+    shares = [x.unflatten(1, (chunks.ranks, -1)) for x in xs]
+    packed = torch.cat([share.permute(3, 1, 0, 2, 4).flatten(3) for share in shares], -1)
+    sent = _padded(packed, chunks.width(tokens)).transpose(0, 1).contiguous()  # [ranks, width, rows, features]
+    whole = chunks.joined(exchanged(sent, chunks.group, what, where), tokens)
+    parts = whole.split([share.shape[2] * share.shape[4] for share in shares], -1)
+    return [
+        part.unflatten(2, (share.shape[2], share.shape[4])).permute(1, 2, 0, 3)
+        for part, share in zip(parts, shares, strict=True)
+    ]
+
+
+def _to_tokens(xs: Sequence[Tensor], chunks: TokenChunks, what: str, where: str) -> list[Tensor]:
+    """Return all heads of this rank's tokens [rows, heads, tokens of this rank, features]: undo `_to_heads`."""
+    packed = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in xs], -1)
+    got = exchanged(chunks.parted(packed).contiguous(), chunks.group, what, where)
+    mine = got.narrow(1, 0, chunks.count(packed.shape[0]))
+    parts = mine.split([x.shape[1] * x.shape[3] for x in xs], -1)
+    return [
+        part.unflatten(3, (x.shape[1], x.shape[3])).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        for part, x in zip(parts, xs, strict=True)
+    ]
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: int, chunks: TokenChunks, where: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.chunks, ctx.where = chunks, where
+        return tuple(_to_heads(xs, tokens, chunks, "queries, keys and values", where))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        what = "gradients of queries, keys and values"
+        return None, None, None, *_to_tokens(grads, ctx.chunks, what, ctx.where)
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: TokenChunks, where: str) -> Tensor:
+        ctx.tokens, ctx.chunks, ctx.where = x.shape[2], chunks, where
+        return _to_tokens([x], chunks, "output of attention", where)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(grads, ctx.tokens, ctx.chunks, "output gradient of attention", ctx.where)[0], None, None
+
+
+def tokens_to_heads(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, where: str) -> tuple[Tensor, ...]:
+    """Return this rank's share of the heads, of all tokens, of each tensor. Collective, in one all-to-all.
+
+    Args:
+        xs: Tensors [rows, heads, tokens of this rank, features]; the ranks divide the heads.
+        tokens: The number of all tokens.
+        chunks: Which tokens each rank has.
+        where: The module's name, for error messages.
+
+    Returns:
+        Tensors [rows, heads / ranks, tokens, features].
+    """
+    return _TokensToHeads.apply(tokens, chunks, where, *xs)
+
+
+def heads_to_tokens(x: Tensor, chunks: TokenChunks, where: str) -> Tensor:
+    """Return all heads of this rank's tokens: undo `tokens_to_heads` for one tensor. Collective."""
+    return _HeadsToTokens.apply(x, chunks, where)
+
+
+# ------------------------------------------------------------------------------- keys and values of all tokens
+
+
+class _GatherKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: int, chunks: TokenChunks, where: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.chunks, ctx.where = chunks, where
+        packed = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in xs], -1)
+        stacked = stacked_over(_padded(packed, chunks.width(tokens)).contiguous(), chunks.group, "keys", where)
+        parts = chunks.joined(stacked, tokens).split([x.shape[1] * x.shape[3] for x in xs], -1)
+        return tuple(
+            part.unflatten(2, (x.shape[1], x.shape[3])).permute(1, 2, 0, 3) for part, x in zip(parts, xs, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        chunks: TokenChunks = ctx.chunks
+        packed = torch.cat([grad.permute(2, 0, 1, 3).flatten(2) for grad in grads], -1)
+        total = scattered_sum(chunks.parted(packed).contiguous(), chunks.group, "gradients of keys", ctx.where)
+        parts = total.narrow(0, 0, chunks.count(packed.shape[0])).split([g.shape[1] * g.shape[3] for g in grads], -1)
+        mine = (
+            part.unflatten(2, (grad.shape[1], grad.shape[3])).permute(1, 2, 0, 3)
+            for part, grad in zip(parts, grads, strict=True)
+        )
+        return None, None, None, *mine
+
+
+def gather_keys(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, where: str) -> tuple[Tensor, ...]:
+    """Return the keys and values of all tokens. Collective, in one all-gather; backward is one reduce-scatter.
+
+    Args:
+        xs: Tensors [rows, heads, tokens of this rank, features].
+        tokens: The number of all tokens.
+        chunks: Which tokens each rank has.
+        where: The module's name, for error messages.
+
+    Returns:
+        Tensors [rows, heads, tokens, features].
+    """
+    return _GatherKeys.apply(tokens, chunks, where, *xs)

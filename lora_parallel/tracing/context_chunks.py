@@ -1,0 +1,362 @@
+"""Find where the tokens of a model can be cut for context parallelism, and prove it by running the model on chunks.
+
+The model is run without its weights, once on all tokens, and then as each of some ranks would run it: blocks are given
+a chunk of the tokens, and attention returns the chunk of what it computed from all of them. Every layer must be fed the
+chunk of what it was fed before. What mixes tokens elsewhere in a block (a convolution, linear attention) fails this.
+Each attention is also computed for every share of its heads, as a rank would, and compared with that of all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lora_parallel.cp.attention import (
+    ATTENTION,
+    attend_with_share,
+    check_method,
+    repeats_of,
+    rows_of_mask,
+    wrap_registry,
+)
+from lora_parallel.cp.regions import Places, cut_arguments, first_output, refuse_outputs, with_first_output
+from lora_parallel.distributed.collectives import chunk_bounds
+from lora_parallel.distributed.token_chunks import TokenChunks
+from lora_parallel.layers.module_names import block_of, innermost
+from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations, with_output
+from lora_parallel.tracing.rank_simulation import same
+from lora_parallel.tracing.trace_errors import TraceError
+from lora_parallel.tracing.tracer import Call, Tracer, traced_models
+
+__all__ = ["find_places"]
+
+_RANKS = 3
+"""Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one."""
+
+
+@torch.random.fork_rng(devices=[])
+def find_places(
+    model: nn.Module, names: Mapping[nn.Module, str], cp: int, tp: int, method: Literal["ulysses", "all_gather"]
+) -> Places:
+    """Return the places where the tokens of a model are cut, proven by running the model. The model is not changed.
+
+    Args:
+        model: A model in full shapes, with its adapters injected.
+        names: Names of the model's layers (see `clean_names`).
+        cp: Size of the cp axis.
+        tp: Size of the tp axis.
+        method: How attention gets all tokens.
+
+    Raises:
+        ValueError: The model cannot be run without its weights, its attention does not go through transformers'
+            registry, it mixes tokens outside of attention, or the method does not fit its attention.
+    """
+    inner = traced_models(model)[0]
+    kind = type(innermost(model)).__name__
+    refuse_outputs(inner, {})
+    config = getattr(inner, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"cp={cp}: {kind} is an encoder and a decoder, of which each has its own tokens: use cp=1.")
+    if method == "all_gather":
+        check_method(getattr(config, "_attn_implementation", None))
+    try:
+        tracer = Tracer(inner, dict(names))
+        tracer.drop_graph()
+        return _Proof(tracer, inner, model, cp, tp, method).places()
+    except (TraceError, NoActivationsError) as error:
+        raise ValueError(
+            f"cp={cp}: the tokens of {kind} cannot be cut: {error}. Use cp=1, with tp, sequence_parallel or "
+            "activation_checkpointing for the memory."
+        ) from error
+
+
+@dataclass
+class _Attention:
+    """Record one computation of attention on all tokens."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Queries, keys and values, [rows, heads, tokens, features]."""
+
+    output: Tensor
+    """[rows, tokens, heads, features]."""
+
+    rest: tuple[Any, tuple[Any, ...], dict[str, Any]]
+    """The mask, further positional arguments, and those by name."""
+
+
+class _Proof:
+    """Run the copy of a model that a tracer holds, on all tokens and on chunks.
+
+    Args:
+        tracer: Holds the copy.
+        inner: The transformers model that was copied.
+        model: The model that it is in.
+        cp: Size of the cp axis.
+        tp: Size of the tp axis.
+        method: How attention gets all tokens.
+    """
+
+    def __init__(self, tracer: Tracer, inner: nn.Module, model: nn.Module, cp: int, tp: int, method: str) -> None:
+        self._tracer, self._inner, self._model = tracer, inner, model
+        self._cp, self._tp, self._method = cp, tp, method
+        self._real_of = {twin: real for real, twin in tracer.twin_of.items()}
+        self._calls: list[tuple[nn.Module, _Attention]] = []
+        self._inputs: dict[nn.Module, Tensor] = {}
+        self._trunk_output: Tensor | None = None
+        self._last_output: Tensor | None = None
+
+    def places(self) -> Places:
+        """Return the places, with the model's own modules.
+
+        Raises:
+            TraceError, ValueError: The tokens cannot be cut.
+        """
+        wrap_registry()
+        self._note_attention()
+        blocks, trunk = self._stack()
+        self._note_outputs(blocks, trunk)
+        problem = self._on_chunks(blocks, trunk, norm_on_chunks=True)
+        norm_on_chunks = problem is None
+        if problem is not None:
+            problem = self._on_chunks(blocks, trunk, norm_on_chunks=False)
+        if problem is not None:
+            raise TraceError(problem)
+        after = [] if trunk is self._tracer.twin else self._after(trunk)
+        attentions = {self._real_of[module]: self._tracer.paths[module] for module, _ in self._calls}
+        found = Places(
+            [self._real_of[block] for block in blocks],
+            {self._real_of[block]: _positional(block) for block in blocks},
+            attentions,
+            self._real_of[trunk],
+            norm_on_chunks,
+            after,
+        )
+        self._check_trained(found)
+        return found
+
+    # -------------------------------------------------------------------- the run on all tokens
+
+    def _note_attention(self) -> None:
+        def note(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            query, key, value, mask, rest = (*args[:3], args[3] if len(args) > 3 else None, args[4:])
+            if "attention_mask" in kwargs:
+                mask = kwargs.pop("attention_mask")
+            output = own(module, query, key, value, mask, *rest, **kwargs)
+            self._calls.append((module, _Attention((query, key, value), output[0].clone(), (mask, rest, kwargs))))
+            return output
+
+        with self._attention_by(note):
+            self._tracer.run_again(lambda index, call, fed: call.output())
+        if not self._calls:
+            raise TraceError("its attention does not go through transformers' registry of attention functions")
+
+    def _stack(self) -> tuple[list[nn.Module], nn.Module]:
+        """Return the blocks of the stack that computes the last attention, and the module around the stack."""
+        tracer = self._tracer
+        block = block_of(tracer.paths[self._calls[-1][0]])
+        path = block.rpartition(".")[0]
+        if not block:
+            raise TraceError(f"{tracer.paths[self._calls[-1][0]]} computes attention, and is in no block")
+        blocks = list(tracer.twin.get_submodule(path).children())
+        inside = {module for each in blocks for module in each.modules()}
+        self._calls = [(module, call) for module, call in self._calls if module in inside]
+        return blocks, tracer.twin.get_submodule(path.rpartition(".")[0])
+
+    def _note_outputs(self, blocks: list[nn.Module], trunk: nn.Module) -> None:
+        """Note what the first block is fed, and what the last block and the trunk return."""
+
+        def fed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inputs[module] = first_activations(args, kwargs)[1]
+
+        def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if module is trunk:
+                self._trunk_output = first_output(output)
+            else:
+                self._last_output = block_output(output)
+
+        hooks = [
+            blocks[0].register_forward_pre_hook(fed, with_kwargs=True),
+            blocks[-1].register_forward_hook(returned),
+            trunk.register_forward_hook(returned),
+        ]
+        try:
+            self._tracer.run_again(lambda index, call, fed: call.output())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        hidden, output = self._inputs.get(blocks[0]), self._trunk_output
+        if hidden is None or output is None or self._last_output is None:
+            raise TraceError("its blocks are not called one after the other")
+        if not isinstance(output, Tensor) or output.shape[:2] != hidden.shape[:2]:
+            raise TraceError(f"{self._tracer.paths[trunk] or 'it'} does not return activations of all tokens")
+
+    # -------------------------------------------------------------------- the runs on chunks
+
+    def _on_chunks(self, blocks: list[nn.Module], trunk: nn.Module, norm_on_chunks: bool) -> str | None:
+        """Run the model as each of some ranks, and return the first problem, or None."""
+        for rank in range(_RANKS):
+            try:
+                self._as_rank(TokenChunks(_RANKS, rank), blocks, trunk, norm_on_chunks)
+            except (TraceError, NoActivationsError) as error:
+                return str(error)
+        return None
+
+    def _as_rank(self, chunks: TokenChunks, blocks: list[nn.Module], trunk: nn.Module, norm_on_chunks: bool) -> None:
+        tracer, remaining = self._tracer, iter(self._calls)
+        rows, tokens = self._inputs[blocks[0]].shape[:2]
+        inside = {"block": False, "trunk": False}
+
+        def chunk(x: Tensor) -> Tensor:
+            """Return the chunk of activations [rows, tokens, ...] or [rows * tokens, ...]."""
+            if x.dim() == 2 and x.shape[0] == rows * tokens and x.is_floating_point():
+                return chunks.mine(x.unflatten(0, (rows, tokens))).flatten(0, 1)
+            return chunks.mine(x) if x.dim() > 1 and x.shape[1] == tokens else x
+
+        def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
+            in_chunks = inside["block"] or inside["trunk"]
+            if not same(fed, chunk(call.fed) if in_chunks else call.fed):
+                raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
+            return chunk(call.output()) if in_chunks else call.output()
+
+        def attend(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            expected, found = next(remaining, (None, None))
+            name = tracer.paths[module]
+            if found is None or expected is not module:
+                raise TraceError(f"the attention of {name} was computed out of turn")
+            for got, want in zip(args[:3], found.tensors, strict=True):
+                if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
+                    raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
+            if chunks.rank == 0:
+                self._check_attention(own, module, found, tokens)
+            return chunks.mine(found.output), None
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inside["block"] = True
+            args, kwargs, _ = cut_arguments(_positional(module), args, kwargs, tokens, chunks.mine)
+            return args, kwargs
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            inside["block"] = False
+            if module is not blocks[-1]:
+                return None
+            assert self._last_output is not None
+            if not same(block_output(output), chunks.mine(self._last_output)):
+                raise TraceError(f"{tracer.paths[module]} does not return a chunk of the tokens")
+            inside["trunk"] = norm_on_chunks
+            return None if norm_on_chunks else with_output(output, self._last_output)
+
+        def leave_trunk(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            inside["trunk"] = False
+            assert self._trunk_output is not None
+            want = chunks.mine(self._trunk_output) if norm_on_chunks else self._trunk_output
+            if not same(first_output(output), want):
+                raise TraceError(f"{tracer.paths[module] or 'it'} does not return a chunk of the tokens")
+            return with_first_output(output, self._trunk_output)
+
+        hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
+        hooks += [block.register_forward_hook(leave) for block in blocks]
+        hooks.append(trunk.register_forward_hook(leave_trunk))
+        try:
+            with self._attention_by(attend):
+                outputs = tracer.run_again(stand_in)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
+            raise TraceError("what the model returns changes")
+
+    def _check_attention(self, own: Callable[..., Any], module: nn.Module, found: _Attention, tokens: int) -> None:
+        """Check that attention can be computed as the ranks of the cp axis will."""
+        mask, args, kwargs = found.rest
+        query, key, value = found.tensors
+        name = self._tracer.paths[module]
+        if self._method == "all_gather":
+            for rank in range(_RANKS):
+                chunks = TokenChunks(_RANKS, rank, balanced=True)
+                of_rank = rows_of_mask(mask, module, kwargs, tokens, chunks.positions(tokens, query.device))
+                output = own(module, chunks.mine(query, 2), key, value, of_rank, *args, **kwargs)[0]
+                if not same(output, chunks.mine(found.output)):
+                    raise TraceError(f"the attention of {name} of some tokens to all is not what it is among all")
+            return
+        heads, ranks = query.shape[1], self._cp
+        if heads % self._tp == 0:
+            repeats_of(heads // self._tp, max(key.shape[1] // self._tp, 1), ranks)
+        repeat = repeats_of(heads, key.shape[1], ranks)
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        for rank in range(ranks):
+            share = chunk_bounds(heads, ranks, rank)
+            parts = tuple(each.chunk(ranks, 1)[rank] for each in (query, key, value))
+            output = attend_with_share(own, module, parts, heads, share, mask, args, kwargs)
+            if not same(output, found.output[:, :, share[0] : share[1]]):
+                raise TraceError(f"the attention of {name} for a share of its heads is not what it is among all")
+
+    @contextmanager
+    def _attention_by(self, compute: Callable[..., Any]) -> Iterator[None]:
+        """Compute the attention of all modules of the copy by a function, within the context."""
+        modules = list(self._tracer.twin.modules())
+        for module in modules:
+            module.__dict__[ATTENTION] = compute
+        try:
+            yield
+        finally:
+            for module in modules:
+                del module.__dict__[ATTENTION]
+
+    # -------------------------------------------------------------------- after the trunk
+
+    def _after(self, trunk: nn.Module) -> list[nn.Module]:
+        """Return the layers that are called after the trunk."""
+        called: list[str] = []
+        state = {"after": False}
+        hook = trunk.register_forward_hook(lambda *_: state.update(after=True))
+
+        def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
+            if state["after"] and call.layer not in called:
+                called.append(call.layer)
+            return call.output()
+
+        try:
+            self._tracer.run_again(stand_in)
+        finally:
+            hook.remove()
+        return [self._real_of[self._tracer.modules[name]] for name in called]
+
+    def _check_trained(self, places: Places) -> None:
+        """Check that the gradient of every trained parameter will be that of this rank's tokens.
+
+        Raises:
+            TraceError: A parameter trains in a module after the trunk that is neither a layer nor in one.
+        """
+        inside = {module for part in (places.trunk, *places.after) for module in part.modules()}
+        for module, twin in self._tracer.twin_of.items():
+            trains = any(p is not None and p.requires_grad for p in module._parameters.values())
+            if trains and module not in inside and self._is_after(twin, self._tracer.twin_of[places.trunk]):
+                raise TraceError(f"{self._tracer.paths[twin]} trains after the blocks, and is no linear layer")
+
+    def _is_after(self, module: nn.Module, trunk: nn.Module) -> bool:
+        """Return True if a module of the copy is called after the trunk."""
+        order: list[nn.Module] = []
+        hooks = [each.register_forward_hook(lambda own, *_: order.append(own)) for each in (module, trunk)]
+        try:
+            self._tracer.run_again(lambda index, call, fed: call.output())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return trunk in order and module in order[order.index(trunk) :]
+
+
+def _positional(block: nn.Module) -> list[str]:
+    """Return the names of the positional arguments of a block's forward."""
+    kinds: Any = type(block).__mro__
+    for kind in kinds:
+        if "forward" in kind.__dict__:
+            found = list(signature(kind.forward).parameters.values())[1:]
+            if not any(each.kind is Parameter.VAR_POSITIONAL for each in found):
+                return [each.name for each in found if each.kind is not Parameter.VAR_KEYWORD]
+    return []
