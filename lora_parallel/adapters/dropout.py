@@ -67,8 +67,8 @@ def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) ->
 class Chunk(Protocol):
     """Say where the tokens are that a rank computes, which has a chunk of each row."""
 
-    def places(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the global row and token of each position of activations of this shape, both int32.
+    def places(self, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the global row and token of each position of activations [rows, tokens, features], int32 both.
 
         The result is None if the activations are of all tokens.
         """
@@ -126,7 +126,7 @@ class TopologyInvariantDropout(nn.Module):
         def index(start: int, size: int) -> Tensor:
             return torch.arange(start, start + size, dtype=torch.int32, device=device)
 
-        places = self.chunk.places(shape[:-1], device) if self.chunk is not None else None
+        places = self.chunk.places(rows, tokens, device) if self.chunk is not None else None
         if places is None:
             row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
             token = index(0, tokens).expand(rows, tokens)

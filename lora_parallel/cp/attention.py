@@ -27,12 +27,27 @@ from lora_parallel.distributed.token_chunks import gather_keys, heads_to_tokens,
 
 __all__ = ["ATTENTION", "attend_to_all_tokens", "attend_with_share", "check_method", "repeats_of", "wrap_registry"]
 
+_WHOLE = "_lora_parallel_whole"
 ATTENTION = "_lora_parallel_attention"
 """Name of the attribute of a module under which the wrapper finds what computes its attention in place of the function.
 
 It is called as `function(own, implementation, module, query, key, value, mask, *args, **kwargs)`, or leaves the
 attention as it is if the attribute is missing or None.
 """
+
+
+def remember_whole(part: Tensor, whole: Tensor) -> Tensor:
+    """Return `part`, a chunk of the tokens of `whole`, from which `whole_of` returns `whole`.
+
+    It is held by the chunk itself, as a block that is recomputed is given this very tensor.
+    """
+    part.__dict__[_WHOLE] = whole
+    return part
+
+
+def whole_of(each: Any) -> Any:
+    """Return the tensor that a block's argument was cut from, or the argument itself."""
+    return getattr(each, _WHOLE, each) if isinstance(each, Tensor) else each
 
 
 @cache
@@ -68,9 +83,10 @@ class _ShareOfHeads:
     def __init__(self, module: nn.Module, heads: int, share: tuple[int, int], groups: int) -> None:
         self.num_key_value_groups = groups
         self._module = module
-        for name, parameter in module._parameters.items():  # attention sinks, for example
-            if parameter is not None and tuple(parameter.shape) == (heads,):
-                self.__dict__[name] = parameter[share[0] : share[1]]
+        for name in module._parameters:  # attention sinks, for example
+            held = getattr(module, name)  # this rank's part of it, under tp
+            if isinstance(held, Tensor) and tuple(held.shape) == (heads,):
+                self.__dict__[name] = held[share[0] : share[1]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
@@ -146,9 +162,9 @@ def attend_to_all_tokens(context: CPContext, name: str) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not context.running:
+        if not context.on_chunk:
             return own(module, query, key, value, attention_mask, *args, **kwargs)
-        kwargs = {key: context.whole.get(key, each) for key, each in kwargs.items()}
+        kwargs = {name: whole_of(each) for name, each in kwargs.items()}
         compute = _by_heads if context.method == "ulysses" else _with_gathered_keys
         given = own, module, (query, key, value), attention_mask, args, kwargs
         return compute(context, unless_compiled(name), implementation, *given), None
@@ -197,7 +213,7 @@ def _with_gathered_keys(
         rows = rows_of_mask(mask, module, kwargs, tokens, chunks.positions(tokens, query.device))
         return own(module, query, key, value, rows, *args, **kwargs)[0]
 
-    if not torch.is_grad_enabled() or context.recomputes:
+    if not torch.is_grad_enabled() or context.recomputes or not context.running:
         return attend(*tensors)
     return checkpoint(attend, *tensors, use_reentrant=False)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,37 +40,40 @@ class CPContext:
         self.recomputes = False
         """True if the block that runs is recomputed in backward, attention included."""
 
-        self.rows = 0
-        """Number of rows of the batch."""
-
-        self.whole: dict[str, Any] = {}
-        """Arguments of the block that runs, by name, that were cut: attention is given them as they were."""
-
     @property
     def active(self) -> bool:
         """Return True if what is being computed is a forward whose tokens are cut, or is recomputed for one."""
         return self.cuts or in_backward()
 
-    def places(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the global row and token of each position of activations, both int32 of the given shape.
+    @property
+    def on_chunk(self) -> bool:
+        """Return True if a chunk is being computed, or computed again in backward."""
+        return self.running or (not torch.compiler.is_compiling() and in_backward())
+
+    def places(self, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the global row and token of each position of activations [rows, tokens, features].
 
         Args:
-            shape: The shape of activations without their last dim: [rows, tokens of this rank] or both in one.
+            rows: The number of rows; of activations that are flattened, the number of rows and tokens in one.
+            tokens: The number of tokens, 1 of activations that are flattened.
             device: The device of the result.
 
         Returns:
-            None if no chunk is being computed, or the activations are none of all tokens of this rank.
+            Two int32 tensors [rows, tokens]; or None if no chunk is being computed, or the activations are not those
+            of all tokens of this rank.
         """
-        if not self.running:
+        if not self.on_chunk:
             return None
-        tokens = self.tokens.count
-        mine = self.chunks.count(tokens)
-        if tuple(shape) not in ((self.rows, mine), (self.rows * mine,)):
+        count = self.tokens.count
+        mine = self.chunks.count(count)
+        is_flat = tokens != mine and tokens == 1 and mine and rows % mine == 0
+        if tokens != mine and not is_flat:
             return None
-        token = self.chunks.positions(tokens, device).expand(self.rows, mine)
-        row = torch.arange(self.rows, dtype=torch.int32, device=device)[:, None].expand(self.rows, mine)
-        if len(shape) == 2:
-            return row + self.dp_rank * self.rows, token
-        # In one process, each token of rows that are flattened counts as a row.
-        flat = (row + self.dp_rank * self.rows) * tokens + token
-        return flat.flatten(), torch.zeros_like(flat).flatten()
+        each = rows // mine if is_flat else rows
+        token = self.chunks.positions(count, device).expand(each, mine)
+        first = self.dp_rank * each
+        row = torch.arange(first, first + each, dtype=torch.int32, device=device)[:, None].expand(each, mine)
+        if not is_flat:
+            return row, token
+        flat = (row * count + token).view(-1, 1)  # in one process, each token of flattened rows counts as a row
+        return flat, torch.zeros_like(flat)

@@ -23,9 +23,9 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, wrap_registry
+from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, remember_whole, wrap_registry
 from lora_parallel.cp.context import CPContext
-from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_output
+from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
 from lora_parallel.tp.sliced_logits import SlicedTensor, Slicing, part_of, sliced_tensor
 
 __all__ = ["Places", "cut_arguments", "first_output", "run_on_token_chunks", "with_first_output"]
@@ -89,10 +89,10 @@ class _Forward:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context = self._context
         caches = bool(kwargs.get("use_cache")) or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
-        if caches and torch.is_grad_enabled() and model.training:
+        if caches and torch.is_grad_enabled():
             raise ValueError(
-                "a forward in training was given use_cache=True or a cache: under cp each rank would cache its own "
-                "tokens. Leave both out, or use torch.no_grad() and eval()."
+                "a forward with gradients was given use_cache=True or a cache: under cp each rank would cache its own "
+                "tokens. Leave both out, or use torch.no_grad()."
             )
         context.cuts, context.running = not caches, False
         context.has_labels = kwargs.get("labels") is not None
@@ -129,7 +129,7 @@ def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 def cut_arguments(
     names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int, cut: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cut what a block is given to a chunk of the tokens: all tensors with the tokens in dim 1, except masks.
 
     Args:
@@ -140,29 +140,22 @@ def cut_arguments(
         cut: Cuts one tensor.
 
     Returns:
-        The positional arguments, those by name, and what was cut, by name, as it was.
+        The positional arguments, and those by name.
     """
-    whole: dict[str, Any] = {}
 
     def changed(each: Any) -> Any:
         if isinstance(each, Tensor):
             has_tokens = each.dim() in (2, 3) and each.shape[1] == tokens and each.dtype is not torch.bool
-            return cut(each) if has_tokens else each
+            if not has_tokens:
+                return each
+            return cut(each) if each.is_floating_point() else remember_whole(cut(each), each)
         if isinstance(each, (tuple, list)) and type(each) in (tuple, list):
             return type(each)(changed(one) for one in each)
         return {key: changed(one) for key, one in each.items()} if type(each) is dict else each
 
-    def cut_one(name: str, each: Any) -> Any:
-        if "mask" in name:
-            return each
-        new = changed(each)
-        if isinstance(each, Tensor) and new is not each:
-            whole[name] = each
-        return new
-
     names = [*names, *(f"argument {index}" for index in range(len(names), len(args)))]
-    given = tuple(cut_one(name, each) for name, each in zip(names, args, strict=False))
-    return given, {name: cut_one(name, each) for name, each in kwargs.items()}, whole
+    given = tuple(each if "mask" in name else changed(each) for name, each in zip(names, args, strict=False))
+    return given, {name: each if "mask" in name else changed(each) for name, each in kwargs.items()}
 
 
 def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnDraws) -> None:
@@ -170,23 +163,24 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
     names, instance_forward = places.arguments[block], block.__dict__.get("forward")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only.
+        # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only:
+        # what is recomputed is given the chunks that are made here.
         own = type(self).forward.__get__(self) if instance_forward is None else instance_forward
         if not context.active:
             return own(*args, **kwargs)
         if is_first:
             hidden = first_activations(args, kwargs)[1]
-            context.rows, context.tokens.count = hidden.shape[:2]
+            context.tokens.count = hidden.shape[1]
             draws.begin(hidden.device)
+            # A copy: backward would keep a view's whole memory.
+            args, kwargs = with_activations(args, kwargs, lambda x: context.chunks.mine(x).clone())
         tokens = context.tokens.count
-        args, kwargs, whole = cut_arguments(names, args, kwargs, tokens, context.chunks.mine)
-        before = context.whole, context.running, context.recomputes
-        context.whole, context.running = whole, True
-        context.recomputes = in_recomputed(self)
+        args, kwargs = cut_arguments(names, args, kwargs, tokens, context.chunks.mine)
+        context.running, context.recomputes = True, _is_recomputed(self)
         try:
             output = own(*args, **kwargs)
         finally:
-            context.whole, context.running, context.recomputes = before
+            context.running = context.recomputes = False
         if is_last:
             hidden = block_output(output)
             draws.end(hidden.device)
@@ -197,7 +191,7 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
     block.forward = MethodType(forward, block)
 
 
-def in_recomputed(block: nn.Module) -> bool:
+def _is_recomputed(block: nn.Module) -> bool:
     """Return True if a block's activations are recomputed in backward, by transformers' own checkpointing."""
     return block.training and bool(getattr(block, "gradient_checkpointing", False))
 

@@ -96,6 +96,7 @@ def shard_for_dp(
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(dp_size(mesh))
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     return inside
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.cp.attention import (
     ATTENTION,
     attend_with_share,
@@ -63,6 +64,12 @@ def find_places(
     config = getattr(inner, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"cp={cp}: {kind} is an encoder and a decoder, of which each has its own tokens: use cp=1.")
+    for name, adapter in peft_configs(model).items():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"cp={cp}: adapter {name!r} has alora_invocation_tokens, after which it acts on the tokens of a row, "
+                "and each rank has a chunk of them: use cp=1."
+            )
     if method == "all_gather":
         check_method(getattr(config, "_attn_implementation", None))
     try:
@@ -213,10 +220,11 @@ class _Proof:
         inside = {"block": False, "trunk": False}
 
         def chunk(x: Tensor) -> Tensor:
-            """Return the chunk of activations [rows, tokens, ...] or [rows * tokens, ...]."""
+            """Return the chunk of activations [rows, ..., tokens, features] or [rows * tokens, features]."""
             if x.dim() == 2 and x.shape[0] == rows * tokens and x.is_floating_point():
                 return chunks.mine(x.unflatten(0, (rows, tokens))).flatten(0, 1)
-            return chunks.mine(x) if x.dim() > 1 and x.shape[1] == tokens else x
+            dim = next((dim for dim in range(1, x.dim()) if x.shape[dim] == tokens), None)
+            return x if dim is None else chunks.mine(x, dim)
 
         def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
             in_chunks = inside["block"] or inside["trunk"]
@@ -238,8 +246,7 @@ class _Proof:
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             inside["block"] = True
-            args, kwargs, _ = cut_arguments(_positional(module), args, kwargs, tokens, chunks.mine)
-            return args, kwargs
+            return cut_arguments(_positional(module), args, kwargs, tokens, chunks.mine)
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             inside["block"] = False
