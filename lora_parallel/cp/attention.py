@@ -73,20 +73,26 @@ def wrap_registry() -> None:
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
 
 
-class _ShareOfHeads:
-    """Stand for an attention module of which a rank computes a share of the heads.
+class _WithHeads:
+    """Stand for an attention module of which a rank computes some of the heads.
 
     The function is given this in place of the module. It has the attributes of the module, but for those that are of
-    all heads.
+    all heads. The parameters are the tensors that the module has now, which tensor parallelism takes from it later.
+
+    Args:
+        module: The attention module.
+        heads: The number of all query heads.
+        share: First and last + 1 query head.
+        groups: The number of query heads of each key head.
     """
 
     def __init__(self, module: nn.Module, heads: int, share: tuple[int, int], groups: int) -> None:
         self.num_key_value_groups = groups
         self._module = module
         for name in module._parameters:  # attention sinks, for example
-            held = getattr(module, name)  # this rank's part of it, under tp
-            if isinstance(held, Tensor) and tuple(held.shape) == (heads,):
-                self.__dict__[name] = held[share[0] : share[1]]
+            held = getattr(module, name)
+            of_heads = isinstance(held, Tensor) and tuple(held.shape) == (heads,)
+            self.__dict__[name] = held[share[0] : share[1]] if of_heads else held
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
@@ -138,7 +144,7 @@ def attend_with_share(
         return each[:, share[0] : share[1]] if each.dim() == 4 and each.shape[1] == heads else each
 
     query, key, _ = tensors
-    stands = _ShareOfHeads(module, heads, share, query.shape[1] // key.shape[1])
+    stands: Any = _WithHeads(module, heads, share, query.shape[1] // key.shape[1])
     given = {name: of_share(each) for name, each in kwargs.items()}
     return own(stands, *tensors, of_share(mask), *args, **given)[0]
 
@@ -206,12 +212,13 @@ def _with_gathered_keys(
     kwargs: Mapping[str, Any],
 ) -> Tensor:
     check_method(implementation)
-    chunks, tokens = context.chunks, context.tokens.count
+    chunks, tokens, heads = context.chunks, context.tokens.count, tensors[0].shape[1]
+    stands: Any = _WithHeads(module, heads, (0, heads), heads // tensors[1].shape[1])
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = gather_keys((key, value), tokens, chunks, where)
-        rows = rows_of_mask(mask, module, kwargs, tokens, chunks.positions(tokens, query.device))
-        return own(module, query, key, value, rows, *args, **kwargs)[0]
+        rows = rows_of_mask(mask, stands, kwargs, tokens, chunks.positions(tokens, query.device))
+        return own(stands, query, key, value, rows, *args, **kwargs)[0]
 
     if not torch.is_grad_enabled() or context.recomputes or not context.running:
         return attend(*tensors)
