@@ -1,7 +1,7 @@
 """Override methods of Accelerator for training with `lora_parallel`.
 
 In such an Accelerator `num_processes` counts data-parallel processes, and `gather` and `reduce` work on values of these
-processes: tensor-parallel peers see the same batch and act as one process. So scripts that scale learning-rate
+processes: peers of one batch see the same batch and act as one process. So scripts that scale learning-rate
 schedules, batch sizes or metrics by `num_processes` stay right under tensor parallelism.
 """
 
@@ -56,7 +56,7 @@ class AcceleratorOverrides(Accelerator):
 
     # A tp axis of one process makes the dispatching dataloader repeat batches.
     def _prepare_device_mesh(self) -> Any:
-        return None if self._parallelism.tp_size == 1 else super()._prepare_device_mesh()
+        return None if self._parallelism.non_data_parallel_size == 1 else super()._prepare_device_mesh()
 
     # ------------------------------------------------------------------ preparation
 
@@ -96,7 +96,7 @@ class AcceleratorOverrides(Accelerator):
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
 
-    # Accelerate's dataloaders may shuffle differently on tensor-parallel peers, and do not resume in mid-epoch.
+    # Accelerate's dataloaders may shuffle differently on peers of one batch, and do not resume in mid-epoch.
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
@@ -128,57 +128,57 @@ class AcceleratorOverrides(Accelerator):
 
     # ------------------------------------------------------------------ values of all data-parallel processes
 
-    # Accelerate's method would repeat the values of tensor-parallel peers, as if they had seen different batches.
+    # Accelerate's method would repeat the values of peers of one batch, as if they had seen different batches.
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all data-parallel processes, with one tensor per tensor-parallel group."""
+        """Concatenate the tensors of all data-parallel processes, with one tensor per batch."""
         gathered, parallelism = super().gather(tensor), self._parallelism
-        if parallelism.tp_size == 1:
+        if parallelism.non_data_parallel_size == 1:
             return gathered
 
         def once(each: Tensor) -> Tensor:
-            shares = parallelism.dp_size, parallelism.tp_size
+            shares = parallelism.dp_size, parallelism.non_data_parallel_size
             return each.unflatten(0, (*shares, len(each) // (shares[0] * shares[1])))[:, 0].flatten(0, 1)
 
         return recursively_apply(once, gathered)
 
-    # Accelerate's method would repeat the objects of tensor-parallel peers. For tensors it calls `gather` above.
+    # Accelerate's method would repeat the objects of peers of one batch. For tensors it calls `gather` above.
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values of all data-parallel processes, and drop the rows that were added to fill the last batch."""
-        tp_size = self._parallelism.tp_size
-        if tp_size == 1 or not (use_gather_object or _holds_others(input_data)):
+        peers = self._parallelism.non_data_parallel_size
+        if peers == 1 or not (use_gather_object or _holds_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
-        everyone = gather_object([input_data])[::tp_size]
+        everyone = gather_object([input_data])[::peers]
         data = [each for part in everyone for each in part]
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         return data[:remainder] if remainder > 0 else data
 
-    # Accelerate's method would count the value of each tensor-parallel peer.
+    # Accelerate's method would count the value of each peer of one batch.
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or average tensors over data-parallel processes; each tensor-parallel group contributes once."""
+        """Sum or average tensors over data-parallel processes; each batch contributes once."""
         parallelism = self._parallelism
-        if parallelism.tp_size == 1:
+        if parallelism.non_data_parallel_size == 1:
             return super().reduce(tensor, reduction, scale)
 
         def share(each: Tensor) -> Tensor:
-            return each if parallelism.mesh.get_local_rank("tp") == 0 else torch.zeros_like(each)
+            return each if parallelism.is_first_of_batch else torch.zeros_like(each)
 
         total = super().reduce(recursively_apply(share, tensor), "sum", scale)
         if reduction != "mean":
             return total
         return recursively_apply(lambda each: each / parallelism.dp_size, total)
 
-    # Accelerate's method would give tensor-parallel peers different inputs.
+    # Accelerate's method would give peers of one batch different inputs.
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Split inputs between data-parallel processes."""
         parallelism = self._parallelism
-        if parallelism.tp_size == 1:
+        if parallelism.non_data_parallel_size == 1:
             return super().split_between_processes(inputs, apply_padding)
         place: Any = SimpleNamespace(
             num_processes=parallelism.dp_size, process_index=parallelism.dp_rank, device=self.device
         )
         return PartialState.split_between_processes(place, inputs, apply_padding)
 
-    # Accelerate's method calls `reduce`, which would miss a trigger that only a tensor-parallel peer has set.
+    # Accelerate's method calls `reduce`, which would miss a trigger that only a peer of one batch has set.
     def check_trigger(self) -> bool:
         """Return True if any process has set the trigger, and reset the trigger."""
         nothing = torch.tensor(0, device=self.device)

@@ -71,7 +71,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
             "an Accelerator was made before with other settings, and all of a process share one state: give the first "
             "one the LoRAParallelPlugin, and later ones the same or none."
         )
-    if present.tp_size > 1:
+    if present.non_data_parallel_size > 1:
         _check_dispatch(self)
 
 
@@ -108,9 +108,9 @@ def state_init(original: Original, self: AcceleratorState, *args: Any, **kwargs:
 
 
 def _check_dispatch(accelerator: Accelerator) -> None:
-    """Let each process read its own share of the batches under tensor parallelism, and refuse `dispatch_batches=True`.
+    """Let each process read the batches that it needs, where several see one batch; refuse `dispatch_batches=True`.
 
-    A single process that dispatches the batches would not do so by tensor-parallel group.
+    A single process that dispatches the batches would give each process another one.
 
     Raises:
         ValueError: `dispatch_batches` is True.
@@ -118,7 +118,7 @@ def _check_dispatch(accelerator: Accelerator) -> None:
     config = accelerator.dataloader_config
     if config.dispatch_batches:
         raise ValueError(
-            "dispatch_batches=True is not supported with tensor parallelism: Accelerate would give every process the "
-            "same batch. Leave it None or False; each process then reads its own share."
+            "dispatch_batches=True is not supported with tensor or context parallelism: Accelerate would give every "
+            "process the same batch. Leave it None or False; each process then reads its own share."
         )
     config.dispatch_batches = False

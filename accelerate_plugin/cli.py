@@ -17,7 +17,7 @@ from accelerate.commands.config.config_args import ClusterConfig, default_config
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
-from accelerate_plugin.config_file import check_config, config_file_of
+from accelerate_plugin.config_file import CP_METHOD, check_config, config_file_of, cp_method_in
 
 __all__ = ["main"]
 
@@ -69,6 +69,9 @@ def launch(arguments: list[str]) -> None:
         raise ValueError(
             f"{path} has distributed_type: {content.get('distributed_type')}: set it to FSDP, with fsdp_version: 2."
         )
+    method = cp_method_in(content)
+    if method is not None:
+        os.environ.setdefault(CP_METHOD, str(method))
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
@@ -93,6 +96,7 @@ def config(arguments: list[str]) -> None:
     parser.add_argument("--num_processes", type=int, help="processes in all, one a GPU")
     parser.add_argument("--num_machines", type=int, help="machines")
     parser.add_argument("--tp_size", type=int, help="processes that share each layer")
+    parser.add_argument("--cp_size", type=int, help="processes that share the tokens of a batch")
     parser.add_argument("--dp_replicate_size", type=int, help="copies of the sharded model")
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), help="precision to compute in")
     parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
@@ -112,6 +116,7 @@ def config(arguments: list[str]) -> None:
     processes = ask("num_processes", "How many processes in all, one a GPU?", 4, _positive)
     machines = ask("num_machines", "On how many machines?", 1, _positive)
     tp = ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1, _positive)
+    cp = ask("cp_size", "Over how many are the tokens of a batch cut (context parallelism)?", 1, _positive)
     replicate = ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1, _positive)
     precision = ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", str)
     recompute = ask(
@@ -120,7 +125,7 @@ def config(arguments: list[str]) -> None:
         "no",
         str,
     )
-    _write(path, processes, machines, tp, replicate, precision, recompute)
+    _write(path, processes, machines, tp, cp, replicate, precision, recompute)
     print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
 
 
@@ -130,20 +135,24 @@ def _positive(answer: str) -> int:
     return int(answer)
 
 
-def _write(path: Path, processes: int, machines: int, tp: int, replicate: int, precision: str, recompute: str) -> None:
-    if processes < 1 or tp < 1 or replicate < 1 or processes % (tp * replicate):
+def _write(
+    path: Path, processes: int, machines: int, tp: int, cp: int, replicate: int, precision: str, recompute: str
+) -> None:
+    fixed = tp * cp * replicate
+    if min(processes, tp, cp, replicate) < 1 or processes % fixed:
         raise ValueError(
-            f"tp_size {tp} x dp_replicate_size {replicate} = {tp * replicate} does not divide {processes} processes."
+            f"tp_size {tp} x cp_size {cp} x dp_replicate_size {replicate} = {fixed} does not divide {processes} "
+            "processes."
         )
     if precision not in ("no", "bf16") or recompute not in ("yes", "no"):
         raise ValueError(
             f"mixed_precision {precision!r} is no or bf16, activation_checkpointing {recompute!r} yes or no."
         )
-    shard = processes // (tp * replicate)
-    if tp > 1 and replicate > 1 and shard == 1:
+    shard = processes // fixed
+    if tp * cp > 1 and replicate > 1 and shard == 1:
         raise ValueError(
-            f"tp_size {tp} x dp_replicate_size {replicate} leaves nothing to shard over {processes} processes, which "
-            f"Accelerate does not support: give dp_replicate_size 1; the model is then sharded over {replicate}."
+            f"tp_size {tp} x cp_size {cp} x dp_replicate_size {replicate} leaves nothing to shard over {processes} "
+            f"processes, which Accelerate does not support: give dp_replicate_size 1; the model is then sharded over {replicate}."
         )
     content = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
@@ -167,6 +176,7 @@ def _write(path: Path, processes: int, machines: int, tp: int, replicate: int, p
             "parallelism_config_dp_replicate_size": replicate,
             "parallelism_config_dp_shard_size": shard,
             "parallelism_config_tp_size": tp,
+            **({"parallelism_config_cp_size": cp} if cp > 1 else {}),
         },
     )
     path.parent.mkdir(parents=True, exist_ok=True)

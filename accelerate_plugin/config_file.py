@@ -13,7 +13,10 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 
-__all__ = ["check_config", "check_config_file", "config_file_of"]
+__all__ = ["CP_METHOD", "check_config", "check_config_file", "config_file_of", "cp_method_in", "cp_method_of_file"]
+
+CP_METHOD = "PARALLELISM_CONFIG_CP_METHOD"
+"""Environment variable of the key `parallelism_config_cp_method`, which `accelerate launch` does not know."""
 
 _SECTIONS = {"fsdp_config": "fsdp", "dynamo_config": "dynamo", "parallelism_config": "parallelism_config"}
 """Prefix of the keys in each section. `accelerate launch` adds "fsdp_" and "dynamo_" to keys that lack them."""
@@ -51,13 +54,27 @@ def check_config(path: Path) -> dict[str, Any]:
         known = sorted(each for each in _options() if each.startswith(f"{begin}_"))
         for key in content.get(section) or {}:
             option = key if begin == section or key.startswith(begin) else f"{begin}_{key}"
-            if option not in known:
+            if option not in known and option.upper() != CP_METHOD:
                 close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", known, 1)
                 raise ValueError(
                     f"{path}: {section} has the key {key!r}, which `accelerate launch` does not know and drops: "
                     f"{f'did you mean {close[0]}?' if close else 'remove it.'}"
                 )
     return content
+
+
+def cp_method_in(content: dict[str, Any]) -> str | None:
+    """Return the `parallelism_config_cp_method` of a configuration file's content, or None."""
+    return (content.get("parallelism_config") or {}).get(CP_METHOD.lower())
+
+
+def cp_method_of_file() -> str | None:
+    """Return the `parallelism_config_cp_method` of the file that `accelerate launch` read, or None.
+
+    `accelerate launch` drops the key, so it is read here; `accelerate-lora launch` puts it into the environment.
+    """
+    path = _launched_with()
+    return None if path is None else cp_method_in(yaml.safe_load(path.read_text()) or {})
 
 
 def config_file_of(arguments: list[str]) -> Path | None:

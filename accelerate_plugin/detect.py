@@ -13,7 +13,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
-from accelerate_plugin.config_file import check_config_file
+from accelerate_plugin.config_file import CP_METHOD, check_config_file, cp_method_of_file
 from accelerate_plugin.parallelism import LoRAParallelism
 from accelerate_plugin.plugin import LoRAParallelPlugin, check_version
 
@@ -21,9 +21,10 @@ __all__ = ["asked_by_environment", "has_accelerator", "requested_parallelism"]
 
 
 def asked_by_environment() -> bool:
-    """Return True if `accelerate launch` was configured for FSDP or for tensor parallelism."""
+    """Return True if `accelerate launch` was configured for FSDP, or for tensor or context parallelism."""
     return _flag("ACCELERATE_USE_FSDP") or (
-        _flag("ACCELERATE_USE_PARALLELISM_CONFIG") and int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) > 1
+        _flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+        and any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) > 1 for axis in ("TP", "CP"))
     )
 
 
@@ -39,7 +40,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
         arguments: The arguments that `Accelerator` was given, by name.
 
     Returns:
-        The parallelism; None if neither FSDP nor tensor parallelism is asked for.
+        The parallelism; None if none of FSDP, tensor and context parallelism is asked for.
 
     Raises:
         TypeError, ValueError: The arguments and the environment ask for something that is not supported, or contradict
@@ -51,7 +52,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
         given = ParallelismConfig(tp_size=arguments["torch_tp_plugin"].tp_size)
     if given is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         given = ParallelismConfig()
-    if plugin is None and not _flag("ACCELERATE_USE_FSDP") and not (given is not None and given.tp_size > 1):
+    if plugin is None and not _flag("ACCELERATE_USE_FSDP") and not _splits_batches(given):
         return None
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
         return None  # Accelerate has an error for it
@@ -61,6 +62,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
                 f"both {name} and FSDP are asked for: LoRA under FSDP2 and tensor parallelism does without {name}. "
                 f"Remove {argument}, or the {name.lower()}_config of the configuration."
             )
+    cp_method = os.environ.get(CP_METHOD) or cp_method_of_file()
     check_config_file()
     global _given
     if isinstance(plugin, LoRAParallelPlugin):
@@ -72,7 +74,9 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
             plugin = _given
     own = LoRAParallelPlugin.of(plugin) if plugin is not None else LoRAParallelPlugin()
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return LoRAParallelism.choose(own, given, str(precision).lower(), _timeout(arguments), _compile(arguments))
+    return LoRAParallelism.choose(
+        own, given, str(precision).lower(), _timeout(arguments), _compile(arguments), cp_method
+    )
 
 
 _given: LoRAParallelPlugin | None = None
@@ -81,6 +85,10 @@ _given: LoRAParallelPlugin | None = None
 Accelerate notes such an Accelerator in the environment by a flag only, ACCELERATE_USE_FSDP. A Trainer that is made
 later resets Accelerate's state and sees only that flag; its settings come from here.
 """
+
+
+def _splits_batches(given: ParallelismConfig | None) -> bool:
+    return given is not None and (given.tp_size > 1 or given.cp_size > 1)
 
 
 def _flag(name: str) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
-from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes
+from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes, same_batch_mesh
 
 __all__ = ["LoRAParallelism", "collective_method", "parallelism_of", "world_size"]
 
@@ -33,7 +33,7 @@ class LoRAParallelism(ParallelismConfig):
             dp_replicate_size=sizes["dp_replicate"],
             dp_shard_size=sizes["dp_shard"],
             tp_size=sizes["tp"],
-            cp_size=1,
+            cp_size=sizes["cp"],
             sp_size=1,
             cp_backend="torch",
         )
@@ -47,6 +47,7 @@ class LoRAParallelism(ParallelismConfig):
         mixed_precision: str,
         timeout_seconds: int | None,
         compile_arguments: Mapping[str, Any] | None = None,
+        cp_method: str | None = None,
     ) -> LoRAParallelism:
         """Combine the settings of the plugin with those of Accelerate's own configuration.
 
@@ -56,38 +57,39 @@ class LoRAParallelism(ParallelismConfig):
             mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
             timeout_seconds: The timeout of the process group, if the user set one; else None.
             compile_arguments: The arguments of `torch.compile`; None to compile nothing.
+            cp_method: The method of the configuration file or the environment; None if they name none.
 
         Raises:
             ValueError: The plugin and `given` name different sizes; a setting, an axis or the precision is not
                 supported; or the product of the sizes is not the world size.
         """
         sizes: dict[str, Any] = {}
-        for axis in ("tp", "dp_shard", "dp_replicate"):
+        for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
             own = getattr(plugin, f"{axis}_size")
             other = getattr(given, f"{axis}_size") if given is not None else None
             sizes[axis] = next((each for each in (own, other) if each is not None), "auto" if axis == "dp_shard" else 1)
             if "auto" not in (own, sizes[axis]):
                 _check_equal(axis, sizes[axis], other)
-        for axis in ("cp", "sp") if given is not None else ():
-            if getattr(given, f"{axis}_size") > 1:
-                raise ValueError(
-                    f"{axis}_size={getattr(given, f'{axis}_size')} is not supported by LoRAParallelPlugin: leave it at "
-                    "1."
-                )
-        config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds, compile_arguments)
-        replicate, shard, tp = (mesh_sizes(config, world_size())[axis] for axis in ("dp_replicate", "dp_shard", "tp"))
-        if given is not None:
-            _check_equal("dp_shard", shard, given.dp_shard_size)
-        if tp > 1 and replicate > 1 and shard == 1:
+        if given is not None and given.sp_size > 1:
             raise ValueError(
-                f"dp_replicate_size={replicate} with tp_size={tp} and dp_shard_size=1: Accelerate has no replicas of "
-                f"purely tensor-parallel models. Use dp_shard_size={replicate}, dp_replicate_size=1: as many different "
-                "batches, and less memory."
+                f"sp_size={given.sp_size} is not supported by LoRAParallelPlugin: leave it at 1, and give cp_size, which "
+                "divides the tokens of a batch between processes too."
+            )
+        config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds, compile_arguments, cp_method)
+        sizes = mesh_sizes(config, world_size())
+        if given is not None:
+            _check_equal("dp_shard", sizes["dp_shard"], given.dp_shard_size)
+        if (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
+            raise ValueError(
+                f"dp_replicate_size={sizes['dp_replicate']} with tp_size={sizes['tp']}, cp_size={sizes['cp']} and "
+                "dp_shard_size=1: Accelerate has no replicas of models that are not sharded over dp_shard. Use "
+                f"dp_shard_size={sizes['dp_replicate']}, dp_replicate_size=1: as many different batches, and less "
+                "memory."
             )
         return cls(plugin, config)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the mesh of the engine, which always has the three axes dp_replicate, dp_shard and tp."""
+        """Build the mesh of the engine."""
         return build_mesh(self.config, device_type)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
@@ -109,8 +111,18 @@ class LoRAParallelism(ParallelismConfig):
 
     @property
     def dp_rank(self) -> int:
-        """Return the data-parallel rank of this process; its tp peers have the same and see the same batch."""
+        """Return the data-parallel rank of this process; its cp and tp peers have the same and see the same batch."""
         return dp_rank(self.mesh)
+
+    @property
+    def is_first_of_batch(self) -> bool:
+        """Return True if this process is the first of those that see the same batch."""
+        return same_batch_mesh(self.mesh).get_local_rank() == 0
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Return False, so that neither Accelerate nor a Trainer cuts batches or refuses packing: the model cuts."""
+        return False
 
 
 def _check_equal(axis: str, own: int, other: int | None) -> None:

@@ -151,6 +151,13 @@ PATCHES = (
     ),
     Patch(
         _TRAINER,
+        "get_cp_size",
+        trainer.get_cp_size,
+        "Trainer divides by it what the Accelerator has counted by data-parallel process already",
+        "self",
+    ),
+    Patch(
+        _TRAINER,
         "get_total_train_batch_size",
         trainer.get_total_train_batch_size,
         "it divides the number of processes by get_tp_size",

@@ -29,6 +29,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
     def __init__(
         self,
         tp_size: int | None = None,
+        cp_size: int | None = None,
+        cp_method: Literal["ulysses", "all_gather"] | None = None,
         dp_shard_size: int | Literal["auto"] | None = None,
         dp_replicate_size: int | None = None,
         lora_config: LoraConfig | None = None,
@@ -49,8 +51,12 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
 
         Args:
             tp_size: Number of processes that share each layer and see the same batch; None: as configured, else 1.
+            cp_size: Number of processes that each compute a chunk of the tokens of one batch (context parallelism);
+                None: as configured, else 1.
+            cp_method: How attention gets all tokens under context parallelism (see `ParallelConfig.cp_method`); None: as
+                configured (`parallelism_config_cp_method`), else "ulysses".
             dp_shard_size: Number of processes that a copy of the model is sharded over; "auto": all processes that the
-                other two sizes leave; None: as configured, else "auto".
+                other sizes leave; None: as configured, else "auto".
             dp_replicate_size: Number of copies of the sharded model (HSDP); None: as configured, else 1.
             lora_config: Adapter to inject into a model that has none and trains.
             tp_plan: "auto" for the model's own plan and what can be derived, or a mapping {glob of module names: style}
@@ -78,7 +84,11 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         """
         if lora_config is not None and not isinstance(lora_config, PeftConfig):
             raise TypeError(f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig.")
-        for name, value in (("tp_size", tp_size), ("dp_replicate_size", dp_replicate_size)):
+        for name, value in (
+            ("tp_size", tp_size),
+            ("cp_size", cp_size),
+            ("dp_replicate_size", dp_replicate_size),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: give a positive int.")
         super().__init__(
@@ -92,6 +102,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             cpu_ram_efficient_loading=False,  # each rank reads its own shard: there is nothing to broadcast
         )
         _check_unused(self)
+        self.cp_size, self.cp_method = cp_size, cp_method
         self.tp_size, self.dp_shard_size, self.dp_replicate_size = tp_size, dp_shard_size, dp_replicate_size
         self.lora_config = lora_config
         self.autocast_adapter_dtype = autocast_adapter_dtype
@@ -100,6 +111,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "tp_plan": tp_plan,
             "sequence_parallel": sequence_parallel,
             "loss_parallel": loss_parallel,
+            **({"cp_method": cp_method} if cp_method is not None else {}),
             "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",
             "reshard_after_forward": self.reshard_after_forward,
             "activation_checkpointing": self.activation_checkpointing,
@@ -142,14 +154,16 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         mixed_precision: str,
         timeout_seconds: int | None = None,
         compile_arguments: Mapping[str, Any] | None = None,
+        cp_method: str | None = None,
     ) -> ParallelConfig:
         """Return the config of the engine.
 
         Args:
-            sizes: The sizes of the mesh axes, named `tp`, `dp_shard` and `dp_replicate`.
+            sizes: The sizes of the mesh axes, named `tp`, `cp`, `dp_shard` and `dp_replicate`.
             mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
             timeout_seconds: The timeout of the process group, if the user set one; else None.
             compile_arguments: The arguments of `torch.compile`; None to compile nothing.
+            cp_method: The method of the configuration file or the environment; None if they name none.
 
         Raises:
             ValueError: The precision is neither "no" nor "bf16", or the engine refuses an option.
@@ -159,8 +173,13 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
                 f"mixed_precision={mixed_precision!r} is not supported by LoRAParallelPlugin"
                 f"{' (it needs loss scaling)' if mixed_precision == 'fp16' else ''}: use bf16 or no."
             )
+        if cp_method is not None and self.cp_method not in (None, cp_method):
+            raise ValueError(
+                f"cp_method is {self.cp_method!r} by LoRAParallelPlugin and {cp_method!r} by the configuration: give one "
+                "of the two, or the same."
+            )
         return ParallelConfig(
-            **self._options,
+            **{**self._options, **({"cp_method": cp_method} if cp_method is not None else {})},
             **sizes,
             param_dtype=torch.bfloat16 if mixed_precision == "bf16" else None,
             timeout_seconds=self.timeout_seconds or timeout_seconds or 1800,

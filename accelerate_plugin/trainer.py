@@ -61,6 +61,11 @@ def get_tp_size(original: Original, self: Any) -> int:
     return original(self) if parallelism_of(self.accelerator) is None else 1
 
 
+def get_cp_size(original: Original, self: Any) -> int:
+    """Return 1 as the context-parallel size, for the reason of `get_tp_size`."""
+    return original(self) if parallelism_of(self.accelerator) is None else 1
+
+
 def get_total_train_batch_size(original: Original, self: Any, args: Any) -> int:
     """Return the number of samples in one optimizer step on all data-parallel processes."""
     if parallelism_of(self.accelerator) is None:

@@ -57,6 +57,8 @@ class BaseLogic(Communication):
         self,
         tensor_parallel_size: int = 1,
         data_parallel_size: Literal["auto"] | int = "auto",
+        context_parallel_size: int = 1,
+        context_parallel_method: Literal["ulysses", "all_gather"] = "ulysses",
         replicate_size: int = 1,
         lora_config: LoraConfig | None = None,
         tp_plan: Literal["auto"] | dict[str, str] = "auto",
@@ -77,7 +79,10 @@ class BaseLogic(Communication):
         Args:
             tensor_parallel_size: Number of processes that share each layer and see the same batch.
             data_parallel_size: Number of batches that are computed at the same time, replicas included; "auto": the
-                number of processes divided by tensor_parallel_size.
+                number of processes divided by tensor_parallel_size and context_parallel_size.
+            context_parallel_size: Number of processes that each compute a chunk of the tokens of one batch.
+            context_parallel_method: How attention gets all tokens. "ulysses": an all-to-all gives each process all
+                tokens of a share of the heads. "all_gather": each process gathers the keys and values of all tokens.
             replicate_size: Number of copies of the sharded model that the data-parallel processes form (HSDP); it must
                 divide data_parallel_size.
             lora_config: Config of the adapter to inject into a model that has none.
@@ -121,6 +126,8 @@ class BaseLogic(Communication):
         self._process_group_backend = process_group_backend
         self._options: dict[str, Any] = {
             "tp": tensor_parallel_size,
+            "cp": context_parallel_size,
+            "cp_method": context_parallel_method,
             "dp_shard": dp_shard,
             "dp_replicate": replicate_size,
             "tp_plan": tp_plan,
@@ -156,7 +163,7 @@ class BaseLogic(Communication):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Return the device mesh with axes dp_replicate, dp_shard and tp.
+        """Return the device mesh: axes dp_replicate, dp_shard and tp, and cp if context_parallel_size is above 1.
 
         Raises:
             RuntimeError: The processes have not started yet.

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 _SAME = (
     ("tp", "tensor_parallel_size", "tp_size", "tensor_parallel", "tensor_model_parallel_size", "tp_degree"),
+    ("cp", "context_parallel_size", "cp_size", "context_parallel", "context_parallel_degree", "cp_degree"),
+    ("cp_method", "context_parallel_method", "cp_comm_strategy"),
     ("dp_shard", "data_parallel_size", "dp_shard_size", "dp_size", "dp", "data_parallel", "fsdp", "fsdp_size"),
     ("dp_replicate", "replicate_size", "dp_replicate_size", "replicate", "replicas", "hsdp_size"),
     ("lora_config", "peft_config", "lora", "adapter_config"),

@@ -29,7 +29,7 @@ from lora_parallel.checkpoint.train_state import TrainState
 from lora_parallel.checkpoint.writer import may_be_replaced, write_checkpoint
 from lora_parallel.distributed.gather import gather_on_rank_zero, local, reshard
 from lora_parallel.distributed.gradients import clip_grad_value_
-from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes
+from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_batch_mesh
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.export.save_pretrained import write_pretrained
@@ -89,6 +89,7 @@ __all__ = [
     "reshard",
     "restore_random_state",
     "resume_counting",
+    "same_batch_mesh",
     "state_dict_of",
     "state_of",
     "suggest_arguments",
