@@ -152,7 +152,8 @@ def _write(
     if tp * cp > 1 and replicate > 1 and shard == 1:
         raise ValueError(
             f"tp_size {tp} x cp_size {cp} x dp_replicate_size {replicate} leaves nothing to shard over {processes} "
-            f"processes, which Accelerate does not support: give dp_replicate_size 1; the model is then sharded over {replicate}."
+            "processes, which Accelerate does not support: give dp_replicate_size 1; the model is then sharded over "
+            f"{replicate}."
         )
     content = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,

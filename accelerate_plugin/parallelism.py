@@ -72,8 +72,8 @@ class LoRAParallelism(ParallelismConfig):
                 _check_equal(axis, sizes[axis], other)
         if given is not None and given.sp_size > 1:
             raise ValueError(
-                f"sp_size={given.sp_size} is not supported by LoRAParallelPlugin: leave it at 1, and give cp_size, which "
-                "divides the tokens of a batch between processes too."
+                f"sp_size={given.sp_size} is not supported by LoRAParallelPlugin: leave it at 1, and give cp_size, "
+                "which divides the tokens of a batch between processes too."
             )
         config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds, compile_arguments, cp_method)
         sizes = mesh_sizes(config, world_size())

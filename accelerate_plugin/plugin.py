@@ -53,8 +53,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             tp_size: Number of processes that share each layer and see the same batch; None: as configured, else 1.
             cp_size: Number of processes that each compute a chunk of the tokens of one batch (context parallelism);
                 None: as configured, else 1.
-            cp_method: How attention gets all tokens under context parallelism (see `ParallelConfig.cp_method`); None: as
-                configured (`parallelism_config_cp_method`), else "ulysses".
+            cp_method: How attention gets all tokens under context parallelism (see `ParallelConfig.cp_method`);
+                None: as configured (`parallelism_config_cp_method`), else "ulysses".
             dp_shard_size: Number of processes that a copy of the model is sharded over; "auto": all processes that the
                 other sizes leave; None: as configured, else "auto".
             dp_replicate_size: Number of copies of the sharded model (HSDP); None: as configured, else 1.
@@ -175,8 +175,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             )
         if cp_method is not None and self.cp_method not in (None, cp_method):
             raise ValueError(
-                f"cp_method is {self.cp_method!r} by LoRAParallelPlugin and {cp_method!r} by the configuration: give one "
-                "of the two, or the same."
+                f"cp_method is {self.cp_method!r} by LoRAParallelPlugin and {cp_method!r} by the configuration: give "
+                "one of the two, or the same."
             )
         return ParallelConfig(
             **{**self._options, **({"cp_method": cp_method} if cp_method is not None else {})},
