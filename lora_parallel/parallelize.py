@@ -162,16 +162,19 @@ def parallelize(
     adapt_dropout(model, config.seed, count, dp_rank(mesh))
     gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None, mesh.device_type)
     context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
+    chunk = None
+    if places is not None:
+        chunks = TokenChunks(cp, axis_rank(mesh, "cp"), mesh.get_group("cp"), config.cp_method == "all_gather")
+        chunk = CPContext(chunks, Tokens(count), config.cp_method, dp_rank(mesh))
     if config.compile_arguments is not None:
-        compile_blocks(model, blocks, mesh.device_type, context, config.compile_arguments)
+        compile_blocks(model, blocks, mesh.device_type, context, chunk, config.compile_arguments)
     if context is not None:
         for sequence in plan.sequences:
             run_on_chunks(sequence, context.group, context.tokens)
     if config.loss_parallel:
         keep_logits_sliced(head_of(model))
-    if places is not None:
-        chunks = TokenChunks(cp, axis_rank(mesh, "cp"), mesh.get_group("cp"), config.cp_method == "all_gather")
-        run_on_token_chunks(model, places, CPContext(chunks, Tokens(count), config.cp_method, dp_rank(mesh)))
+    if places is not None and chunk is not None:
+        run_on_token_chunks(model, places, chunk)
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
     order = None

@@ -175,6 +175,12 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return "x".join(str(sizes[axis]) for axis in ("dp_replicate", "dp_shard", "tp")) + cp
 
 
+def dp_of(text: str) -> int:
+    """How many batches a mesh computes at a time."""
+    sizes = parse_mesh(text)
+    return sizes["dp_replicate"] * sizes["dp_shard"]
+
+
 def ranks_of(text: str) -> int:
     """How many processes a mesh takes."""
     return prod(parse_mesh(text).values())

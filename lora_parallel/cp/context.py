@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -49,6 +51,16 @@ class CPContext:
     def on_chunk(self) -> bool:
         """Return True if a chunk is being computed, or computed again in backward."""
         return self.running or (not torch.compiler.is_compiling() and in_backward())
+
+    @contextmanager
+    def kept_for_graph(self) -> Iterator[None]:
+        """Note within the context what a graph cannot ask: whether this is a backward pass, which recomputes a block."""
+        before = self.running, self.recomputes
+        self.running, self.recomputes = self.on_chunk, self.recomputes or in_backward()
+        try:
+            yield
+        finally:
+            self.running, self.recomputes = before
 
     def places(self, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Return the global row and token of each position of activations [rows, tokens, features].

@@ -72,7 +72,7 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) ->
     draws = OwnDraws(context.chunks.rank, places.blocks[0])
     for block in places.blocks:
         _run_block(block, places, context, draws)
-    _cut_output(places.trunk, places, context, is_model=not places.after)
+    _cut_output(places.trunk, places, context, gathers=not places.after)
     for layer in places.after:
         _run_after(layer, context)
     _Forward(model, context)
@@ -211,14 +211,14 @@ def with_first_output(output: Any, tensor: Tensor) -> Any:
     return with_output(output, tensor)
 
 
-def _cut_output(trunk: nn.Module, places: Places, context: CPContext, is_model: bool) -> None:
+def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: bool) -> None:
     """Make the output of a trunk stand for all tokens, of which this rank holds a chunk; all tokens if nobody follows.
 
     Args:
         trunk: The trunk.
         places: Where tokens are cut.
         context: The chunks.
-        is_model: No layer follows the trunk: its output is read by the user.
+        gathers: Return all tokens, as nobody knows who reads them.
     """
     own, name = trunk.forward, type(trunk).__name__
 
@@ -229,7 +229,7 @@ def _cut_output(trunk: nn.Module, places: Places, context: CPContext, is_model: 
         hidden, tokens = first_output(output), context.tokens.count
         if not places.norm_on_chunks:
             hidden = context.chunks.mine(hidden)
-        if is_model:
+        if gathers:
             return with_first_output(output, context.chunks.whole(hidden, tokens, name))
         slicing = Slicing(hidden.shape[-1], None, name, context.chunks, tokens)
         return with_first_output(output, sliced_tensor(hidden, slicing))

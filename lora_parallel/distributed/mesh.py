@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.rendezvous import collective_call, limit_waiting
-from lora_parallel.distributed.torch_private import flattened, one_gloo_thread, set_timeout
+from lora_parallel.distributed.torch_private import flatten_axes, one_gloo_thread, set_timeout, sub_mesh
 
 __all__ = [
     "AXES",
@@ -110,7 +110,8 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own)
             if "cp" in axes:
                 for name, parts in _JOINED.items():
-                    set_timeout(flattened(mesh, parts, name).get_group(), config.timeout_seconds)
+                    group = flatten_axes(mesh, parts, name, "gloo" if gloo else None)
+                    set_timeout(group, config.timeout_seconds)
     for axis in axes:
         set_timeout(mesh.get_group(axis), config.timeout_seconds)
     return mesh
@@ -132,7 +133,7 @@ def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     It has no dp_replicate axis if that axis has size 1, where it would cost an all-reduce per FSDP unit.
     """
     shard = "dp_shard_cp" if axis_size(mesh, "cp") > 1 else "dp_shard"
-    return mesh["dp_replicate", shard] if mesh["dp_replicate"].size() > 1 else mesh[shard]
+    return sub_mesh(mesh, ("dp_replicate", shard) if mesh["dp_replicate"].size() > 1 else (shard,))
 
 
 def shard_size(mesh: DeviceMesh) -> int:
@@ -142,7 +143,7 @@ def shard_size(mesh: DeviceMesh) -> int:
 
 def same_batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the part of `mesh` whose ranks process one batch together: cp and tp peers."""
-    return mesh["cp_tp"] if axis_size(mesh, "cp") > 1 else mesh["tp"]
+    return sub_mesh(mesh, ("cp_tp",) if axis_size(mesh, "cp") > 1 else ("tp",))
 
 
 def sharded_axes(tensor: Tensor) -> frozenset[str]:

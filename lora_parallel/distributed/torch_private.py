@@ -37,7 +37,7 @@ __all__ = [
     "drop_compiled_call",
     "drop_gathered_gradients",
     "file_of",
-    "flattened",
+    "flatten_axes",
     "gathered_parameters",
     "gradient_hooks",
     "has_compiled_call",
@@ -54,6 +54,7 @@ __all__ = [
     "reduces_gradients",
     "set_timeout",
     "storageless",
+    "sub_mesh",
     "without_compile",
 ]
 
@@ -276,14 +277,28 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Return the mesh of one axis, called `name`, that is made of several axes of `mesh`; `mesh[name]` returns it too.
+def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str | None) -> dist.ProcessGroup:
+    """Give `mesh` one more axis that is made of several others, and return the process group of this rank.
 
-    There is no public way to make a sub-mesh of two axes that works as one; torchtitan and FSDP2's own tests use this.
+    There is no public way to make an axis of two; torchtitan and Accelerate use this one.
+
+    Args:
+        mesh: The mesh.
+        axes: The axes that the new one is made of.
+        name: The name of the new one, by which `sub_mesh` finds it.
+        backend: The backend of its process groups; None for the default.
+    """
+    return mesh[axes]._flatten(name, backend).get_group()
+
+
+def sub_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return the part of `mesh` that has these axes, among which there may be one that `flatten_axes` made.
+
+    torch 2.13 warns that the latter is to be kept by the caller some day; but nothing else gives HSDP its two axes.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return mesh[axes]._flatten(name)
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return mesh[axes if len(axes) > 1 else axes[0]]
 
 
 def default_store() -> Any:

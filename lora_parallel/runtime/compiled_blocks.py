@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from inspect import signature
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
 from lora_parallel.adapters.peft_private import trace_dora
+from lora_parallel.cp.context import CPContext
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, shadow, tp_layer_of
@@ -35,6 +37,7 @@ def compile_blocks(
     blocks: Iterable[nn.Module],
     device: str,
     context: TPContext | None,
+    chunk: CPContext | None,
     arguments: Mapping[str, Any],
 ) -> None:
     """Compile the forward of each block, in place.
@@ -47,11 +50,12 @@ def compile_blocks(
         blocks: The blocks, none of which contains another.
         device: The type of the device that the model runs on.
         context: The context that the model's tensor parallel layers share; None if tp is 1.
+        chunk: The context of the chunks that cp ranks compute; None if cp is 1.
         arguments: The arguments of `torch.compile`.
     """
     compiler, caches = _Compiler(arguments), _Caches(model)
     for block in blocks:
-        block.__dict__[_BLOCK] = _Block(block, device, context, compiler, caches)
+        block.__dict__[_BLOCK] = _Block(block, device, context, chunk, compiler, caches)
         kind: Any = type(block)
         block.__class__ = _subclass(kind)
     trace_dora()
@@ -111,12 +115,15 @@ class _Compiler:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` compiled, with two more arguments in front: the context, and the number of all tokens."""
+        """Return `forward` compiled, with two more arguments in front: the contexts, and the tokens of each."""
 
-        def traced(context: TPContext | None, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        def traced(contexts: _Contexts, tokens: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
+            context, chunk = contexts
+            if chunk is not None:
+                chunk.tokens.in_graph = tokens[1]
             if context is None:
                 return forward(*args, **kwargs)
-            context.tokens.in_graph = tokens
+            context.tokens.in_graph = tokens[0]
             output = forward(*args, **kwargs)
             context.forget_input()  # or it would be an output of the graph
             return output
@@ -138,10 +145,16 @@ class _Block:
     """Run one block: prepare its layers, run its compiled forward, and clean up after it."""
 
     def __init__(
-        self, block: nn.Module, device: str, context: TPContext | None, compiler: _Compiler, caches: _Caches
+        self,
+        block: nn.Module,
+        device: str,
+        context: TPContext | None,
+        chunk: CPContext | None,
+        compiler: _Compiler,
+        caches: _Caches,
     ) -> None:
         self.eager = False
-        self._device, self._context, self._caches = device, context, caches
+        self._device, self._context, self._chunk, self._caches = device, context, chunk, caches
         self._layers: list[tuple[nn.Module, TPLayer]] = [
             (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
         ]
@@ -170,11 +183,12 @@ class _Block:
                 return self._own(*args, **kwargs)
             shadow(self._layers)
             self._draw_keys()
-            tokens = 0
             if self._context is not None:
                 self._context.forget_input()
-                tokens = self._context.tokens.known()
-            return self._compiled(self._context, tokens, *args, **kwargs)
+            contexts = self._context, self._chunk
+            tokens = tuple(each.tokens.known() if each is not None else 0 for each in contexts)
+            with self._chunk.kept_for_graph() if self._chunk is not None else nullcontext():
+                return self._compiled(contexts, tokens, *args, **kwargs)
         finally:
             for module, layer in self._layers:
                 layer.unshadow(module)
@@ -193,10 +207,13 @@ class _Block:
                 dropout.prepared = own
 
 
+_Contexts = tuple[TPContext | None, CPContext | None]
+
+
 def _call_on_block(
-    compiled: Callable[..., Any], block: nn.Module, context: TPContext | None, tokens: int, *args: Any, **kwargs: Any
+    compiled: Callable[..., Any], block: nn.Module, contexts: _Contexts, tokens: tuple[int, int], *args: Any, **kw: Any
 ) -> Any:
-    return compiled(context, tokens, block, *args, **kwargs)
+    return compiled(contexts, tokens, block, *args, **kw)
 
 
 class _Caches:

@@ -58,10 +58,8 @@ def find_places(
         ValueError: The model cannot be run without its weights, its attention does not go through transformers'
             registry, it mixes tokens outside of attention, or the method does not fit its attention.
     """
-    inner = traced_models(model)[0]
-    kind = type(innermost(model)).__name__
-    refuse_outputs(inner, {})
-    config = getattr(inner, "config", None)
+    kind, config = type(innermost(model)).__name__, getattr(innermost(model), "config", None)
+    refuse_outputs(innermost(model), {})
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"cp={cp}: {kind} is an encoder and a decoder, of which each has its own tokens: use cp=1.")
     for name, adapter in peft_configs(model).items():
@@ -73,14 +71,46 @@ def find_places(
     if method == "all_gather":
         check_method(getattr(config, "_attn_implementation", None))
     try:
-        tracer = Tracer(inner, dict(names))
-        tracer.drop_graph()
-        return _Proof(tracer, inner, model, cp, tp, method).places()
+        tracer = _tracer(model, names)
+        _check_outside(model, tracer)
+        return _Proof(tracer, cp, tp, method).places()
     except (TraceError, NoActivationsError) as error:
         raise ValueError(
             f"cp={cp}: the tokens of {kind} cannot be cut: {error}. Use cp=1, with tp, sequence_parallel or "
             "activation_checkpointing for the memory."
         ) from error
+
+
+def _tracer(model: nn.Module, names: Mapping[nn.Module, str]) -> Tracer:
+    """Return what runs the outermost model inside of `model` that can be run.
+
+    A forward that was put in the place of a whole model's own, as by TRL, cannot be copied. Then the trunk is run.
+    """
+    problem = TraceError("it holds no model that can be run")
+    for inner in traced_models(model):
+        try:
+            tracer = Tracer(inner, dict(names))
+        except TraceError as error:
+            problem = error if inner is traced_models(model)[0] else problem
+            continue
+        tracer.drop_graph()
+        return tracer
+    raise problem
+
+
+def _check_outside(model: nn.Module, tracer: Tracer) -> None:
+    """Check that nothing trains outside of the model that is run, where nobody knows how it is used.
+
+    Raises:
+        TraceError: A parameter does.
+    """
+    inside = {id(parameter) for parameter in tracer.model.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise TraceError(
+                f"{name} trains, and {type(innermost(model)).__name__} cannot be run without its weights to see how it "
+                "is used"
+            )
 
 
 @dataclass
@@ -102,15 +132,13 @@ class _Proof:
 
     Args:
         tracer: Holds the copy.
-        inner: The transformers model that was copied.
-        model: The model that it is in.
         cp: Size of the cp axis.
         tp: Size of the tp axis.
         method: How attention gets all tokens.
     """
 
-    def __init__(self, tracer: Tracer, inner: nn.Module, model: nn.Module, cp: int, tp: int, method: str) -> None:
-        self._tracer, self._inner, self._model = tracer, inner, model
+    def __init__(self, tracer: Tracer, cp: int, tp: int, method: str) -> None:
+        self._tracer = tracer
         self._cp, self._tp, self._method = cp, tp, method
         self._real_of = {twin: real for real, twin in tracer.twin_of.items()}
         self._calls: list[tuple[nn.Module, _Attention]] = []

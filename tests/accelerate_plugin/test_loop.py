@@ -87,7 +87,7 @@ def loops(mesh: str, cases: list[str], by_environment: bool) -> dict[str, Run]:
     return found
 
 
-@pytest.mark.parametrize("mesh", cases("1x2", "2x2", matrix=["2x1", "4x1", "2x2x1"]))
+@pytest.mark.parametrize("mesh", cases("1x2", "2x2", "2x1cp2", matrix=["2x1", "4x1", "2x2x1", "1x1cp2"]))
 def test_a_loop_trains_as_one_process_does(pool, mesh):
     by_environment = mesh in ("1x2", "4x1")
     for runs in pool.run(ranks_of(mesh), loops, mesh, MESHES[mesh], by_environment):

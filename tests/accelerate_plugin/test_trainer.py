@@ -19,7 +19,7 @@ from lora_parallel import load_checkpoint, save_checkpoint
 from lora_parallel.state import state_of
 from tests.accelerate_plugin.harness import Rows, environment, launched, plugin
 from tests.cases import cases
-from tests.oracle import causal_lm, full, lora_config, ranks_of, relative_error, trained
+from tests.oracle import causal_lm, dp_of, full, lora_config, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
 from tests.workers import Failure, attempt
 
@@ -97,7 +97,7 @@ def summary(trainer: Trainer) -> dict[str, Any]:
 def trains(base: Path, output: Path, mesh: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
     """Train, predict, save; without a mesh by stock Trainer in one process."""
     with launched(**(environment(mesh) if mesh else {})):
-        trainer = make(base, output, ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1, **settings)
+        trainer = make(base, output, dp_of(mesh) if mesh else 1, **settings)
         assert next(trainer.model.get_base_model().parameters()).is_meta == bool(mesh)  # read by slices, later
         trainer.train(resume_from_checkpoint=resume)
         predicted = trainer.predict(tokens(13, 4))
@@ -129,7 +129,7 @@ def one_process(base, tmp_path_factory) -> dict[str, Any]:
     return trains(base, tmp_path_factory.mktemp("one"), "")
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "2x1", "2x2x1"]))
+@pytest.mark.parametrize("mesh", cases("2x2", "1x1cp2", matrix=["1x2", "2x1", "2x2x1", "1x2cp2", "2x1cp2"]))
 def test_trainer_trains_as_in_one_process(pool, base, tmp_path, one_process, mesh):
     for got in pool.run(ranks_of(mesh), trains, base, tmp_path, mesh):
         compare(got, one_process)
@@ -151,7 +151,7 @@ def trains_from_slices(base: Path, output: Path, mesh: str) -> list[dict[str, An
         with launched():
             if mesh:
                 Accelerator(fsdp_plugin=plugin(mesh, loss_parallel=True))
-            dp = ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1
+            dp = dp_of(mesh) if mesh else 1
             trainer = make(base, output, dp, label_smoothing_factor=smoothing, save_strategy="no")
             trainer.train()
             assert not mesh or state_of(trainer.model).config.loss_parallel
@@ -209,7 +209,7 @@ def others(base: Path, output: Path, mesh: str) -> dict[str, Any]:
     """What else people ask of a Trainer."""
     found: dict[str, Any] = {}
     with launched(**(environment(mesh) if mesh else {})):
-        dp = ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1
+        dp = dp_of(mesh) if mesh else 1
         settings: dict[str, Any] = {"eval_steps": 1, "save_steps": 1, "learning_rate": 3.0, "save_total_limit": 2}
         trainer = make(base, output / "best", dp, load_best_model_at_end=True, **settings)
         trainer.train()

@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.accelerate_plugin.harness import environment, launched
 from tests.cases import cases
-from tests.oracle import full, ranks_of, relative_error, trained
+from tests.oracle import dp_of, full, ranks_of, relative_error, trained
 
 ROOT = Path(__file__).parents[2]
 WORDS = 64
@@ -93,7 +93,7 @@ def tuned(base: Path, output: Path, mesh: str, kinds: list[str]) -> dict[str, An
     for kind in kinds:
         with launched(**(environment(mesh) if mesh else {})):
             trainer_class, config_class, rows, settings = KINDS[kind]
-            dp = ranks_of(mesh) // int(mesh.split("x")[-1]) if mesh else 1
+            dp = dp_of(mesh) if mesh else 1
             arguments = config_class(
                 str(output / kind),
                 per_device_train_batch_size=8 // dp,
@@ -135,7 +135,12 @@ def one_process(base, tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kinds"), cases(("2x2", list(KINDS)), matrix=[("1x2", ["plain", "dpo"]), ("2x1", ["plain", "dpo"])])
+    ("mesh", "kinds"),
+    cases(
+        ("2x2", list(KINDS)),
+        ("1x1cp2", list(KINDS)),
+        matrix=[("1x2", ["plain", "dpo"]), ("2x1", ["plain", "dpo"]), ("1x2cp2", list(KINDS))],
+    ),
 )
 def test_trainers_of_trl(pool, base, tmp_path, one_process, mesh, kinds):
     for answers in pool.run(ranks_of(mesh), tuned, base, tmp_path, mesh, kinds):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_lora import strategy_base
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.distributed.mesh import mesh_sizes
-from tests.oracle import SIZES, full, mesh_text, parse_mesh, ranks_of, relative_error, trained
+from tests.oracle import SIZES, dp_of, full, mesh_text, parse_mesh, ranks_of, relative_error, trained
 from tests.workers import COLLECTIVE_TIMEOUT
 
 ROWS, TOKENS = 8, 12
@@ -117,6 +117,7 @@ def strategy(mesh: str, package: str = "lightning_lora", kind: str = "LoRAParall
     sizes = parse_mesh(mesh)
     return getattr(import_module(package), kind)(
         tensor_parallel_size=sizes["tp"],
+        context_parallel_size=sizes.get("cp", 1),
         data_parallel_size=sizes["dp_replicate"] * sizes["dp_shard"],
         replicate_size=sizes["dp_replicate"],
         timeout_seconds=COLLECTIVE_TIMEOUT,
@@ -155,8 +156,8 @@ def share(mesh: str | None) -> tuple[int, int]:
     """(data-parallel size, data-parallel rank) of this process, from the layout that the docs promise: tp innermost."""
     if mesh is None:
         return 1, 0
-    tp = parse_mesh(mesh)["tp"]
-    return ranks_of(mesh) // tp, dist.get_rank() // tp
+    dp = dp_of(mesh)
+    return dp, dist.get_rank() * dp // ranks_of(mesh)
 
 
 # ---------------------------------------------------------------------- data

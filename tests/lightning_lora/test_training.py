@@ -183,6 +183,8 @@ CASES: dict[str, list[Case]] = {
     ],
     "2x1": [*EVERYWHERE, unseeded, plain_module_as_built],
     "1x2": [*EVERYWHERE, unseeded, plain_module_as_built, clipped_by_value, fused],
+    "1x1cp2": [*EVERYWHERE, unseeded, frozen_teacher, recomputed, loss_from_slices, fit_twice],
+    "1x2cp2": [in_init, manual, accumulated, clipped_by_norm, loss_from_slices],
     "1x4": [in_init, frozen_teacher, manual, accumulated],
     "2x2x2": [in_init, from_lora_config, manual, accumulated, unseeded],
 }
