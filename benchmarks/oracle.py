@@ -29,7 +29,7 @@ from tqdm import tqdm
 from tests.rows import Cell, Row, compare, one_process, rows
 from tests.workers import Failure, WorkerPool, attempt
 
-MESHES = ["2x1", "1x2", "2x2", "1x4", "2x2x2"]
+MESHES = ["2x1", "1x2", "2x2", "1x4", "2x2x2", "1x1cp2", "1x2cp2", "2x1cp2", "1x1cp4", "2x2cp2"]
 PAGE = Path(__file__).parent.parent / "docs" / "oracle.md"
 INTRODUCTION = """# The oracle table
 
@@ -42,7 +42,7 @@ make oracle-table
 One process of plain PEFT computes the gradients of one step over a global batch of eight rows; the processes of a mesh
 compute them over their shares, through `lora_parallel.parallelize` with its defaults (`tp_plan="auto"`). Models are
 tiny, in float64, with random weights everywhere (norms, biases, both LoRA factors, magnitudes) and an adapter on every
-linear layer of the blocks. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp.
+linear layer of the blocks. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp; after it stands the size of cp.
 
 A cell is one of
 
@@ -68,7 +68,7 @@ TITLES = {
 def reason(message: str) -> str:
     """The first sentence of a refusal, without what differs between meshes and models only."""
     sentence = re.split(r"(?<=[\w)'\"\]])\.\s", " ".join(message.split()), maxsplit=1)[0].rstrip(".")
-    sentence = re.sub(r"^tp=\d+", "tp=n", sentence)
+    sentence = re.sub(r"^([ct]p)=\d+", r"\1=n", sentence)
     sentence = re.sub(r"\b[A-Z]\w+(For[A-Z]\w+|Model)\b", "the model", sentence)
     sentence = re.sub(r"'([^']+)'", r"`\1`", sentence)
     return "".join(part if index % 2 else escaped(part) for index, part in enumerate(re.split("(`[^`]*`)", sentence)))
@@ -117,7 +117,7 @@ def main() -> int:
     """Run, print progress, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", metavar="GLOB", help="rows by name")
-    parser.add_argument("--meshes", nargs="+", default=MESHES, help="dp_shard x tp, or dp_replicate in front")
+    parser.add_argument("--meshes", nargs="+", default=MESHES, help="dp_shard x tp, or dp_replicate in front, and cp2 for a cp axis")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page to write")
     args = parser.parse_args()
     torch.set_num_threads(1)

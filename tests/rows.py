@@ -160,11 +160,13 @@ class Row:
     note: str = ""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """What `parallelize` refuses, by "any", "tp" (a mesh with tp > 1) or a mesh: a part of the message."""
+    """What `parallelize` refuses, by "any", "tp" or "cp" (a mesh on which the axis is > 1) or a mesh: a part of the
+    message."""
 
     def refusal(self, mesh: str) -> str | None:
         """What this row's refusal on this mesh says, if it is to be refused there."""
-        kinds = {"any", mesh, *(["tp"] if parse_mesh(mesh)["tp"] > 1 else [])}
+        sizes = parse_mesh(mesh)
+        kinds = {"any", mesh, *(axis for axis in ("tp", "cp") if sizes.get(axis, 1) > 1)}
         return next((text for kind, text in self.refused.items() if kind in kinds), None)
 
 

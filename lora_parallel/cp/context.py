@@ -39,6 +39,9 @@ class CPContext:
         self.running = False
         """True while a block, or a layer after the blocks, computes on a chunk."""
 
+        self._cut: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """Tensors that blocks share (rotary tables), their versions and this rank's part of them, by `id`."""
+
         self.recomputes = False
         """True if the block that runs is recomputed in backward, attention included."""
 
@@ -52,9 +55,25 @@ class CPContext:
         """Return True if a chunk is being computed, or computed again in backward."""
         return self.running or (not torch.compiler.is_compiling() and in_backward())
 
+    def part(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of `x` [rows, tokens, ...], in memory of their own; the same for all blocks."""
+        if x.requires_grad:
+            return self.chunks.mine(x)
+        found = self._cut.get(id(x))
+        if found is None or found[0] is not x or found[1] != x._version:
+            found = x, x._version, self.chunks.mine(x).clone()
+            if self.cuts:
+                self._cut[id(x)] = found
+        return found[2]
+
+    def end_forward(self) -> None:
+        """Note that no forward runs any more."""
+        self.cuts = self.running = False
+        self._cut.clear()
+
     @contextmanager
     def kept_for_graph(self) -> Iterator[None]:
-        """Note within the context what a graph cannot ask: whether this is a backward pass, which recomputes a block."""
+        """Note within the context what a graph cannot ask: whether it is run again in a backward pass."""
         before = self.running, self.recomputes
         self.running, self.recomputes = self.on_chunk, self.recomputes or in_backward()
         try:

@@ -2,7 +2,7 @@
 
 The model's own code around the blocks sees all tokens, so that masks, rotary embeddings, packed rows and position ids
 are what they are in one process. Each block is given its rank's part of what has the tokens in dim 1. After the
-blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_logits.py`):
+blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_tensor.py`):
 the loss is computed from chunks, and what reads them otherwise gathers them.
 
 Every gradient is that of this rank's tokens: FSDP2 adds the gradients of cp ranks up. A layer after the blocks that is
@@ -25,8 +25,10 @@ from transformers.utils import ModelOutput
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, remember_whole, wrap_registry
 from lora_parallel.cp.context import CPContext
+from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
-from lora_parallel.tp.sliced_logits import SlicedTensor, Slicing, part_of, sliced_tensor
+from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
+from lora_parallel.tp.slicing import Slicing
 
 __all__ = ["Places", "cut_arguments", "first_output", "run_on_token_chunks", "with_first_output"]
 
@@ -100,8 +102,8 @@ class _Forward:
             refuse_outputs(model, kwargs)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        cut, self._context.cuts = self._context.cuts, False
-        self._context.running = False
+        cut = self._context.cuts
+        self._context.end_forward()
         if cut and isinstance(output, ModelOutput) and isinstance(output.get("past_key_values"), Cache):
             # It has a chunk of the tokens.
             return type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
@@ -170,12 +172,12 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
             return own(*args, **kwargs)
         if is_first:
             hidden = first_activations(args, kwargs)[1]
-            context.tokens.count = hidden.shape[1]
+            context.tokens.count = _checked(hidden.shape[1], context.chunks)
             draws.begin(hidden.device)
             # A copy: backward would keep a view's whole memory.
             args, kwargs = with_activations(args, kwargs, lambda x: context.chunks.mine(x).clone())
         tokens = context.tokens.count
-        args, kwargs = cut_arguments(names, args, kwargs, tokens, context.chunks.mine)
+        args, kwargs = cut_arguments(names, args, kwargs, tokens, context.part)
         context.running, context.recomputes = True, _is_recomputed(self)
         try:
             output = own(*args, **kwargs)
@@ -189,6 +191,20 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
         return output
 
     block.forward = MethodType(forward, block)
+
+
+def _checked(tokens: int, chunks: TokenChunks) -> int:
+    """Return the number of tokens of a batch.
+
+    Raises:
+        ValueError: There is not a token for each chunk.
+    """
+    if tokens < chunks.fewest:
+        raise ValueError(
+            f"a batch has {tokens} tokens a row, and cp={chunks.ranks} needs {chunks.fewest} at least: pad the rows, "
+            "or use a smaller cp."
+        )
+    return tokens
 
 
 def _is_recomputed(block: nn.Module) -> bool:

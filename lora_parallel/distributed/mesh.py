@@ -108,12 +108,11 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             gloo = device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
             own: Any = dict.fromkeys(axes, "gloo") if gloo else None
             mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own)
-            if "cp" in axes:
-                for name, parts in _JOINED.items():
-                    group = flatten_axes(mesh, parts, name, "gloo" if gloo else None)
-                    set_timeout(group, config.timeout_seconds)
-    for axis in axes:
-        set_timeout(mesh.get_group(axis), config.timeout_seconds)
+            joined = _JOINED if "cp" in axes else {}
+            for name, parts in joined.items():
+                flatten_axes(mesh, parts, name, "gloo" if gloo else None)
+    for axis in (*axes, *joined):
+        set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
     return mesh
 
 

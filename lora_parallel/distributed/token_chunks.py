@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lora_parallel.distributed.collectives import chunk_bounds, exchanged, scattered_sum, stacked_over
+from lora_parallel.distributed.collectives import exchanged, scattered_sum, stacked_over
 
 __all__ = ["TokenChunks", "gather_keys", "heads_to_tokens", "tokens_to_heads"]
 
@@ -29,8 +29,8 @@ class TokenChunks:
         rank: This rank.
         group: The process group of the ranks; None where nothing is sent.
         balanced: Give each rank one chunk from the first half of the tokens and one from the second, so that all have
-            as much work in causal attention over gathered keys: of 2 * ranks chunks those of index `rank` and
-            2 * ranks - 1 - `rank`. Otherwise a rank has one chunk, as of `torch.chunk`.
+            as much work in causal attention over gathered keys: that of index `rank`, and that of index
+            ranks - 1 - `rank`. Otherwise a rank has one chunk.
     """
 
     def __init__(self, ranks: int, rank: int, group: ProcessGroup | None = None, balanced: bool = False) -> None:
@@ -47,8 +47,15 @@ class TokenChunks:
         """Return the first and last + 1 token of each of a rank's chunks, of this rank's if `rank` is None."""
         rank = self.rank if rank is None else rank
         if not self.balanced:
-            return [chunk_bounds(tokens, self.ranks, rank)]
-        return [chunk_bounds(tokens, 2 * self.ranks, each) for each in (rank, 2 * self.ranks - 1 - rank)]
+            return [_bounds(tokens, self.ranks, rank)]
+        half = (tokens + 1) // 2
+        start, end = _bounds(tokens - half, self.ranks, self.ranks - 1 - rank)
+        return [_bounds(half, self.ranks, rank), (half + start, half + end)]
+
+    @property
+    def fewest(self) -> int:
+        """Return the smallest number of tokens of which each rank has one."""
+        return 2 * self.ranks if self.balanced else self.ranks
 
     def count(self, tokens: int, rank: int | None = None) -> int:
         """Return the number of tokens of a rank, of this one if `rank` is None."""
@@ -69,8 +76,8 @@ class TokenChunks:
 
     def joined(self, stacked: Tensor, tokens: int) -> Tensor:
         """Return all tokens [tokens, ...] in their order, from those of each rank [ranks, width, ...]."""
-        if not self.balanced:
-            return stacked.flatten(0, 1).narrow(0, 0, tokens)
+        if self._divides(tokens):
+            return stacked.flatten(0, 1)
         pieces = []
         for rank in range(self.ranks):
             place = 0
@@ -82,10 +89,14 @@ class TokenChunks:
     def parted(self, whole: Tensor) -> Tensor:
         """Return the tokens of each rank [ranks, width, ...], from all tokens [tokens, ...]; the rest is zeros."""
         tokens, width = whole.shape[0], self.width(whole.shape[0])
-        if not self.balanced:
-            return _padded(whole, width * self.ranks).unflatten(0, (self.ranks, width))
+        if self._divides(tokens):
+            return whole.unflatten(0, (self.ranks, width))
         ranges = (self.ranges(tokens, rank) for rank in range(self.ranks))
         return torch.stack([_padded(torch.cat([whole[a:b] for a, b in each]), width) for each in ranges])
+
+    def _divides(self, tokens: int) -> bool:
+        """Return True if chunks are joined without a copy. In a graph that would be a condition on the length."""
+        return not self.balanced and not torch.compiler.is_compiling() and tokens % self.ranks == 0
 
     def whole(self, part: Tensor, tokens: int, where: str) -> Tensor:
         """Return all tokens [rows, tokens, ...], of which each rank has `part`. Collective.
@@ -93,6 +104,14 @@ class TokenChunks:
         Every rank computes the same with them; backward keeps the gradient of this rank's tokens, without a message.
         """
         return _Whole.apply(part, tokens, self, where)
+
+
+def _bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the start and the end of chunk `index` of `parts` whose sizes differ by one at most.
+
+    No rank is without tokens as with `torch.chunk`, and there is no condition on the size, as a graph would have.
+    """
+    return index * size // parts, (index + 1) * size // parts
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

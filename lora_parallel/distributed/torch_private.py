@@ -277,8 +277,8 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str | None) -> dist.ProcessGroup:
-    """Give `mesh` one more axis that is made of several others, and return the process group of this rank.
+def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str | None) -> None:
+    """Give `mesh` one more axis, which is made of several others.
 
     There is no public way to make an axis of two; torchtitan and Accelerate use this one.
 
@@ -288,7 +288,7 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: st
         name: The name of the new one, by which `sub_mesh` finds it.
         backend: The backend of its process groups; None for the default.
     """
-    return mesh[axes]._flatten(name, backend).get_group()
+    mesh[axes]._flatten(name, backend)
 
 
 def sub_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

@@ -202,8 +202,8 @@ def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
     """Check that a model can be the base of a pool; return the model's state, and its copy without values.
 
     Raises:
-        ValueError: The model was not parallelized, has adapters or a pool, cannot be copied, or uses sequence
-            parallelism.
+        ValueError: The model was not parallelized, has adapters or a pool, cannot be copied, or uses sequence or
+            context parallelism.
     """
     state = state_of(model)
     if state is None:
@@ -222,6 +222,8 @@ def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
         )
     if state.config.sequence_parallel:
         raise ValueError("tenants need all tokens of a sample on one rank: leave sequence_parallel=False.")
+    if state.config.cp > 1:
+        raise ValueError(f"tenants need all tokens of a sample on one rank: leave cp=1 (it is cp={state.config.cp}).")
     return state, state.bare
 
 

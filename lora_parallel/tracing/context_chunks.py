@@ -32,7 +32,7 @@ from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.module_names import block_of, innermost
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations, with_output
 from lora_parallel.tracing.rank_simulation import same
-from lora_parallel.tracing.trace_errors import TraceError
+from lora_parallel.tracing.trace_errors import FailedError, TraceError
 from lora_parallel.tracing.tracer import Call, Tracer, traced_models
 
 __all__ = ["find_places"]
@@ -238,6 +238,8 @@ class _Proof:
         for rank in range(_RANKS):
             try:
                 self._as_rank(TokenChunks(_RANKS, rank), blocks, trunk, norm_on_chunks)
+            except FailedError as error:
+                return f"its own code fails on a chunk of them ({error}), as if it mixed tokens outside of attention"
             except (TraceError, NoActivationsError) as error:
                 return str(error)
         return None

@@ -44,6 +44,8 @@ MESHES = {
     "4x1": ["plain", "accumulated and clipped"],
     "2x2x1": ["plain", "accumulated and clipped"],
     "1x2": list(CASES),
+    "1x1cp2": list(CASES),
+    "2x1cp2": ["plain", "accumulated and clipped"],
     "2x2": list(CASES),
 }
 

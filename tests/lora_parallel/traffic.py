@@ -31,7 +31,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _kind(name: str) -> str:
-    plain = name.replace("allreduce", "all_reduce").replace("allgather", "all_gather")
+    plain = name.replace("allreduce", "all_reduce").replace("allgather", "all_gather").replace("all_to_all", "alltoall")
     return next((kind for kind in _KINDS if kind in plain), name)
 
 

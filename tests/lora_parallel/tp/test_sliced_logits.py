@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from lora_parallel import parallelize
 from lora_parallel.distributed import collectives
 from lora_parallel.tp import vocabulary_loss
-from lora_parallel.tp.sliced_logits import SlicedTensor
+from lora_parallel.tp.sliced_tensor import SlicedTensor
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, full, on_mesh, ranks_of, reference, relative_error, sharded, trained

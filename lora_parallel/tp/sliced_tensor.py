@@ -1,0 +1,362 @@
+"""Let a tensor stand for all logits, of which each rank holds a slice: `SlicedTensor`.
+
+A slice is over the vocabulary, among tp ranks (`loss_parallel=True`), or over the tokens, among cp ranks, or both. Two
+rules hold, whatever code of a model, a trainer or a user computes with the tensor:
+
+1. What models do between head and loss keeps the slices: products, sums and tanh of each logit, a change of dtype, a
+   view or a choice of tokens. `torch.nn.functional.cross_entropy` computes the loss from them (see
+   `tp/vocabulary_loss.py`), so that every loss that calls it is served as it is: transformers' with all its arguments,
+   and a user's own.
+2. Any other operation gathers the logits first. So its result is that of one process, at the cost that every step has
+   without `loss_parallel`.
+
+The operations are those below autograd, which differentiates what models and users call as ever, views that change in
+place included.
+
+A cast to a wider dtype before the loss is put off until the loss casts chunks of the tokens. So the chunks save memory
+on one rank, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lora_parallel.distributed.torch_private import no_torch_function, storageless
+from lora_parallel.tp.slicing import Slicing
+from lora_parallel.tp.vocabulary_loss import check_labels, cross_entropy_of_slices
+
+__all__ = ["SlicedTensor", "part_of", "sliced_tensor"]
+
+aten = torch.ops.aten
+
+
+class _Held:
+    """Hold this rank's slice of some logits and, once an operation has asked for them, all logits.
+
+    Args:
+        part: This rank's slice, [..., features of this rank]. It may be of another dtype than the logits.
+        base: What holds the logits that these are a view of; None if they are no view.
+        view: Makes the view of all logits in `base`.
+    """
+
+    def __init__(self, part: Tensor, base: _Held | None = None, view: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.part = part
+        self.base, self.view = base, view
+        self.whole: Tensor | None = None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return True if there are all logits, which may have changed in place: the slice is of no use then."""
+        return self.whole is not None or (self.base is not None and self.base.is_gathered)
+
+    def gathered(self, dtype: torch.dtype, slicing: Slicing, function: Any) -> Tensor:
+        """Return all logits. They are kept, so that `function` may change them in place."""
+        if self.whole is None:
+            if self.base is not None and self.view is not None:
+                self.whole = self.view(self.base.gathered(dtype, slicing, function))
+            else:
+                self.whole = slicing.gathered(self.part, function).to(dtype)
+        return self.whole
+
+
+class SlicedTensor(Tensor):
+    """Stand for all logits [..., vocabulary], of which this rank holds a slice; see the module's docstring.
+
+    Under cp it may stand for other activations [rows, tokens, features] too. A slice of the tokens is always held as
+    [rows, tokens of this rank, features], whether the tensor that it stands for has two dims of tokens or one.
+
+    Args:
+        held: Holds the slice.
+        like: A tensor with the shape, strides and dtype of the logits, on meta.
+        slicing: Says which slice it is.
+    """
+
+    slicing: Slicing
+    held: _Held
+
+    @staticmethod
+    def __new__(cls, held: _Held, like: Tensor, slicing: Slicing) -> SlicedTensor:
+        logits: SlicedTensor = storageless(cls, like.shape, like.dtype, held.part.device, like.stride())
+        logits.slicing, logits.held = slicing, held
+        return logits
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"SlicedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.slicing.name})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        logits = args[0] if args else (kwargs or {}).get("input")
+        if func in _FUNCTIONS and isinstance(logits, SlicedTensor) and not logits.held.is_gathered:
+            result = _FUNCTIONS[func](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        if func in _OF_MEMORY:
+            args = tree_map_only(SlicedTensor, lambda each: each.gathered(func), args)
+        return no_torch_function(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        sliced = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SlicedTensor)]
+        if func is aten.detach.default:
+            return SlicedTensor(sliced[0].held, sliced[0].as_meta(), sliced[0].slicing)
+        if func in _OPERATORS and not any(each.held.is_gathered for each in sliced):
+            result = _OPERATORS[func](func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = tree_map_only(SlicedTensor, lambda each: each.gathered(func), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def gathered(self, function: Any) -> Tensor:
+        """Return all logits for an operation that autograd does not see."""
+        return self.held.gathered(self.dtype, self.slicing, function).view(self.shape)
+
+    @property
+    def is_chunk(self) -> bool:
+        """Return True if this rank has a chunk of the tokens, and nothing has gathered them."""
+        return self.slicing.chunks is not None and not self.held.is_gathered
+
+    def as_meta(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on meta of the same shape, strides and dtype, or of another dtype."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=dtype or self.dtype, device="meta")
+
+
+class _ToSlice(torch.autograd.Function):
+    """Return this rank's slice of logits; the gradient of the slice becomes a slice of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: SlicedTensor) -> Tensor:
+        ctx.like, ctx.slicing = logits.as_meta(), logits.slicing
+        return logits.held.part.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return SlicedTensor(_Held(grads[0]), ctx.like, ctx.slicing)
+
+
+class _FromSlice(torch.autograd.Function):
+    """Return the logits that this rank has a slice of; of their gradient it takes this rank's slice.
+
+    A gradient that is not sliced was computed from gathered logits, the same on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, slicing: Slicing) -> SlicedTensor:
+        ctx.slicing, ctx.dtype = slicing, part.dtype
+        return _sliced(part.detach(), slicing)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        if isinstance(grad, SlicedTensor):
+            if not grad.held.is_gathered:
+                return grad.held.part.to(ctx.dtype), None
+            grad = grad.gathered("backward")
+        return ctx.slicing.slice_of(grad).to(ctx.dtype), None
+
+
+def part_of(sliced: SlicedTensor) -> Tensor:
+    """Return this rank's slice; autograd sees it."""
+    return _ToSlice.apply(sliced)
+
+
+def sliced_tensor(part: Tensor, slicing: Slicing) -> SlicedTensor:
+    """Return the tensor that this rank has the slice `part` of; autograd sees it."""
+    return _FromSlice.apply(part, slicing)
+
+
+def _sliced(
+    part: Tensor, slicing: Slicing, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
+) -> SlicedTensor:
+    """Return the logits of which this rank has `part`, as they are or cast to another dtype."""
+    shape = slicing.shape(part) if shape is None else tuple(shape)
+    return SlicedTensor(_Held(part), torch.empty(shape, dtype=dtype or part.dtype, device="meta"), slicing)
+
+
+# ------------------------------------------------------------------------------- operations on slices
+#
+# Functions and operators of torch that are given logits. Autograd sees the functions, and not the operators, of which
+# its own formulas for backward are made. The result is NotImplemented if the arguments ask for more than slices.
+
+
+def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a function of each element, with numbers and with tensors of the vocabulary's size or of none."""
+    sliced = [each for each in args if isinstance(each, SlicedTensor)]
+    slicing, shape = sliced[0].slicing, sliced[0].shape
+    if not all(each.slicing.equals(slicing) for each in sliced):
+        return NotImplemented
+    if slicing.chunks is not None and any(each.shape != shape for each in sliced):
+        return NotImplemented
+    parts = []
+    for each in args:
+        if isinstance(each, SlicedTensor):
+            each = each.held.part.to(each.dtype)
+        elif isinstance(each, Tensor) and each.shape == shape:
+            each = slicing.slice_of(each)
+        elif isinstance(each, Tensor) and slicing.chunks is not None and each.numel() != each.shape[-1:].numel():
+            return NotImplemented
+        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] == slicing.features:
+            each = each[..., slicing.start : slicing.end]
+        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] != 1:
+            return NotImplemented
+        parts.append(each)
+    return _sliced(func(*parts, **kwargs), slicing, shape=shape if slicing.chunks is not None else None)
+
+
+def _cast(func: Any, logits: SlicedTensor, **kwargs: Any) -> Any:
+    """Change the dtype. To a wider one the slice is cast later, where it is used."""
+    dtype: torch.dtype = kwargs.get("dtype") or logits.dtype
+    if not dtype.is_floating_point or kwargs.get("device", logits.device) != logits.device:
+        return NotImplemented
+    part = logits.held.part
+    if dtype is not part.dtype or torch.promote_types(part.dtype, logits.dtype) is not logits.dtype:
+        part = part.to(logits.dtype)
+    if torch.promote_types(dtype, torch.float32) is not dtype:
+        part = part.to(dtype)
+    return SlicedTensor(_Held(part), logits.as_meta(dtype), logits.slicing)
+
+
+def _view(func: Any, logits: SlicedTensor, *args: Any) -> Any:
+    """Make a view that leaves the last dim as it is: rows of the vocabulary's size are the rows that there were."""
+    like = func(logits.as_meta(), *args)
+    if like.dtype is not logits.dtype or not like.dim() or like.shape[-1] != logits.slicing.features:
+        return NotImplemented
+    part = logits.held.part
+    if logits.slicing.chunks is not None:
+        rows = (part.shape[0], logits.slicing.tokens)
+        if tuple(like.shape[:-1]) not in (rows, (prod(rows),)):
+            return NotImplemented  # all else that keeps the number of tokens is the tensor itself
+    elif func in (aten.view.default, aten._unsafe_view.default):
+        part = part.reshape(*like.shape[:-1], part.shape[-1])
+    else:
+        dim, dims = args[0] if args else 0, max(like.dim(), logits.dim())
+        if dim % dims == dims - 1:
+            return NotImplemented
+        part = func(part, *args)
+    return SlicedTensor(_Held(part, logits.held, lambda whole: func(whole, *args)), like, logits.slicing)
+
+
+def _clone(func: Any, logits: SlicedTensor, **kwargs: Any) -> Any:
+    return SlicedTensor(_Held(logits.held.part), func(logits.as_meta(), **kwargs), logits.slicing)
+
+
+def _backward_of_view(func: Any, logits: SlicedTensor, sizes: list[int], dim: int, *args: Any) -> Any:
+    """Put a gradient among zeros; it is sliced as its logits are, unless the view was over the vocabulary."""
+    if dim % len(sizes) == len(sizes) - 1:
+        return NotImplemented
+    part = logits.held.part
+    if logits.slicing.chunks is not None:
+        return logits if list(logits.shape) == list(sizes) else NotImplemented
+    return _sliced(func(part, [*sizes[:-1], part.shape[-1]], dim, *args), logits.slicing, logits.dtype)
+
+
+def _choose(logits: SlicedTensor, index: Any) -> Any:
+    """Choose tokens by a mask or by their numbers."""
+    if logits.slicing.chunks is not None:
+        return NotImplemented
+    if type(index) is not Tensor or index.dtype not in (torch.bool, torch.int64):
+        return NotImplemented
+    if (index.dim() if index.dtype is torch.bool else 1) >= logits.dim():
+        return NotImplemented
+    part: Tensor = _ToSlice.apply(logits)
+    return _FromSlice.apply(part[index], logits.slicing).to(logits.dtype)
+
+
+def _cross_entropy(
+    input: SlicedTensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Compute `torch.nn.functional.cross_entropy` of logits [tokens, vocabulary] and labels [tokens]."""
+    if weight is not None or size_average is not None or reduce is not None or label_smoothing:
+        return NotImplemented
+    if reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    if input.dim() != 2 or target.dtype is not torch.int64 or target.shape != input.shape[:1]:
+        return NotImplemented
+    slicing = input.slicing
+    part = part_of(input)
+    if slicing.chunks is not None:
+        return _cross_entropy_of_chunks(input, part, target, ignore_index, reduction)
+    losses = cross_entropy_of_slices(
+        part, target, ignore_index, slicing.features, slicing.start, input.dtype, slicing.group, slicing.name
+    )
+    if reduction != "none":
+        losses = losses.sum()
+    if reduction == "mean":
+        losses = losses / (target != ignore_index).sum()
+    return losses if torch.is_autocast_enabled(input.device.type) else losses.to(input.dtype)
+
+
+def _cross_entropy_of_chunks(
+    logits: SlicedTensor, part: Tensor, target: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    """Compute the cross entropy of each token of this rank's chunk, gather those of all tokens, and reduce them."""
+    slicing, chunks = logits.slicing, logits.slicing.chunks
+    assert chunks is not None
+    mine, flat = chunks.mine(target.view(-1, slicing.tokens)), part.flatten(0, 1)
+    if slicing.plain_loss:
+        check_labels(target, target == ignore_index, slicing.features, slicing.name)
+        losses = cross_entropy(flat.to(logits.dtype), mine.flatten(), ignore_index=ignore_index, reduction="none")
+    else:
+        losses = cross_entropy_of_slices(
+            flat,
+            mine.flatten(),
+            ignore_index,
+            slicing.features,
+            slicing.start,
+            logits.dtype,
+            slicing.group,
+            slicing.name,
+        )
+    everyone = chunks.whole(losses.view(mine.shape), slicing.tokens, slicing.name).flatten()
+    everyone = everyone if torch.is_autocast_enabled(logits.device.type) else everyone.to(logits.dtype)
+    if reduction == "none":
+        return everyone
+    # torch's own sum and mean, in the order of one process.
+    ignored = torch.where(target == ignore_index, -100, 0)
+    return torch.nn.functional.nll_loss(-everyone[:, None], ignored, ignore_index=-100, reduction=reduction)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.cross_entropy: _cross_entropy,
+    Tensor.__getitem__: _choose,
+}
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default), _pointwise),
+    **dict.fromkeys((aten.tanh.default, aten.tanh_backward.default), _pointwise),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.slice.Tensor, aten.select.int), _view),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim), _view),
+    **dict.fromkeys((aten.slice_backward.default, aten.select_backward.default), _backward_of_view),
+    aten.clone.default: _clone,
+    aten._to_copy.default: _cast,
+}
+_OF_MEMORY = {
+    Tensor.numpy,
+    Tensor.tolist,
+    Tensor.__array__,
+    Tensor.__deepcopy__,
+    Tensor.__reduce_ex__,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+}
+"""Functions that read a tensor's memory without an operation of torch."""
