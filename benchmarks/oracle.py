@@ -117,7 +117,9 @@ def main() -> int:
     """Run, print progress, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", metavar="GLOB", help="rows by name")
-    parser.add_argument("--meshes", nargs="+", default=MESHES, help="dp_shard x tp, or dp_replicate in front, and cp2 for a cp axis")
+    parser.add_argument(
+        "--meshes", nargs="+", default=MESHES, help="dp_shard x tp, or dp_replicate in front, and cp2 for a cp axis"
+    )
     parser.add_argument("--output", type=Path, default=PAGE, help="the page to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
