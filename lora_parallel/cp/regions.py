@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, remember_whole, wrap_registry
 from lora_parallel.cp.context import CPContext
+from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
 from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
@@ -96,6 +97,12 @@ class _Forward:
                 "a forward with gradients was given use_cache=True or a cache: under cp each rank would cache its own "
                 "tokens. Leave both out, or use torch.no_grad()."
             )
+        for each in tensors_in([args, kwargs]):
+            if each.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    "an input of the model requires a gradient, and under cp each rank would give it that of its own "
+                    "tokens: let the model compute it (embeddings inside of the model), or use cp=1."
+                )
         context.cuts, context.running = not caches, False
         context.has_labels = kwargs.get("labels") is not None
         if context.cuts:
@@ -169,7 +176,10 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
         # what is recomputed is given the chunks that are made here.
         own = type(self).forward.__get__(self) if instance_forward is None else instance_forward
         if not context.active:
+            _refuse_gradients(type(self).__name__)
             return own(*args, **kwargs)
+        args = tuple(None if isinstance(each, Cache) else each for each in args)  # nobody would read it
+        kwargs = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
         if is_first:
             hidden = first_activations(args, kwargs)[1]
             context.tokens.count = _checked(hidden.shape[1], context.chunks)
@@ -191,6 +201,19 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
         return output
 
     block.forward = MethodType(forward, block)
+
+
+def _refuse_gradients(name: str) -> None:
+    """Refuse to compute a part of the model on all tokens with gradients, which FSDP2 would add up over cp ranks.
+
+    Raises:
+        ValueError: Gradients are enabled.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} was called with gradients, but not by the parallelized model's own forward, which cuts the tokens "
+            "under cp: call the parallelized model, or use torch.no_grad()."
+        )
 
 
 def _checked(tokens: int, chunks: TokenChunks) -> int:
@@ -259,6 +282,8 @@ def _run_after(layer: nn.Module, context: CPContext) -> None:
 
     def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
         if not context.cuts:
+            if any(parameter.requires_grad for parameter in self.parameters()):
+                _refuse_gradients(type(self).__name__)
             return own(x, *args, **kwargs)
         chunks, tokens = context.chunks, context.tokens.count
         if isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3:

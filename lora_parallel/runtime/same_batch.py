@@ -1,7 +1,7 @@
-"""Check that tp peers are fed the same batches, and make the same forwards.
+"""Check that the ranks of one batch (tp peers, and cp peers) are fed the same, and make the same forwards.
 
 Each peer computes a slice of every layer: with different batches their sums are of neither batch, and no error says so.
-So tp peers compare the inputs of every forward by one message of two numbers. The first batch for training and the
+So these ranks compare the inputs of every forward by one message of two numbers. The first batch for training and the
 first for evaluation are compared before anything is computed, and so is every batch on a CPU. On an accelerator a later
 batch is compared as the next forward begins, so that no rank waits for its device.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.mesh import same_batch_mesh
+from lora_parallel.distributed.mesh import axis_size, same_batch_mesh
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device
 from lora_parallel.distributed.rendezvous import wait_for
@@ -25,7 +25,7 @@ __all__ = ["SameBatch"]
 
 
 class SameBatch:
-    """Compare the inputs of each forward of one model between tp peers.
+    """Compare the inputs of each forward of one model between the ranks of one batch.
 
     Args:
         mesh: The model's mesh.
@@ -34,17 +34,18 @@ class SameBatch:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
         self._group = same_batch_mesh(mesh).get_group()
+        self._has_cp = axis_size(mesh, "cp") > 1
         self._unchecked = {True, False}
         self._forwards = 0
         self._sent: tuple[int, Tensor, Any] | None = None
         """The number of the last forward, and the result of its message, which holds once a device's event is over."""
 
     def check(self, inputs: Any, training: bool) -> None:
-        """Check the inputs of a forward as it begins. Collective over tp; over all ranks in the first one for training.
+        """Check the inputs of a forward as it begins. Collective over these ranks; over all in the first for training.
 
         Raises:
-            RuntimeError: Tp peers were fed different batches, or make other forwards. Raised on these peers, and in the
-                first forward for training on every rank.
+            RuntimeError: Ranks of one batch were fed different batches, or make other forwards. Raised on these ranks,
+                and in the first forward for training on every rank.
         """
         self._look_at_last()
         self._forwards += 1
@@ -82,8 +83,9 @@ class SameBatch:
         highest, lowest = int(both[0]), ~int(both[1])
         if highest != lowest:
             ranks = dist.get_process_group_ranks(self._group)
+            peers = "context and tensor parallel peers" if self._has_cp else "tensor parallel peers"
             raise RuntimeError(
-                f"ranks {ranks} are tensor parallel peers and were fed different batches in forward {number}, or one "
+                f"ranks {ranks} are {peers} and were fed different batches in forward {number}, or one "
                 "of them makes forwards that the others do not: what they compute is of neither batch. Shard the data "
                 f"by data-parallel rank (rank // {len(ranks)}), not by process, and call the model on all of these "
                 "ranks, in evaluation too."

@@ -306,6 +306,9 @@ def all_refused() -> dict[str, Any]:
     model: Any = parallelize(Run().model(), mesh, config)
     found["a cache"] = [attempt(model, input_ids=ids(), use_cache=True), True]
     found["hidden states of a forward"] = [attempt(model, input_ids=ids(), output_hidden_states=True), True]
+    found["a block"] = [attempt(model.get_base_model().model, input_ids=ids()), True]
+    embeds = torch.zeros(2, 8, 40, dtype=torch.float64, requires_grad=True)
+    found["embeddings that train"] = [attempt(model, inputs_embeds=embeds), True]
     found["one token"] = [attempt(model, input_ids=ids(tokens=1)), True]
     bare = build("LlamaForCausalLM", DECODER, target_modules=["q_proj"]).unload()
     found["tenants"] = [attempt(TenantPool, parallelize(bare, mesh, replace(config, require_adapters=False))), True]
@@ -317,6 +320,8 @@ def test_what_would_be_wrong_is_refused_on_every_rank(pool):
     reasons |= {
         "a cache": "was given use_cache=True or a cache",
         "hidden states of a forward": "output_hidden_states=True",
+        "a block": "was called with gradients, but not by the parallelized model",
+        "embeddings that train": "an input of the model requires a gradient",
         "one token": "a batch has 1 tokens a row, and cp=2 needs 2",
         "tenants": "cp=2",
     }
