@@ -96,7 +96,7 @@ def config(arguments: list[str]) -> None:
     parser.add_argument("--num_processes", type=int, help="processes in all, one a GPU")
     parser.add_argument("--num_machines", type=int, help="machines")
     parser.add_argument("--tp_size", type=int, help="processes that share each layer")
-    parser.add_argument("--cp_size", type=int, help="processes that share the tokens of a batch")
+    parser.add_argument("--cp_size", type=int, default=1, help="processes that share the tokens of a batch (not asked)")
     parser.add_argument("--dp_replicate_size", type=int, help="copies of the sharded model")
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), help="precision to compute in")
     parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
@@ -116,7 +116,6 @@ def config(arguments: list[str]) -> None:
     processes = ask("num_processes", "How many processes in all, one a GPU?", 4, _positive)
     machines = ask("num_machines", "On how many machines?", 1, _positive)
     tp = ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1, _positive)
-    cp = ask("cp_size", "Over how many are the tokens of a batch cut (context parallelism)?", 1, _positive)
     replicate = ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1, _positive)
     precision = ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", str)
     recompute = ask(
@@ -125,7 +124,7 @@ def config(arguments: list[str]) -> None:
         "no",
         str,
     )
-    _write(path, processes, machines, tp, cp, replicate, precision, recompute)
+    _write(path, processes, machines, tp, given.cp_size, replicate, precision, recompute)
     print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
 
 

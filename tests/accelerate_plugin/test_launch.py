@@ -96,6 +96,32 @@ def test_a_key_that_accelerate_drops(tmp_path, changes, message):
         config_file.check_config(written(tmp_path, **changes))
 
 
+def test_the_method_of_context_parallelism_is_handed_on(tmp_path, monkeypatch):
+    """`accelerate launch` does not know the key and drops it: it is read from the file, or put in the environment."""
+    sizes = {"parallelism_config_cp_size": 2, "parallelism_config_cp_method": "all_gather"}
+    path = written(tmp_path, parallelism_config=sizes)
+    assert config_file.check_config(path)["parallelism_config"] == sizes
+    monkeypatch.setattr(config_file, "_launched_with", lambda: path)
+    assert config_file.cp_method_of_file() == "all_gather"
+    monkeypatch.setattr(cli, "launch_command", lambda options: None)
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_METHOD", "")
+    monkeypatch.delenv("PARALLELISM_CONFIG_CP_METHOD")
+    cli.launch(["--config_file", str(path), "train.py"])
+    assert os.environ["PARALLELISM_CONFIG_CP_METHOD"] == "all_gather"
+
+
+def test_config_writes_a_cp_axis(tmp_path):
+    path = tmp_path / "config.yaml"
+    answers = ["--num_processes", "8", "--num_machines", "1", "--tp_size", "2", "--dp_replicate_size", "1"]
+    cli.config(["--config_file", str(path), *answers, "--mixed_p", "no", "--activation_", "no", "--cp_size", "2"])
+    assert ClusterConfig.from_yaml_file(str(path)).parallelism_config == {
+        "parallelism_config_cp_size": 2,
+        "parallelism_config_dp_replicate_size": 1,
+        "parallelism_config_dp_shard_size": 2,
+        "parallelism_config_tp_size": 2,
+    }
+
+
 def test_the_file_that_accelerate_launch_reads(tmp_path, monkeypatch):
     path = written(tmp_path)
     assert config_file.config_file_of(["--config_file", str(path), "train.py"]) == path

@@ -108,6 +108,11 @@ def with_environment(**variables: str) -> Any:
     return Accelerator()
 
 
+def with_plugin(given: LoRAParallelPlugin, **variables: str) -> Any:
+    os.environ.update(variables)
+    return Accelerator(fsdp_plugin=given)
+
+
 FSDP = environment("2x2")
 
 # What is tried, and words of the error.
@@ -129,11 +134,17 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         lambda: Accelerator(fsdp_plugin=plugin("2x2"), parallelism_config=ParallelismConfig(dp_shard_size=4)),
         ["tp_size is 2 by LoRAParallelPlugin and 1 by parallelism_config"],
     ),
-    "context parallelism": (
+    "sequence parallelism of Accelerate's own": (
         lambda: Accelerator(
-            fsdp_plugin=LoRAParallelPlugin(), parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2)
+            fsdp_plugin=LoRAParallelPlugin(), parallelism_config=ParallelismConfig(dp_shard_size=2, sp_size=2)
         ),
-        ["cp_size=2 is not supported"],
+        ["sp_size=2 is not supported", "give cp_size"],
+    ),
+    "two methods of context parallelism": (
+        lambda: with_plugin(
+            LoRAParallelPlugin(cp_size=2, cp_method="ulysses"), PARALLELISM_CONFIG_CP_METHOD="all_gather"
+        ),
+        ["cp_method is 'ulysses' by LoRAParallelPlugin and 'all_gather' by the configuration"],
     ),
     "fsdp 1": (lambda: with_environment(**{**FSDP, "FSDP_VERSION": "1"}), ["fsdp_version is 1", "fsdp_version: 2"]),
     "fsdp 1 by argument": (

@@ -98,7 +98,7 @@ def test_cp_is_between_dp_and_tp_and_fsdp_shards_over_both(pool):
 def test_a_replicate_axis_of_one_stays_out_of_fsdp(pool):
     """It would cost an all-reduce for each unit."""
     for rank, found in enumerate(pool.run(4, layout, "2x2")):
-        assert found["names"] == AXES
+        assert found["names"] == ("dp_replicate", "dp_shard", "tp")
         assert found["fsdp axes"] == ("dp_shard",)
         assert found["dp"] == (rank // 2, 2)
 
@@ -106,7 +106,7 @@ def test_a_replicate_axis_of_one_stays_out_of_fsdp(pool):
 def timeouts(seconds):
     mesh = build_mesh(ParallelConfig(tp=2, timeout_seconds=seconds), "cpu")
     device = next(iter(mesh.get_group("tp")._device_types))
-    return [mesh.get_group(axis)._get_backend(device).options._timeout.total_seconds() for axis in AXES]
+    return [mesh.get_group(axis)._get_backend(device).options._timeout.total_seconds() for axis in mesh.mesh_dim_names]
 
 
 def test_every_axis_has_the_timeout(pool):
@@ -117,7 +117,7 @@ def test_every_axis_has_the_timeout(pool):
 def own_groups():
     group = dist.new_group()
     mesh = build_mesh(ParallelConfig(dp_shard=2), "cpu")
-    groups = [mesh.get_group(axis) for axis in AXES]
+    groups = [mesh.get_group(axis) for axis in mesh.mesh_dim_names]
     threads = [each._get_backend(torch.device("cpu")).options._threads for each in groups]
     return threads, dist.group.WORLD in groups, group._get_backend(torch.device("cpu")).options._threads
 
