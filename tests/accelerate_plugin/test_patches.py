@@ -51,6 +51,7 @@ LINES: dict[tuple[type, str], str] = {
     (Trainer, "train"): "inner_training_loop = find_executable_batch_size(",
     (Trainer, "_has_mixed_mesh_grads"): "self._mixed_mesh_grads = has_mixed_dtensor(",
     (Trainer, "get_tp_size"): '"_tp_size", None)',
+    (Trainer, "get_cp_size"): "return pc.cp_size",
     (Trainer, "get_total_train_batch_size"): "dp_world_size = args.world_size // self.get_tp_size()",
     (Trainer, "store_flos"): "distributed_broadcast_scalars([self.current_flos]",
     (Trainer, "evaluate"): "num_steps=math.ceil(output.num_samples / total_batch_size),",
