@@ -248,13 +248,14 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module.")
     if not isinstance(config, ParallelConfig):
         raise TypeError(f"config is a {type(config).__name__}: give a ParallelConfig.")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}: give what build_mesh returns.")
+    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    if names not in possible_axes():
+        raise TypeError(f"mesh is {mesh!r}: give what build_mesh returns, with axes {', '.join(AXES)}.")
     asked = mesh_axes(mesh_sizes(config, mesh.size()))
-    given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    if given != asked:
+    if dict(zip(names, mesh.shape, strict=True)) != asked:
         raise ValueError(
-            f"the mesh has axes {given}, the config asks for {asked}: give build_mesh and parallelize the same config."
+            f"the mesh has sizes {tuple(mesh.shape)} of {', '.join(names)}, the config asks for "
+            f"{tuple(asked.values())} of {', '.join(asked)}: give build_mesh and parallelize the same config."
         )
     if state_of(model) is not None:
         raise ValueError(f"this {type(model).__name__} is parallelized already.")

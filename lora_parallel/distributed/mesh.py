@@ -28,6 +28,7 @@ __all__ = [
     "dp_size",
     "mesh_axes",
     "mesh_sizes",
+    "possible_axes",
     "same_batch_mesh",
     "shard_size",
     "sharded_axes",
@@ -114,6 +115,11 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
     return mesh
+
+
+def possible_axes() -> list[tuple[str, ...]]:
+    """Return the names of the axes that a mesh of `build_mesh` may have: with and without those that are not used."""
+    return [AXES, tuple(axis for axis in AXES if axis not in _ONLY_IF_USED)]
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
