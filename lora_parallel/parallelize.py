@@ -25,11 +25,13 @@ from lora_parallel.distributed.dtensor_operators import guard_dtensor_operators
 from lora_parallel.distributed.gradient_hooks import refuse_early_hooks
 from lora_parallel.distributed.gradients import PartialGradients
 from lora_parallel.distributed.mesh import (
+    AXES,
     axis_rank,
     axis_size,
     dp_rank,
     mesh_axes,
     mesh_sizes,
+    possible_axes,
     same_batch_mesh,
     shard_size,
 )
