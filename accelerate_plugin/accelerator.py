@@ -1,8 +1,8 @@
 """Override methods of Accelerator for training with `lora_parallel`.
 
 In such an Accelerator `num_processes` counts data-parallel processes, and `gather` and `reduce` work on values of these
-processes: peers of one batch see the same batch and act as one process. So scripts that scale learning-rate
-schedules, batch sizes or metrics by `num_processes` stay right under tensor parallelism.
+processes: tensor and context parallel peers see the same batch and act as one process. So scripts that scale
+learning-rate schedules, batch sizes or metrics by `num_processes` stay right under both.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 
-__all__ = ["CP_METHOD", "check_config", "check_config_file", "config_file_of", "cp_method_in", "cp_method_of_file"]
+__all__ = ["CP_METHOD", "check_config", "check_config_file", "config_file_of", "cp_method_in"]
 
 CP_METHOD = "PARALLELISM_CONFIG_CP_METHOD"
 """Environment variable of the key `parallelism_config_cp_method`, which `accelerate launch` does not know."""
@@ -23,21 +23,25 @@ _SECTIONS = {"fsdp_config": "fsdp", "dynamo_config": "dynamo", "parallelism_conf
 
 
 @cache
-def check_config_file() -> None:
+def check_config_file() -> dict[str, Any]:
     """Check the configuration file that `accelerate launch` read, if it started this process.
+
+    Returns:
+        The content of the file, which is empty if there is none.
 
     Raises:
         ValueError: The file has keys that `accelerate launch` drops, or a parallelism_config that it has dropped.
     """
     path = _launched_with()
     if path is None:
-        return
+        return {}
     content = check_config(path)
     if content.get("parallelism_config") and "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ:
         raise ValueError(
             f"{path} has a parallelism_config, which `accelerate launch` drops where --use_fsdp or the like is given "
             "on the command line too: leave that out, distributed_type: FSDP in the file says it."
         )
+    return content
 
 
 def check_config(path: Path) -> dict[str, Any]:
@@ -64,17 +68,11 @@ def check_config(path: Path) -> dict[str, Any]:
 
 
 def cp_method_in(content: dict[str, Any]) -> str | None:
-    """Return the `parallelism_config_cp_method` of a configuration file's content, or None."""
-    return (content.get("parallelism_config") or {}).get(CP_METHOD.lower())
+    """Return the `parallelism_config_cp_method` of a configuration file's content, or None.
 
-
-def cp_method_of_file() -> str | None:
-    """Return the `parallelism_config_cp_method` of the file that `accelerate launch` read, or None.
-
-    `accelerate launch` drops the key, so it is read here; `accelerate-lora launch` puts it into the environment.
+    `accelerate launch` drops the key. `accelerate-lora launch` puts it into the environment.
     """
-    path = _launched_with()
-    return None if path is None else cp_method_in(yaml.safe_load(path.read_text()) or {})
+    return (content.get("parallelism_config") or {}).get(CP_METHOD.lower())
 
 
 def config_file_of(arguments: list[str]) -> Path | None:

@@ -13,7 +13,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
-from accelerate_plugin.config_file import CP_METHOD, check_config_file, cp_method_of_file
+from accelerate_plugin.config_file import CP_METHOD, check_config_file, cp_method_in
 from accelerate_plugin.parallelism import LoRAParallelism
 from accelerate_plugin.plugin import LoRAParallelPlugin, check_version
 
@@ -62,8 +62,8 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
                 f"both {name} and FSDP are asked for: LoRA under FSDP2 and tensor parallelism does without {name}. "
                 f"Remove {argument}, or the {name.lower()}_config of the configuration."
             )
-    cp_method = os.environ.get(CP_METHOD) or cp_method_of_file()
-    check_config_file()
+    content = check_config_file()
+    cp_method = os.environ.get(CP_METHOD) or cp_method_in(content)
     global _given
     if isinstance(plugin, LoRAParallelPlugin):
         _given = plugin

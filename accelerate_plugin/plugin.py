@@ -29,8 +29,6 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
     def __init__(
         self,
         tp_size: int | None = None,
-        cp_size: int | None = None,
-        cp_method: Literal["ulysses", "all_gather"] | None = None,
         dp_shard_size: int | Literal["auto"] | None = None,
         dp_replicate_size: int | None = None,
         lora_config: LoraConfig | None = None,
@@ -46,15 +44,13 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         reduce_dtype: torch.dtype | None = torch.float32,
         seed: int = 0,
         timeout_seconds: int | None = None,
+        cp_size: int | None = None,
+        cp_method: Literal["ulysses", "all_gather"] | None = None,
     ) -> None:
         """Keep the settings; no process group or mesh is made yet.
 
         Args:
             tp_size: Number of processes that share each layer and see the same batch; None: as configured, else 1.
-            cp_size: Number of processes that each compute a chunk of the tokens of one batch (context parallelism);
-                None: as configured, else 1.
-            cp_method: How attention gets all tokens under context parallelism (see `ParallelConfig.cp_method`);
-                None: as configured (`parallelism_config_cp_method`), else "ulysses".
             dp_shard_size: Number of processes that a copy of the model is sharded over; "auto": all processes that the
                 other sizes leave; None: as configured, else "auto".
             dp_replicate_size: Number of copies of the sharded model (HSDP); None: as configured, else 1.
@@ -78,6 +74,10 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             seed: Seed of injected adapters and of LoRA dropout.
             timeout_seconds: Seconds after which a collective that a peer has not joined is an error; None: the timeout
                 of `InitProcessGroupKwargs`, else 1800.
+            cp_size: Number of processes that each compute a chunk of the tokens of one batch (context parallelism);
+                None: as configured, else 1.
+            cp_method: How attention gets all tokens under context parallelism (see `ParallelConfig.cp_method`);
+                None: as configured (`parallelism_config_cp_method`), else "ulysses".
 
         Raises:
             TypeError, ValueError: A value cannot work, or asks for something that is not supported.

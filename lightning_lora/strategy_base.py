@@ -57,8 +57,6 @@ class BaseLogic(Communication):
         self,
         tensor_parallel_size: int = 1,
         data_parallel_size: Literal["auto"] | int = "auto",
-        context_parallel_size: int = 1,
-        context_parallel_method: Literal["ulysses", "all_gather"] = "ulysses",
         replicate_size: int = 1,
         lora_config: LoraConfig | None = None,
         tp_plan: Literal["auto"] | dict[str, str] = "auto",
@@ -73,6 +71,8 @@ class BaseLogic(Communication):
         seed: int | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: int = 1800,
+        context_parallel_size: int = 1,
+        context_parallel_method: Literal["ulysses", "all_gather"] = "ulysses",
     ) -> None:
         """Check and keep the options; processes are started later.
 
@@ -80,9 +80,6 @@ class BaseLogic(Communication):
             tensor_parallel_size: Number of processes that share each layer and see the same batch.
             data_parallel_size: Number of batches that are computed at the same time, replicas included; "auto": the
                 number of processes divided by tensor_parallel_size and context_parallel_size.
-            context_parallel_size: Number of processes that each compute a chunk of the tokens of one batch.
-            context_parallel_method: How attention gets all tokens. "ulysses": an all-to-all gives each process all
-                tokens of a share of the heads. "all_gather": each process gathers the keys and values of all tokens.
             replicate_size: Number of copies of the sharded model that the data-parallel processes form (HSDP); it must
                 divide data_parallel_size.
             lora_config: Config of the adapter to inject into a model that has none.
@@ -99,6 +96,9 @@ class BaseLogic(Communication):
             seed: Seed of injected adapters and of LoRA dropout; None: the seed of `seed_everything`, else 0.
             process_group_backend: Backend of torch.distributed; None: nccl on GPUs, gloo on CPUs.
             timeout_seconds: Seconds after which a collective that a peer has not joined is an error.
+            context_parallel_size: Number of processes that each compute a chunk of the tokens of one batch.
+            context_parallel_method: How attention gets all tokens. "ulysses": an all-to-all gives each process all
+                tokens of a share of the heads. "all_gather": each process gathers the keys and values of all tokens.
 
         Raises:
             TypeError: A size is not an int, or `lora_config` is no PEFT config.

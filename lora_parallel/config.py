@@ -37,8 +37,11 @@ class ParallelConfig:
     """Number of ranks along the `cp` axis; each computes a chunk of the tokens of one batch, which all of them see."""
 
     cp_method: Literal["ulysses", "all_gather"] = "ulysses"
-    """How attention gets all tokens under cp. "ulysses": an all-to-all gives each rank all tokens of a share of the
-    heads. "all_gather": each rank gathers the keys and values of all tokens."""
+    """Method by which attention gets all tokens under cp.
+
+    "ulysses": an all-to-all gives each rank all tokens of a share of the heads. "all_gather": each rank gathers the
+    keys and values of all tokens.
+    """
 
     tp_plan: Literal["auto"] | Mapping[str, str] = "auto"
     """Plan of the layers' styles. "auto" takes the model's own plan.

@@ -176,7 +176,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def dp_of(text: str) -> int:
-    """How many batches a mesh computes at a time."""
+    """Return the number of batches that a mesh computes at a time."""
     sizes = parse_mesh(text)
     return sizes["dp_replicate"] * sizes["dp_shard"]
 

@@ -160,8 +160,7 @@ class Row:
     note: str = ""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """What `parallelize` refuses, by "any", "tp" or "cp" (a mesh on which the axis is > 1) or a mesh: a part of the
-    message."""
+    """Give a part of the message of each refusal, by "any", "tp" or "cp" (a mesh where the axis is > 1) or a mesh."""
 
     def refusal(self, mesh: str) -> str | None:
         """What this row's refusal on this mesh says, if it is to be refused there."""

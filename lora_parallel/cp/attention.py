@@ -12,7 +12,8 @@ other ranks, and then calls the function as the model would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,13 +26,24 @@ from lora_parallel.cp.context import CPContext
 from lora_parallel.distributed.collectives import chunk_bounds, unless_compiled
 from lora_parallel.distributed.token_chunks import gather_keys, heads_to_tokens, tokens_to_heads
 
-__all__ = ["ATTENTION", "attend_to_all_tokens", "attend_with_share", "check_method", "repeats_of", "wrap_registry"]
+__all__ = [
+    "ATTENTION",
+    "AttentionCall",
+    "attend_to_all_tokens",
+    "attend_with_share",
+    "check_heads",
+    "check_method",
+    "remember_whole",
+    "rows_of_mask",
+    "with_repeated_heads",
+    "wrap_registry",
+]
 
 _WHOLE = "_lora_parallel_whole"
 ATTENTION = "_lora_parallel_attention"
 """Name of the attribute of a module under which the wrapper finds what computes its attention in place of the function.
 
-It is called as `function(own, implementation, module, query, key, value, mask, *args, **kwargs)`, or leaves the
+It is called as `function(own, implementation, module, *args, **kwargs)`, or leaves the
 attention as it is if the attribute is missing or None.
 """
 
@@ -98,43 +110,70 @@ class _WithHeads:
         return getattr(self.__dict__["_module"], name)
 
 
-def repeats_of(heads: int, kv_heads: int, ranks: int) -> int:
-    """Return how often each key and value head is repeated, so that `ranks` divide the heads.
+def check_heads(heads: int, ranks: int) -> None:
+    """Check that the query heads can be divided between ranks.
 
     Raises:
-        ValueError: The ranks do not divide the query heads.
+        ValueError: The ranks do not divide them.
     """
     if heads % ranks:
         raise ValueError(
             f'cp={ranks} with cp_method="ulysses" gives each rank as many heads, and attention has {heads} of them on '
             'a rank of tp: use another cp, or cp_method="all_gather".'
         )
-    groups = heads // kv_heads
-    return next(repeat for repeat in range(1, groups + 1) if not groups % repeat and not kv_heads * repeat % ranks)
 
 
-def attend_with_share(
-    own: Callable[..., Any],
-    module: nn.Module,
-    tensors: Sequence[Tensor],
-    heads: int,
-    share: tuple[int, int],
-    mask: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Tensor:
+def with_repeated_heads(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values with each key and value head as often as `ranks` need to divide them."""
+    query, key, value = tensors
+    check_heads(query.shape[1], ranks)
+    kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    repeat = next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % ranks)
+    if repeat == 1:
+        return query, key, value
+    return query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """Hold what an attention module gives to its attention function."""
+
+    function: Callable[..., Any]
+    module: nn.Module
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Queries, keys and values, [rows, heads, tokens, features]."""
+
+    mask: Any
+    args: tuple[Any, ...]
+    """Further positional arguments."""
+
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> AttentionCall:
+        """Return the call of a function with these arguments, among which the mask may stand by place or by name."""
+        mask = kwargs.pop("attention_mask", None) if len(args) < 4 else args[3]
+        return cls(function, module, args[:3], mask, args[4:], kwargs)
+
+    @property
+    def heads(self) -> int:
+        """Return the number of query heads."""
+        return self.tensors[0].shape[1]
+
+    def compute(self) -> Tensor:
+        """Return the output [rows, tokens, heads, features]."""
+        return self.function(self.module, *self.tensors, self.mask, *self.args, **self.kwargs)[0]
+
+
+def attend_with_share(call: AttentionCall, tensors: Sequence[Tensor], share: tuple[int, int]) -> Tensor:
     """Compute attention of some of the heads, and return the output [rows, tokens, heads of the share, features].
 
     Args:
-        own: The attention function.
-        module: The attention module.
+        call: The call of all heads.
         tensors: Queries, keys and values of these heads, [rows, heads, tokens, features].
-        heads: The number of all query heads.
         share: First and last + 1 query head.
-        mask: The mask of all heads, as the model gives it.
-        args: Further positional arguments of the function.
-        kwargs: Further arguments by name.
     """
+    heads = call.heads
 
     def of_share(each: Any) -> Any:
         if not isinstance(each, Tensor):
@@ -144,9 +183,9 @@ def attend_with_share(
         return each[:, share[0] : share[1]] if each.dim() == 4 and each.shape[1] == heads else each
 
     query, key, _ = tensors
-    stands: Any = _WithHeads(module, heads, share, query.shape[1] // key.shape[1])
-    given = {name: of_share(each) for name, each in kwargs.items()}
-    return own(stands, *tensors, of_share(mask), *args, **given)[0]
+    stands: Any = _WithHeads(call.module, heads, share, query.shape[1] // key.shape[1])
+    given = {name: of_share(each) for name, each in call.kwargs.items()}
+    return call.function(stands, *tensors, of_share(call.mask), *call.args, **given)[0]
 
 
 def attend_to_all_tokens(context: CPContext, name: str) -> Callable[..., Any]:
@@ -157,90 +196,53 @@ def attend_to_all_tokens(context: CPContext, name: str) -> Callable[..., Any]:
         name: The name of the module, for messages.
     """
 
-    def attend(
-        own: Callable[..., Any],
-        implementation: str,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def attend(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not context.on_chunk:
-            return own(module, query, key, value, attention_mask, *args, **kwargs)
-        kwargs = {name: whole_of(each) for name, each in kwargs.items()}
-        compute = _by_heads if context.method == "ulysses" else _with_gathered_keys
-        given = own, module, (query, key, value), attention_mask, args, kwargs
-        return compute(context, unless_compiled(name), implementation, *given), None
+            return own(module, *args, **kwargs)
+        call = AttentionCall.of(own, module, *args, **{key: whole_of(each) for key, each in kwargs.items()})
+        where = unless_compiled(name)
+        if context.method == "ulysses":
+            return _by_heads(context, where, call), None
+        check_method(implementation)
+        return _with_gathered_keys(context, where, call), None
 
     return attend
 
 
-def _by_heads(
-    context: CPContext,
-    where: str,
-    implementation: str,
-    own: Callable[..., Any],
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Tensor:
-    query, key, value = tensors
-    chunks, tokens, heads = context.chunks, context.tokens.count, query.shape[1]
-    repeat = repeats_of(heads, key.shape[1], chunks.ranks)
-    if repeat > 1:
-        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    query, key, value = tokens_to_heads((query, key, value), tokens, chunks, where)
+def _by_heads(context: CPContext, where: str, call: AttentionCall) -> Tensor:
+    chunks, heads = context.chunks, call.heads
     share = chunk_bounds(heads, chunks.ranks, chunks.rank)
-    output = attend_with_share(own, module, (query, key, value), heads, share, mask, args, kwargs)
+    parts = tokens_to_heads(with_repeated_heads(call.tensors, chunks.ranks), context.tokens.count, chunks, where)
+    output = attend_with_share(call, parts, share)
     return heads_to_tokens(output.transpose(1, 2), chunks, where).transpose(1, 2).contiguous()
 
 
-def _with_gathered_keys(
-    context: CPContext,
-    where: str,
-    implementation: str,
-    own: Callable[..., Any],
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Tensor:
-    check_method(implementation)
-    chunks, tokens, heads = context.chunks, context.tokens.count, tensors[0].shape[1]
-    stands: Any = _WithHeads(module, heads, (0, heads), heads // tensors[1].shape[1])
+def _with_gathered_keys(context: CPContext, where: str, call: AttentionCall) -> Tensor:
+    chunks, tokens, heads = context.chunks, context.tokens.count, call.heads
+    stands: Any = _WithHeads(call.module, heads, (0, heads), heads // call.tensors[1].shape[1])
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = gather_keys((key, value), tokens, chunks, where)
-        rows = rows_of_mask(mask, stands, kwargs, tokens, chunks.positions(tokens, query.device))
-        return own(stands, query, key, value, rows, *args, **kwargs)[0]
+        rows = rows_of_mask(call, tokens, chunks.positions(tokens, query.device))
+        return replace(call, module=stands, tensors=(query, key, value), mask=rows).compute()
 
     if not torch.is_grad_enabled() or context.recomputes or not context.running:
-        return attend(*tensors)
-    return checkpoint(attend, *tensors, use_reentrant=False)
+        return attend(*call.tensors)
+    return checkpoint(attend, *call.tensors, use_reentrant=False)
 
 
-def rows_of_mask(
-    mask: Any, module: nn.Module, kwargs: Mapping[str, Any], tokens: int, positions: Tensor
-) -> Tensor | None:
+def rows_of_mask(call: AttentionCall, tokens: int, positions: Tensor) -> Tensor | None:
     """Return the mask of this rank's queries, [.., .., tokens of this rank, tokens]; None if they see all tokens.
 
     Args:
-        mask: The mask of all queries, or None, as the model gives it.
-        module: The attention module.
-        kwargs: The arguments of the attention function; `is_causal` among them stands before the module's.
+        call: The call of attention; `is_causal` among its arguments stands before the module's.
         tokens: The number of all tokens.
         positions: The index of each of this rank's tokens, int32.
     """
-    if mask is not None:
-        return mask.index_select(2, positions) if mask.shape[2] == tokens else mask
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
+    if call.mask is not None:
+        return call.mask.index_select(2, positions) if call.mask.shape[2] == tokens else call.mask
+    causal = call.kwargs.get("is_causal")
+    if not (getattr(call.module, "is_causal", True) if causal is None else causal):
         return None
     return (positions[:, None] >= torch.arange(tokens, device=positions.device))[None, None]
 

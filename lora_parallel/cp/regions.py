@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from transformers import Cache
 from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, remember_whole, wrap_registry
 from lora_parallel.cp.context import CPContext
+from lora_parallel.distributed.gradients import scale_gradient
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.token_chunks import TokenChunks
+from lora_parallel.layers.forward_arguments import asks_for, asks_for_cache, without_cache, without_caches
 from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
 from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
 from lora_parallel.tp.slicing import Slicing
@@ -91,7 +91,7 @@ class _Forward:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context = self._context
-        caches = bool(kwargs.get("use_cache")) or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
+        caches = asks_for_cache(args, kwargs)
         if caches and torch.is_grad_enabled():
             raise ValueError(
                 "a forward with gradients was given use_cache=True or a cache: under cp each rank would cache its own "
@@ -111,10 +111,7 @@ class _Forward:
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         cut = self._context.cuts
         self._context.end_forward()
-        if cut and isinstance(output, ModelOutput) and isinstance(output.get("past_key_values"), Cache):
-            # It has a chunk of the tokens.
-            return type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
-        return None
+        return without_cache(output) if cut else None  # it would have a chunk of the tokens
 
 
 def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -123,10 +120,8 @@ def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     Raises:
         ValueError: The forward, or the model's config, asks for them.
     """
-    asked_of: Any = getattr(model, "config", None)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        asked = kwargs.get(name)
-        if asked if asked is not None else getattr(asked_of, name, False):
+        if asks_for(name, kwargs, model):
             raise ValueError(
                 f"{name}=True: under cp each rank has a chunk of the tokens between blocks, and would return, or "
                 "compute a loss of, that. Leave it False, or use cp=1."
@@ -178,8 +173,7 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
         if not context.active:
             _refuse_gradients(type(self).__name__)
             return own(*args, **kwargs)
-        args = tuple(None if isinstance(each, Cache) else each for each in args)  # nobody would read it
-        kwargs = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
+        args, kwargs = without_caches(args, kwargs)  # nobody would read them
         if is_first:
             hidden = first_activations(args, kwargs)[1]
             context.tokens.count = _checked(hidden.shape[1], context.chunks)
@@ -291,7 +285,7 @@ def _run_after(layer: nn.Module, context: CPContext) -> None:
         elif x.dim() == 3 and x.shape[1] == tokens:
             x = chunks.mine(x)
         else:
-            return _scaled(own(_scaled(x, chunks.ranks), *args, **kwargs), 1 / chunks.ranks)
+            return scale_gradient(own(scale_gradient(x, chunks.ranks), *args, **kwargs), 1 / chunks.ranks)
         context.running = True
         try:
             y = own(x, *args, **kwargs)
@@ -306,21 +300,3 @@ def _run_after(layer: nn.Module, context: CPContext) -> None:
         return whole if slicing is None else sliced_tensor(whole, slicing)
 
     layer.forward = MethodType(forward, layer)
-
-
-class _Scaled(torch.autograd.Function):
-    """Return a tensor unchanged, and multiply its gradient by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
-
-
-def _scaled(x: Tensor, factor: float) -> Tensor:
-    return _Scaled.apply(x, factor)

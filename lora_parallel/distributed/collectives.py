@@ -32,6 +32,7 @@ __all__ = [
     "exchanged",
     "gather_last_dim",
     "gather_tokens",
+    "padded",
     "scattered_sum",
     "split_last_dim",
     "split_tokens",
@@ -160,7 +161,7 @@ _TOKENS = 1
 """Dim of the tokens in activations [rows, tokens, features]."""
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
     """Return `x` with zeros at the end of a dim, so that it has this size there."""
     if dim < 0:
         dim += x.dim()
@@ -170,7 +171,7 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 def _all_chunks(x: Tensor, size: int, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the ranks' chunks `x` of a dim concatenated: `size` elements in that dim."""
     ranks = group.size()
-    stacked = stacked_over(_padded(x, dim, -(-size // ranks)), group, what, where)
+    stacked = stacked_over(padded(x, dim, -(-size // ranks)), group, what, where)
     bounds = (chunk_bounds(size, ranks, rank) for rank in range(ranks))
     parts = zip(stacked.unbind(0), bounds, strict=True)
     # A new tensor, never a view: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a view
@@ -211,10 +212,9 @@ def _sum_of_mine(x: Tensor, group: ProcessGroup, what: str, where: str) -> Tenso
     if torch.compiler.is_compiling():
         chunks = _tokens_first(x, width * group.size(), group).unflatten(0, (group.size(), width))
         start, end = chunk_bounds(size, group.size(), group.rank())
-        return reduce_scatter_sum(chunks, group).narrow(0, 0, end - start).transpose(0, 1).contiguous()
-    stacked = torch.stack(_padded(x, _TOKENS, width * group.size()).split(width, dim=_TOKENS))
-    with _named(what, where, group):
-        mine = reduce_scatter_sum(stacked, group)
+        return scattered_sum(chunks, group, what, where).narrow(0, 0, end - start).transpose(0, 1).contiguous()
+    stacked = torch.stack(padded(x, _TOKENS, width * group.size()).split(width, dim=_TOKENS))
+    mine = scattered_sum(stacked, group, what, where)
     start, end = chunk_bounds(size, group.size(), group.rank())
     return mine.narrow(_TOKENS, 0, end - start).clone(memory_format=torch.contiguous_format)
 

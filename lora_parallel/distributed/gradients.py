@@ -25,7 +25,7 @@ from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.gradient_hooks import PostponedHooks
 from lora_parallel.distributed.torch_private import placed_as, queue_after_backward
 
-__all__ = ["PartialGradients", "clip_grad_norm_", "refuse_clipping_if"]
+__all__ = ["PartialGradients", "clip_grad_norm_", "refuse_clipping_if", "scale_gradient"]
 
 _ELSEWHERE = "_lora_parallel_gradient"
 
@@ -303,3 +303,19 @@ def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """
     for grad in _gradients(parameters):
         local(grad).clamp_(-clip_value, clip_value)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return `x` unchanged; backward multiplies its gradient by `factor`."""
+    return _Scaled.apply(x, factor)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lora_parallel.distributed.collectives import exchanged, scattered_sum, stacked_over
+from lora_parallel.distributed.collectives import exchanged, padded, scattered_sum, stacked_over
 
 __all__ = ["TokenChunks", "gather_keys", "heads_to_tokens", "tokens_to_heads"]
 
@@ -92,7 +92,7 @@ class TokenChunks:
         if self._divides(tokens):
             return whole.unflatten(0, (self.ranks, width))
         ranges = (self.ranges(tokens, rank) for rank in range(self.ranks))
-        return torch.stack([_padded(torch.cat([whole[a:b] for a, b in each]), width) for each in ranges])
+        return torch.stack([padded(torch.cat([whole[a:b] for a, b in each]), 0, width) for each in ranges])
 
     def _divides(self, tokens: int) -> bool:
         """Return True if chunks are joined without a copy. In a graph that would be a condition on the length."""
@@ -114,15 +114,11 @@ def _bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * size // parts, (index + 1) * size // parts
 
 
-def _padded(x: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, size - x.shape[0]))
-
-
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, tokens: int, chunks: TokenChunks, where: str) -> Tensor:
         ctx.chunks = chunks
-        first = _padded(part.transpose(0, 1), chunks.width(tokens)).contiguous()
+        first = padded(part.transpose(0, 1), 0, chunks.width(tokens)).contiguous()
         stacked = stacked_over(first, chunks.group, "tokens", where)
         return chunks.joined(stacked, tokens).transpose(0, 1).contiguous()
 
@@ -135,29 +131,37 @@ class _Whole(torch.autograd.Function):
 # ------------------------------------------------------------------------------- heads against tokens
 
 
+def _packed(xs: Sequence[Tensor]) -> Tensor:
+    """Return tensors [rows, heads, tokens, features] as one, [tokens, rows, heads x features of all]."""
+    return torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in xs], -1)
+
+
+def _unpacked(packed: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the tensors [rows, heads, tokens, features] that `_packed` has packed, from heads and features of each."""
+    parts = packed.split([heads * features for heads, features in sizes], -1)
+    return [part.unflatten(2, size).permute(1, 2, 0, 3) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _sizes(xs: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(x.shape[1], x.shape[3]) for x in xs]
+
+
 def _to_heads(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, what: str, where: str) -> list[Tensor]:
     """Return a share of the heads of all tokens [rows, heads / ranks, tokens, features] of each [rows, heads, ...]."""
-    shares = [x.unflatten(1, (chunks.ranks, -1)) for x in xs]
-    packed = torch.cat([share.permute(3, 1, 0, 2, 4).flatten(3) for share in shares], -1)
-    sent = _padded(packed, chunks.width(tokens)).transpose(0, 1).contiguous()  # [ranks, width, rows, features]
+    shares = [x.unflatten(1, (chunks.ranks, -1)).unbind(1) for x in xs]
+    packed = torch.stack([_packed(of_rank) for of_rank in zip(*shares, strict=True)], 1)  # [tokens, ranks, rows, ...]
+    sent = padded(packed, 0, chunks.width(tokens)).transpose(0, 1).contiguous()
     whole = chunks.joined(exchanged(sent, chunks.group, what, where), tokens)
-    parts = whole.split([share.shape[2] * share.shape[4] for share in shares], -1)
-    return [
-        part.unflatten(2, (share.shape[2], share.shape[4])).permute(1, 2, 0, 3)
-        for part, share in zip(parts, shares, strict=True)
-    ]
+    return _unpacked(whole, _sizes([share[0] for share in shares]))
 
 
 def _to_tokens(xs: Sequence[Tensor], chunks: TokenChunks, what: str, where: str) -> list[Tensor]:
     """Return all heads of this rank's tokens [rows, heads, tokens of this rank, features]: undo `_to_heads`."""
-    packed = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in xs], -1)
+    packed = _packed(xs)
     got = exchanged(chunks.parted(packed).contiguous(), chunks.group, what, where)
     mine = got.narrow(1, 0, chunks.count(packed.shape[0]))
-    parts = mine.split([x.shape[1] * x.shape[3] for x in xs], -1)
-    return [
-        part.unflatten(3, (x.shape[1], x.shape[3])).permute(2, 0, 3, 1, 4).flatten(1, 2)
-        for part, x in zip(parts, xs, strict=True)
-    ]
+    shares = [_unpacked(of_rank, _sizes(xs)) for of_rank in mine.unbind(0)]
+    return [torch.cat(of_tensor, 1) for of_tensor in zip(*shares, strict=True)]
 
 
 class _TokensToHeads(torch.autograd.Function):
@@ -212,25 +216,15 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: int, chunks: TokenChunks, where: str, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.chunks, ctx.where = chunks, where
-        packed = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in xs], -1)
-        stacked = stacked_over(_padded(packed, chunks.width(tokens)).contiguous(), chunks.group, "keys", where)
-        parts = chunks.joined(stacked, tokens).split([x.shape[1] * x.shape[3] for x in xs], -1)
-        return tuple(
-            part.unflatten(2, (x.shape[1], x.shape[3])).permute(1, 2, 0, 3) for part, x in zip(parts, xs, strict=True)
-        )
+        sent = padded(_packed(xs), 0, chunks.width(tokens)).contiguous()
+        return tuple(_unpacked(chunks.joined(stacked_over(sent, chunks.group, "keys", where), tokens), _sizes(xs)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        chunks: TokenChunks = ctx.chunks
-        packed = torch.cat([grad.permute(2, 0, 1, 3).flatten(2) for grad in grads], -1)
+        chunks, packed = ctx.chunks, _packed(grads)
         total = scattered_sum(chunks.parted(packed).contiguous(), chunks.group, "gradients of keys", ctx.where)
-        parts = total.narrow(0, 0, chunks.count(packed.shape[0])).split([g.shape[1] * g.shape[3] for g in grads], -1)
-        mine = (
-            part.unflatten(2, (grad.shape[1], grad.shape[3])).permute(1, 2, 0, 3)
-            for part, grad in zip(parts, grads, strict=True)
-        )
-        return None, None, None, *mine
+        return None, None, None, *_unpacked(total.narrow(0, 0, chunks.count(packed.shape[0])), _sizes(grads))
 
 
 def gather_keys(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, where: str) -> tuple[Tensor, ...]:

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from transformers import Cache
-from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
 from lora_parallel.adapters.peft_private import trace_dora
 from lora_parallel.cp.context import CPContext
 from lora_parallel.distributed.rank_checks import is_rank_zero
+from lora_parallel.layers.forward_arguments import asks_for_cache, without_cache, without_caches
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, shadow, tp_layer_of
 
@@ -173,8 +173,7 @@ class _Block:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self._caches.unused:
-            args = tuple(None if isinstance(each, Cache) else each for each in args)
-            kwargs = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
+            args, kwargs = without_caches(args, kwargs)
         # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
         if self.eager or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             return self._own(*args, **kwargs)
@@ -232,12 +231,8 @@ class _Caches:
         model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        asked = kwargs.get("use_cache") or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
-        self.unused = model.training and not asked
+        self.unused = model.training and not asks_for_cache(args, kwargs)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unused, self.unused = self.unused, False
-        if unused and isinstance(output, ModelOutput) and isinstance(output.get("past_key_values"), Cache):
-            # It is empty.
-            return type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
-        return None
+        return without_cache(output) if unused else None  # it is empty

@@ -25,6 +25,7 @@ from lora_parallel.distributed.torch_private import (
 )
 from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
+from lora_parallel.layers.forward_arguments import asks_for
 from lora_parallel.layers.module_names import innermost
 from lora_parallel.planning.first_batch_check import FirstBatchCheck
 from lora_parallel.runtime.guards import check_values
@@ -39,10 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def _refuse_attentions(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    asked = kwargs.get("output_attentions")
-    if asked is None:
-        asked = getattr(getattr(innermost(model), "config", None), "output_attentions", False)
-    if asked:
+    if asks_for("output_attentions", kwargs, innermost(model)):
         raise ValueError(
             "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, and "
             "would return that. Leave it False, or use tp=1."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.gradients import scale_gradient
 from lora_parallel.tenants.shards import Cut, gather
 
 __all__ = ["Factor", "gathered_factors"]
@@ -66,7 +66,7 @@ class Factor:
             held = self.lend(local(self.parameter))
         elif isinstance(held, DTensor):
             held = held.to_local()
-        held = _Weighted.apply(held, weight)
+        held = scale_gradient(held, weight)
         if self.rows is not None:
             held = held.index_select(0, self.rows.to(held.device))
         return held if dtype is None else held.to(dtype)
@@ -111,17 +111,6 @@ class Factor:
         like = torch.zeros_like(self.parameter, requires_grad=False)
         local(like).copy_(values if self.cut is None else self.cut.of(values, dp_shard_rank))
         return like
-
-
-class _Weighted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * ctx.weight, None
 
 
 def gathered_factors(factors: Sequence[Factor], mesh: DeviceMesh) -> dict[Factor, Tensor]:

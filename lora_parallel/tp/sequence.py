@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lora_parallel.distributed.collectives import gather_tokens, split_tokens, whole_tokens
 from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.layers.forward_arguments import asks_for
 from lora_parallel.tp.context import Tokens
 
 __all__ = [
@@ -82,8 +83,7 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> No
 
 
 def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    asked = kwargs.get("output_hidden_states")
-    if asked if asked is not None else getattr(getattr(model, "config", None), "output_hidden_states", False):
+    if asks_for("output_hidden_states", kwargs, model):
         raise ValueError(
             "output_hidden_states=True: with sequence_parallel=True each tp rank has a chunk of the tokens between "
             "blocks, and would return that. Leave it False, or use sequence_parallel=False."

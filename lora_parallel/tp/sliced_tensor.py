@@ -315,7 +315,7 @@ def _cross_entropy_of_chunks(
     assert chunks is not None
     mine, flat = chunks.mine(target.view(-1, slicing.tokens)), part.flatten(0, 1)
     if slicing.plain_loss:
-        check_labels(target, target == ignore_index, slicing.features, slicing.name)
+        check_labels(target, ignore_index, slicing.features, slicing.name)
         losses = cross_entropy(flat.to(logits.dtype), mine.flatten(), ignore_index=ignore_index, reduction="none")
     else:
         losses = cross_entropy_of_slices(

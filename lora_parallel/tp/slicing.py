@@ -41,11 +41,13 @@ class Slicing:
         self.features, self.group, self.name, self.chunks, self.tokens = features, group, name, chunks, tokens
         self.plain_loss = plain_loss
         self.start, self.end = (0, features) if group is None else chunk_bounds(features, group.size(), group.rank())
-        self._told = False
+        self._told: set[str] = set()
 
     def over_tokens(self, chunks: TokenChunks, tokens: int) -> Slicing:
         """Return the same slicing of a chunk of the tokens."""
-        return Slicing(self.features, self.group, self.name, chunks, tokens, self.plain_loss)
+        found = Slicing(self.features, self.group, self.name, chunks, tokens, self.plain_loss)
+        found._told = self._told  # once, for all forwards
+        return found
 
     def equals(self, other: Slicing) -> bool:
         """Return True if the slices of two tensors are of the same features and tokens."""
@@ -67,7 +69,7 @@ class Slicing:
         """Return the whole tensor, of which each rank has `part`; tell the user once which operation asked for it."""
         if self.group is not None:
             if not self._told and dist.get_rank() == 0:
-                self._told = True
+                self._told.add(self.name)
                 log.warning(
                     "loss_parallel=True: %s reads the logits of %s in training, so that they are gathered as without "
                     "loss_parallel. The result is right, if all tp ranks do the same.",

@@ -108,24 +108,24 @@ def cross_entropy_of_slices(
             the device, as in torch's `cross_entropy`.
         RuntimeError: The collective failed.
     """
-    ignored = labels == ignore_index
-    check_labels(labels, ignored, vocabulary, where)
+    ignored = check_labels(labels, ignore_index, vocabulary, where)
     dtype = torch.promote_types(dtype, torch.float32)
     return _CrossEntropyOfSlices.apply(part, labels, ignored, start, dtype, group, where)
 
 
-def check_labels(labels: Tensor, ignored: Tensor, vocabulary: int, where: str) -> None:
-    """Check that every label that is not ignored is in the vocabulary.
+def check_labels(labels: Tensor, ignore_index: int, vocabulary: int, where: str) -> Tensor:
+    """Check that every label that is not ignored is in the vocabulary, and return which labels are ignored.
 
     Raises:
         IndexError: One is not. On an accelerator it is an assertion of the device, as in torch's `cross_entropy`.
     """
+    ignored = labels == ignore_index
     valid = (ignored | ((labels >= 0) & (labels < vocabulary))).all()
     if labels.device.type != "cpu":
         torch._assert_async(valid)  # the CPU need not wait
     elif not valid:
-        wrong = labels[~ignored]
         raise IndexError(
-            f"the labels of {where} go from {int(wrong.min())} to {int(wrong.max())}, outside of its vocabulary of "
-            f"{vocabulary}."
+            f"the labels of {where} go from {int(labels.min())} to {int(labels.max())}, outside of its vocabulary of "
+            f"{vocabulary} and other than ignore_index={ignore_index}."
         )
+    return ignored

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any, Literal
 
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.cp.attention import (
     ATTENTION,
+    AttentionCall,
     attend_with_share,
+    check_heads,
     check_method,
-    repeats_of,
     rows_of_mask,
+    with_repeated_heads,
     wrap_registry,
 )
 from lora_parallel.cp.regions import Places, cut_arguments, first_output, refuse_outputs, with_first_output
@@ -113,20 +115,6 @@ def _check_outside(model: nn.Module, tracer: Tracer) -> None:
             )
 
 
-@dataclass
-class _Attention:
-    """Record one computation of attention on all tokens."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    """Queries, keys and values, [rows, heads, tokens, features]."""
-
-    output: Tensor
-    """[rows, tokens, heads, features]."""
-
-    rest: tuple[Any, tuple[Any, ...], dict[str, Any]]
-    """The mask, further positional arguments, and those by name."""
-
-
 class _Proof:
     """Run the copy of a model that a tracer holds, on all tokens and on chunks.
 
@@ -141,7 +129,9 @@ class _Proof:
         self._tracer = tracer
         self._cp, self._tp, self._method = cp, tp, method
         self._real_of = {twin: real for real, twin in tracer.twin_of.items()}
-        self._calls: list[tuple[nn.Module, _Attention]] = []
+        self._calls: list[tuple[AttentionCall, Tensor]] = []
+        """Computations of attention on all tokens, and their outputs [rows, tokens, heads, features]."""
+
         self._inputs: dict[nn.Module, Tensor] = {}
         self._trunk_output: Tensor | None = None
         self._last_output: Tensor | None = None
@@ -155,6 +145,9 @@ class _Proof:
         wrap_registry()
         self._note_attention()
         blocks, trunk = self._stack()
+        if self._method == "ulysses":
+            for call, _ in self._calls:
+                check_heads(call.heads // self._tp if call.heads % self._tp == 0 else call.heads, self._cp)
         self._note_outputs(blocks, trunk)
         problem = self._on_chunks(blocks, trunk, norm_on_chunks=True)
         norm_on_chunks = problem is None
@@ -162,29 +155,24 @@ class _Proof:
             problem = self._on_chunks(blocks, trunk, norm_on_chunks=False)
         if problem is not None:
             raise TraceError(problem)
-        after = [] if trunk is self._tracer.twin else self._after(trunk)
-        attentions = {self._real_of[module]: self._tracer.paths[module] for module, _ in self._calls}
-        found = Places(
+        attentions = {self._real_of[call.module]: self._tracer.paths[call.module] for call, _ in self._calls}
+        return Places(
             [self._real_of[block] for block in blocks],
             {self._real_of[block]: _positional(block) for block in blocks},
             attentions,
             self._real_of[trunk],
             norm_on_chunks,
-            after,
+            self._after(trunk),
         )
-        self._check_trained(found)
-        return found
 
     # -------------------------------------------------------------------- the run on all tokens
 
     def _note_attention(self) -> None:
         def note(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            query, key, value, mask, rest = (*args[:3], args[3] if len(args) > 3 else None, args[4:])
-            if "attention_mask" in kwargs:
-                mask = kwargs.pop("attention_mask")
-            output = own(module, query, key, value, mask, *rest, **kwargs)
-            self._calls.append((module, _Attention((query, key, value), output[0].clone(), (mask, rest, kwargs))))
-            return output
+            call = AttentionCall.of(own, module, *args, **kwargs)
+            output = call.compute()
+            self._calls.append((call, output.clone()))
+            return output, None
 
         with self._attention_by(note):
             self._tracer.run_again(lambda index, call, fed: call.output())
@@ -194,13 +182,14 @@ class _Proof:
     def _stack(self) -> tuple[list[nn.Module], nn.Module]:
         """Return the blocks of the stack that computes the last attention, and the module around the stack."""
         tracer = self._tracer
-        block = block_of(tracer.paths[self._calls[-1][0]])
+        last = tracer.paths[self._calls[-1][0].module]
+        block = block_of(last)
         path = block.rpartition(".")[0]
         if not block:
-            raise TraceError(f"{tracer.paths[self._calls[-1][0]]} computes attention, and is in no block")
+            raise TraceError(f"{last} computes attention, and is in no block")
         blocks = list(tracer.twin.get_submodule(path).children())
         inside = {module for each in blocks for module in each.modules()}
-        self._calls = [(module, call) for module, call in self._calls if module in inside]
+        self._calls = [each for each in self._calls if each[0].module in inside]
         return blocks, tracer.twin.get_submodule(path.rpartition(".")[0])
 
     def _note_outputs(self, blocks: list[nn.Module], trunk: nn.Module) -> None:
@@ -263,16 +252,16 @@ class _Proof:
             return chunk(call.output()) if in_chunks else call.output()
 
         def attend(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            expected, found = next(remaining, (None, None))
+            call, output = next(remaining, (None, None))
             name = tracer.paths[module]
-            if found is None or expected is not module:
+            if call is None or output is None or call.module is not module:
                 raise TraceError(f"the attention of {name} was computed out of turn")
-            for got, want in zip(args[:3], found.tensors, strict=True):
+            for got, want in zip(args[:3], call.tensors, strict=True):
                 if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
                     raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
             if chunks.rank == 0:
-                self._check_attention(own, module, found, tokens)
-            return chunks.mine(found.output), None
+                self._check_attention(call, output, tokens)
+            return chunks.mine(output), None
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             inside["block"] = True
@@ -308,29 +297,22 @@ class _Proof:
         if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
             raise TraceError("what the model returns changes")
 
-    def _check_attention(self, own: Callable[..., Any], module: nn.Module, found: _Attention, tokens: int) -> None:
+    def _check_attention(self, call: AttentionCall, output: Tensor, tokens: int) -> None:
         """Check that attention can be computed as the ranks of the cp axis will."""
-        mask, args, kwargs = found.rest
-        query, key, value = found.tensors
-        name = self._tracer.paths[module]
+        name, (query, key, value) = self._tracer.paths[call.module], call.tensors
         if self._method == "all_gather":
             for rank in range(_RANKS):
                 chunks = TokenChunks(_RANKS, rank, balanced=True)
-                of_rank = rows_of_mask(mask, module, kwargs, tokens, chunks.positions(tokens, query.device))
-                output = own(module, chunks.mine(query, 2), key, value, of_rank, *args, **kwargs)[0]
-                if not same(output, chunks.mine(found.output)):
+                rows = rows_of_mask(call, tokens, chunks.positions(tokens, query.device))
+                of_rank = replace(call, tensors=(chunks.mine(query, 2), key, value), mask=rows)
+                if not same(of_rank.compute(), chunks.mine(output)):
                     raise TraceError(f"the attention of {name} of some tokens to all is not what it is among all")
             return
-        heads, ranks = query.shape[1], self._cp
-        if heads % self._tp == 0:
-            repeats_of(heads // self._tp, max(key.shape[1] // self._tp, 1), ranks)
-        repeat = repeats_of(heads, key.shape[1], ranks)
-        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        for rank in range(ranks):
-            share = chunk_bounds(heads, ranks, rank)
-            parts = tuple(each.chunk(ranks, 1)[rank] for each in (query, key, value))
-            output = attend_with_share(own, module, parts, heads, share, mask, args, kwargs)
-            if not same(output, found.output[:, :, share[0] : share[1]]):
+        repeated = with_repeated_heads(call.tensors, self._cp)
+        for rank in range(self._cp):
+            start, end = chunk_bounds(call.heads, self._cp, rank)
+            parts = [each.chunk(self._cp, 1)[rank] for each in repeated]
+            if not same(attend_with_share(call, parts, (start, end)), output[:, :, start:end]):
                 raise TraceError(f"the attention of {name} for a share of its heads is not what it is among all")
 
     @contextmanager
@@ -348,44 +330,40 @@ class _Proof:
     # -------------------------------------------------------------------- after the trunk
 
     def _after(self, trunk: nn.Module) -> list[nn.Module]:
-        """Return the layers that are called after the trunk."""
-        called: list[str] = []
+        """Return the layers that are called after the trunk.
+
+        Raises:
+            TraceError: A parameter trains in a module after the trunk that is neither such a layer nor in one.
+        """
+        twins = set(self._tracer.twin.modules()) - set(trunk.modules())
+        modules: dict[nn.Module, None] = {}
+        layers: dict[str, None] = {}
         state = {"after": False}
-        hook = trunk.register_forward_hook(lambda *_: state.update(after=True))
+
+        def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            state["after"] |= module is trunk
+            if state["after"] and module is not trunk:
+                modules[module] = None
 
         def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-            if state["after"] and call.layer not in called:
-                called.append(call.layer)
+            if state["after"]:
+                layers[call.layer] = None
             return call.output()
 
+        hooks = [module.register_forward_hook(returned) for module in (trunk, *twins)]
         try:
             self._tracer.run_again(stand_in)
         finally:
-            hook.remove()
-        return [self._real_of[self._tracer.modules[name]] for name in called]
-
-    def _check_trained(self, places: Places) -> None:
-        """Check that the gradient of every trained parameter will be that of this rank's tokens.
-
-        Raises:
-            TraceError: A parameter trains in a module after the trunk that is neither a layer nor in one.
-        """
-        inside = {module for part in (places.trunk, *places.after) for module in part.modules()}
-        for module, twin in self._tracer.twin_of.items():
-            trains = any(p is not None and p.requires_grad for p in module._parameters.values())
-            if trains and module not in inside and self._is_after(twin, self._tracer.twin_of[places.trunk]):
-                raise TraceError(f"{self._tracer.paths[twin]} trains after the blocks, and is no linear layer")
-
-    def _is_after(self, module: nn.Module, trunk: nn.Module) -> bool:
-        """Return True if a module of the copy is called after the trunk."""
-        order: list[nn.Module] = []
-        hooks = [each.register_forward_hook(lambda own, *_: order.append(own)) for each in (module, trunk)]
-        try:
-            self._tracer.run_again(lambda index, call, fed: call.output())
-        finally:
             for hook in hooks:
                 hook.remove()
-        return trunk in order and module in order[order.index(trunk) :]
+        after = [self._real_of[self._tracer.modules[name]] for name in layers]
+        inside = {module for layer in after for module in layer.modules()}
+        for twin in modules:
+            real = self._real_of[twin]
+            trains = any(p is not None and p.requires_grad for p in real._parameters.values())
+            if trains and real not in inside:
+                raise TraceError(f"{self._tracer.paths[twin]} trains after the blocks, and is no linear layer")
+        return after
 
 
 def _positional(block: nn.Module) -> list[str]:

@@ -102,7 +102,8 @@ def test_the_method_of_context_parallelism_is_handed_on(tmp_path, monkeypatch):
     path = written(tmp_path, parallelism_config=sizes)
     assert config_file.check_config(path)["parallelism_config"] == sizes
     monkeypatch.setattr(config_file, "_launched_with", lambda: path)
-    assert config_file.cp_method_of_file() == "all_gather"
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    assert config_file.cp_method_in(config_file.check_config_file.__wrapped__()) == "all_gather"
     monkeypatch.setattr(cli, "launch_command", lambda options: None)
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_METHOD", "")
     monkeypatch.delenv("PARALLELISM_CONFIG_CP_METHOD")

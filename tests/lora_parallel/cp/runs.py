@@ -79,7 +79,7 @@ def in_float64(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def counted(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """As Trainer calls a model: the number of labels of all accumulated batches."""
+    """Call the model as Trainer does, with the number of labels of all accumulated batches."""
     return model(**batch, num_items_in_batch=torch.tensor(100)).loss
 
 

@@ -288,7 +288,7 @@ REFUSED: dict[str, Any] = {
         {**DECODER, "num_attention_heads": 5, "num_key_value_heads": 5},
         {},
         {},
-        'has 5 of them .*cp_method="all_gather"',
+        '^cp=2 with cp_method="ulysses" .* has 5 of them .*cp_method="all_gather".$',
     ),
     "a kernel": (
         "LlamaForCausalLM",
@@ -348,7 +348,7 @@ def mean_over_cp(patch: pytest.MonkeyPatch) -> None:
 
 def other_rows_of_the_mask(patch: pytest.MonkeyPatch) -> None:
     own = attention.rows_of_mask
-    patch.setattr(attention, "rows_of_mask", lambda m, mod, k, n, positions: own(m, mod, k, n, positions.flip(0)))
+    patch.setattr(attention, "rows_of_mask", lambda call, tokens, positions: own(call, tokens, positions.flip(0)))
 
 
 def other_order(patch: pytest.MonkeyPatch) -> None:
