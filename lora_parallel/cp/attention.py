@@ -24,17 +24,17 @@ from transformers.modeling_utils import AttentionInterface
 
 from lora_parallel.cp.context import CPContext
 from lora_parallel.distributed.collectives import chunk_bounds, unless_compiled
-from lora_parallel.distributed.token_chunks import gather_keys, heads_to_tokens, tokens_to_heads
+from lora_parallel.distributed.token_chunks import TokenChunks, gather_keys, heads_to_tokens, tokens_to_heads
 
 __all__ = [
     "ATTENTION",
     "AttentionCall",
+    "attend_from_tokens",
     "attend_to_all_tokens",
     "attend_with_share",
     "check_heads",
     "check_method",
     "remember_whole",
-    "rows_of_mask",
     "with_repeated_heads",
     "wrap_registry",
 ]
@@ -220,31 +220,49 @@ def _by_heads(context: CPContext, where: str, call: AttentionCall) -> Tensor:
 def _with_gathered_keys(context: CPContext, where: str, call: AttentionCall) -> Tensor:
     chunks, tokens, heads = context.chunks, context.tokens.count, call.heads
     stands: Any = _WithHeads(call.module, heads, (0, heads), heads // call.tensors[1].shape[1])
+    call = replace(call, module=stands)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = gather_keys((key, value), tokens, chunks, where)
-        rows = rows_of_mask(call, tokens, chunks.positions(tokens, query.device))
-        return replace(call, module=stands, tensors=(query, key, value), mask=rows).compute()
+        return attend_from_tokens(call, (query, *gather_keys((key, value), tokens, chunks, where)), chunks)
 
     if not torch.is_grad_enabled() or context.recomputes or not context.running:
         return attend(*call.tensors)
     return checkpoint(attend, *call.tensors, use_reentrant=False)
 
 
-def rows_of_mask(call: AttentionCall, tokens: int, positions: Tensor) -> Tensor | None:
-    """Return the mask of this rank's queries, [.., .., tokens of this rank, tokens]; None if they see all tokens.
+def attend_from_tokens(call: AttentionCall, tensors: Sequence[Tensor], chunks: TokenChunks) -> Tensor:
+    """Compute attention of a rank's tokens to all, and return the output [rows, tokens of the rank, heads, features].
+
+    Where attention is causal and was given no mask, the queries of each chunk see the keys up to its end only: that is
+    half of the work and of the mask, and as much on each rank.
 
     Args:
-        call: The call of attention; `is_causal` among its arguments stands before the module's.
-        tokens: The number of all tokens.
-        positions: The index of each of this rank's tokens, int32.
+        call: The call of the rank's tokens, or of all.
+        tensors: Queries of the rank's tokens, and keys and values of all, [rows, heads, tokens, features].
+        chunks: Which tokens each rank has.
     """
-    if call.mask is not None:
-        return call.mask.index_select(2, positions) if call.mask.shape[2] == tokens else call.mask
+    (query, key, value), tokens = tensors, tensors[1].shape[2]
+    if call.mask is not None or not _is_causal(call):
+        has_rows = call.mask is not None and call.mask.shape[2] == tokens
+        mask = call.mask.index_select(2, chunks.positions(tokens, query.device)) if has_rows else call.mask
+        return replace(call, tensors=(query, key, value), mask=mask).compute()
+    ranges = chunks.ranges(tokens)
+    outputs = []
+    for part, (start, end) in zip(query.split([end - start for start, end in ranges], 2), ranges, strict=True):
+        mask = causal_mask(start, end, query.device) if start else None
+        outputs.append(replace(call, tensors=(part, key[:, :, :end], value[:, :, :end]), mask=mask).compute())
+    return torch.cat(outputs, 1)
+
+
+def causal_mask(start: int, end: int, device: torch.device) -> Tensor:
+    """Return the mask of the queries of tokens `start` to `end` for keys up to `end`, [1, 1, end - start, end]."""
+    return (torch.arange(start, end, device=device)[:, None] >= torch.arange(end, device=device))[None, None]
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    """Return True if attention is causal without a mask: `is_causal` of the call stands before the module's."""
     causal = call.kwargs.get("is_causal")
-    if not (getattr(call.module, "is_causal", True) if causal is None else causal):
-        return None
-    return (positions[:, None] >= torch.arange(tokens, device=positions.device))[None, None]
+    return bool(getattr(call.module, "is_causal", True) if causal is None else causal)
 
 
 def check_method(implementation: str | None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any, Literal
 
@@ -21,10 +20,10 @@ from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.cp.attention import (
     ATTENTION,
     AttentionCall,
+    attend_from_tokens,
     attend_with_share,
     check_heads,
     check_method,
-    rows_of_mask,
     with_repeated_heads,
     wrap_registry,
 )
@@ -260,7 +259,7 @@ class _Proof:
                 if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
                     raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
             if chunks.rank == 0:
-                self._check_attention(call, output, tokens)
+                self._check_attention(call, output)
             return chunks.mine(output), None
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,15 +296,13 @@ class _Proof:
         if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
             raise TraceError("what the model returns changes")
 
-    def _check_attention(self, call: AttentionCall, output: Tensor, tokens: int) -> None:
+    def _check_attention(self, call: AttentionCall, output: Tensor) -> None:
         """Check that attention can be computed as the ranks of the cp axis will."""
         name, (query, key, value) = self._tracer.paths[call.module], call.tensors
         if self._method == "all_gather":
             for rank in range(_RANKS):
                 chunks = TokenChunks(_RANKS, rank, balanced=True)
-                rows = rows_of_mask(call, tokens, chunks.positions(tokens, query.device))
-                of_rank = replace(call, tensors=(chunks.mine(query, 2), key, value), mask=rows)
-                if not same(of_rank.compute(), chunks.mine(output)):
+                if not same(attend_from_tokens(call, (chunks.mine(query, 2), key, value), chunks), chunks.mine(output)):
                     raise TraceError(f"the attention of {name} of some tokens to all is not what it is among all")
             return
         repeated = with_repeated_heads(call.tensors, self._cp)

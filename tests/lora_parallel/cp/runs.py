@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
 
 from lora_parallel import parallelize
 from tests.oracle import SEVEN, full, on_mesh, trained
@@ -83,6 +85,40 @@ def counted(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch, num_items_in_batch=torch.tensor(100)).loss
 
 
+def by_documents(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute attention with the arguments of transformers' flash attention, whose backward needs a GPU.
+
+    A mask is [rows, tokens] or None. A row of documents is told by `position_ids`, if there is one row only.
+    """
+    rows, _, tokens, _ = query.shape
+    key, value = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
+    places = torch.arange(tokens)
+    seen = (places[:, None] >= places).expand(rows, 1, -1, -1)
+    if (window := kwargs.get("sliding_window")) is not None:
+        seen = seen & (places[:, None] - places < window)
+    if attention_mask is not None:
+        assert attention_mask.shape == (rows, tokens)
+        seen = seen & attention_mask[:, None, None].bool()
+    elif rows == 1 and (positions := kwargs.get("position_ids")) is not None:
+        assert positions.shape == (1, tokens)
+        document = (positions[0] == 0).cumsum(0)
+        seen = seen & (document[:, None] == document)
+    scores = query @ key.transpose(2, 3) * kwargs["scaling"]
+    weights = scores.masked_fill(~seen, -1e30).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+DOCUMENTS = "by_documents"
+AttentionInterface.register(DOCUMENTS, by_documents)
+AttentionMaskInterface.register(DOCUMENTS, flash_attention_mask)
+
+
+def one_packed_row() -> dict[str, Tensor]:
+    return {name: each[:1] for name, each in packed().items()}
+
+
 @dataclass(frozen=True)
 class Run:
     """A model, its batch and its loss."""
@@ -137,6 +173,11 @@ RUNS = {
     "a window longer than a chunk": Run(**WINDOWS, settings={"sliding_window": 11}, batch=partial(padded, True)),
     "sinks and windows": Run(**SINKS),
     "sinks, padding": Run(**SINKS, batch=partial(padded, False), attention="eager"),
+    "a kernel of the user's own": Run(attention=DOCUMENTS, batch=partial(padded, True)),
+    "a kernel of the user's own, documents": Run(attention=DOCUMENTS, batch=one_packed_row),
+    "a kernel of the user's own, a window, recomputed": Run(
+        **WINDOWS, settings={"sliding_window": 3}, attention=DOCUMENTS, config={"activation_checkpointing": True}
+    ),
     "heads that are repeated": Run(settings={"num_key_value_heads": 1}),
     "ignored labels": Run(batch=mostly_ignored),
     "a given number of labels": Run(loss=counted),

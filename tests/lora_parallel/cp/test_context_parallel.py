@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_parallel import (
     TenantPool,
@@ -25,6 +26,7 @@ from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp import attention
 from lora_parallel.distributed import token_chunks
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.fsdp import wrapping
 from lora_parallel.state import state_of
@@ -147,9 +149,9 @@ def test_four_messages_a_layer_and_their_bytes(pool, recompute):
         assert sent == layers * (both * 3 // 2 if recompute else both)
 
 
-def kept(mesh: str) -> int:
+def kept(mesh: str, **config: Any) -> int:
     """Bytes of activations that backward keeps of a forward on two rows of 256 tokens."""
-    model: Any = parallelize(Run(settings=LONG).model(), *on_mesh(mesh))
+    model: Any = parallelize(Run(settings=LONG).model(), *on_mesh(mesh, **config))
     tokens, ranks = 256, ranks_of(mesh)
     lengths = {count // share for count in (tokens, 2 * tokens) for share in (1, ranks)}
     storages: dict[int, int] = {}
@@ -176,6 +178,53 @@ def test_what_backward_keeps_is_divided_by_cp(pool, mesh):
     (want,) = pool.run(1, kept, "1x1")
     for found in pool.run(ranks_of(mesh), kept, mesh):
         assert found <= 1.1 * want / ranks_of(mesh), found * ranks_of(mesh) / want
+    for found in pool.run(ranks_of(mesh), kept_with_gathered_keys, mesh):  # they are gathered again
+        assert found <= 1.0 * want / ranks_of(mesh), found * ranks_of(mesh) / want
+
+
+def kept_with_gathered_keys(mesh: str) -> int:
+    return kept(mesh, cp_method="all_gather")
+
+
+class Sizes(TorchDispatchMode):
+    """Note the last two sizes of every tensor that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(each.shape[-2:]) for each in tensors_in(output)}
+        return output
+
+
+def masks_built(tokens: int = 256) -> dict[str, set[tuple[int, ...]]]:
+    """Sizes of tensors whose last two dims are tokens: of causal rows, of padded ones, and with gathered keys."""
+    found = {}
+    ids = torch.arange(2 * tokens).view(2, tokens) % 100
+    padding = torch.ones_like(ids)
+    padding[0, -3:] = 0
+    whole = {"input_ids": ids, "labels": ids}
+    for name, method, batch in (
+        ("causal", "ulysses", whole),
+        ("padded", "ulysses", {**whole, "attention_mask": padding}),
+        ("gathered keys", "all_gather", whole),
+    ):
+        model: Any = parallelize(Run(settings=LONG).model(), *on_mesh("1x1cp2", cp_method=method))
+        with Sizes() as sizes:
+            model(**batch).loss.backward()
+        lengths = {tokens // 4 * count for count in (1, 2, 3, 4)}
+        found[name] = {each for each in sizes.seen if len(each) == 2 and lengths.issuperset(each)}
+    return found
+
+
+def test_no_mask_is_built_where_the_kernel_needs_none(pool):
+    """With gathered keys a rank has two chunks of 64 tokens, whose queries see the tokens up to their end."""
+    for rank, found in enumerate(pool.run(2, masks_built)):
+        assert found["causal"] == set()
+        assert found["padded"] == {(256, 256)}
+        assert found["gathered keys"] == ([{(64, 256)}, {(64, 128), (64, 192)}][rank])
 
 
 # ---------------------------------------------------------------------- beside training
@@ -347,8 +396,13 @@ def mean_over_cp(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_rows_of_the_mask(patch: pytest.MonkeyPatch) -> None:
-    own = attention.rows_of_mask
-    patch.setattr(attention, "rows_of_mask", lambda call, tokens, positions: own(call, tokens, positions.flip(0)))
+    own = attention.attend_from_tokens
+    patch.setattr(attention, "attend_from_tokens", lambda call, *a: own(replace(call, mask=call.mask.flip(2)), *a))
+
+
+def another_causal_mask(patch: pytest.MonkeyPatch) -> None:
+    own = attention.causal_mask
+    patch.setattr(attention, "causal_mask", lambda start, end, device: own(start, end, device).roll(1, 2))
 
 
 def other_order(patch: pytest.MonkeyPatch) -> None:
@@ -370,6 +424,7 @@ MISTAKES = {
     labels_as_they_are: "ignored labels",
     mean_over_cp: "a loss of logits",
     other_rows_of_the_mask: "all_gather, left padding",
+    another_causal_mask: "all_gather",
     other_order: "all_gather",
     other_tokens: "a window shorter than a chunk",
 }
