@@ -242,21 +242,26 @@ def attend_from_tokens(call: AttentionCall, tensors: Sequence[Tensor], chunks: T
         chunks: Which tokens each rank has.
     """
     (query, key, value), tokens = tensors, tensors[1].shape[2]
+    positions = chunks.positions(tokens, query.device)
     if call.mask is not None or not _is_causal(call):
         has_rows = call.mask is not None and call.mask.shape[2] == tokens
-        mask = call.mask.index_select(2, chunks.positions(tokens, query.device)) if has_rows else call.mask
+        mask = call.mask.index_select(2, positions) if has_rows else call.mask
         return replace(call, tensors=(query, key, value), mask=mask).compute()
-    ranges = chunks.ranges(tokens)
+    sizes, ends = [
+        list(each) for each in zip(*((end - start, end) for start, end in chunks.ranges(tokens)), strict=True)
+    ]
+    if tokens < 4 * chunks.ranks:  # a graph with transformers' sdpa needs more than one query
+        sizes, ends = [sum(sizes)], [tokens]
     outputs = []
-    for part, (start, end) in zip(query.split([end - start for start, end in ranges], 2), ranges, strict=True):
-        mask = causal_mask(start, end, query.device) if start else None
-        outputs.append(replace(call, tensors=(part, key[:, :, :end], value[:, :, :end]), mask=mask).compute())
+    for part, rows, end in zip(query.split(sizes, 2), positions.split(sizes), ends, strict=True):
+        seen = key[:, :, :end], value[:, :, :end]
+        outputs.append(replace(call, tensors=(part, *seen), mask=causal_mask(rows, end)).compute())
     return torch.cat(outputs, 1)
 
 
-def causal_mask(start: int, end: int, device: torch.device) -> Tensor:
-    """Return the mask of the queries of tokens `start` to `end` for keys up to `end`, [1, 1, end - start, end]."""
-    return (torch.arange(start, end, device=device)[:, None] >= torch.arange(end, device=device))[None, None]
+def causal_mask(positions: Tensor, keys: int) -> Tensor:
+    """Return the mask of the queries of these tokens for the first keys, [1, 1, positions, keys]."""
+    return (positions[:, None] >= torch.arange(keys, device=positions.device))[None, None]
 
 
 def _is_causal(call: AttentionCall) -> bool:

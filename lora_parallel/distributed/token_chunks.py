@@ -78,13 +78,14 @@ class TokenChunks:
         """Return all tokens [tokens, ...] in their order, from those of each rank [ranks, width, ...]."""
         if self._divides(tokens):
             return stacked.flatten(0, 1)
+        places = [0] * self.ranks
         pieces = []
-        for rank in range(self.ranks):
-            place = 0
-            for start, end in self.ranges(tokens, rank):
-                pieces.append((start, rank, stacked[rank].narrow(0, place, end - start)))
-                place += end - start
-        return torch.cat([piece for _, _, piece in sorted(pieces, key=lambda each: each[:2])])
+        for half in range(len(self.ranges(tokens))):  # the second halves are those of the last rank first
+            for rank in reversed(range(self.ranks)) if half else range(self.ranks):
+                start, end = self.ranges(tokens, rank)[half]
+                pieces.append(stacked[rank].narrow(0, places[rank], end - start))
+                places[rank] += end - start
+        return torch.cat(pieces)
 
     def parted(self, whole: Tensor) -> Tensor:
         """Return the tokens of each rank [ranks, width, ...], from all tokens [tokens, ...]; the rest is zeros."""

@@ -224,7 +224,7 @@ def test_no_mask_is_built_where_the_kernel_needs_none(pool):
     for rank, found in enumerate(pool.run(2, masks_built)):
         assert found["causal"] == set()
         assert found["padded"] == {(256, 256)}
-        assert found["gathered keys"] == ([{(64, 256)}, {(64, 128), (64, 192)}][rank])
+        assert found["gathered keys"] == ([{(64, 64), (64, 256)}, {(64, 128), (64, 192)}][rank])
 
 
 # ---------------------------------------------------------------------- beside training
@@ -402,7 +402,7 @@ def other_rows_of_the_mask(patch: pytest.MonkeyPatch) -> None:
 
 def another_causal_mask(patch: pytest.MonkeyPatch) -> None:
     own = attention.causal_mask
-    patch.setattr(attention, "causal_mask", lambda start, end, device: own(start, end, device).roll(1, 2))
+    patch.setattr(attention, "causal_mask", lambda positions, keys: own(positions + 1, keys))
 
 
 def other_order(patch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,25 @@ def test_compiled_blocks_train_as_eager_ones(pool, mesh, names):
         assert found["all linear layers"][1].losses == pytest.approx(reference(case).losses, **bound)
 
 
+def on_chunks(method: str) -> tuple[Run, Run, tuple[int, int]]:
+    """Batches of other lengths on cp 2, with dropout and recomputation."""
+    case = Lengths(steps=6, sizes=LAYERS, lora={"lora_dropout": 0.2})
+    config = {"cp_method": method, "activation_checkpointing": True}
+    eager = sharded(case, "1x1cp2", **config)
+    begin_counting()
+    return eager, sharded(case, "1x1cp2", **config, **WHOLE), counted()
+
+
+@pytest.mark.parametrize("method", cases("ulysses", matrix=["all_gather"]))
+def test_compiled_blocks_train_on_chunks_as_eager_ones(pool, method):
+    """Graphs are of the first length, of lengths that cp divides and of others; no more however lengths vary."""
+    for eager, compiled, (graphs, breaks) in pool.run(2, on_chunks, method):
+        assert (graphs <= 3, breaks) == (True, 0), graphs
+        assert compiled.losses == pytest.approx(eager.losses, rel=1e-10)
+        assert relative_error(compiled.gradients, eager.gradients) < 1e-12
+        assert relative_error(compiled.adapters, eager.adapters) < 1e-8
+
+
 def beside_training(mesh_text: str) -> list[Any]:
     """What is not training, of a compiled model and of an eager one; and the model's own settings afterwards."""
     found = []
