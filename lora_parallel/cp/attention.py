@@ -176,8 +176,8 @@ def attend_with_share(call: AttentionCall, tensors: Sequence[Tensor], share: tup
     heads = call.heads
 
     def of_share(each: Any) -> Any:
-        if not isinstance(each, Tensor):
-            return each
+        if not isinstance(each, Tensor) or not (each.is_floating_point() or each.dtype is torch.bool):
+            return each  # lengths of packed rows, for example
         if tuple(each.shape) == (heads,):
             return each[share[0] : share[1]]
         return each[:, share[0] : share[1]] if each.dim() == 4 and each.shape[1] == heads else each

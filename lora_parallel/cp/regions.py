@@ -5,8 +5,8 @@ are what they are in one process. Each block is given its rank's part of what ha
 blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_tensor.py`):
 the loss is computed from chunks, and what reads them otherwise gathers them.
 
-Every gradient is that of this rank's tokens: FSDP2 adds the gradients of cp ranks up. A layer after the blocks that is
-given something else than tokens (a pooled row) computes the same on every cp rank; its gradients are divided by cp.
+Gradients in blocks are those of this rank's tokens, and FSDP2 adds the gradients of cp ranks up. All other layers
+compute the same on every cp rank (`cp/replicated.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, remember_whole, wrap_registry
 from lora_parallel.cp.context import CPContext
-from lora_parallel.distributed.gradients import scale_gradient
+from lora_parallel.cp.replicated import refuse_gradients, replicated, run_replicated
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.forward_arguments import asks_for, asks_for_cache, without_cache, without_caches
@@ -31,7 +32,15 @@ from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations,
 from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
 from lora_parallel.tp.slicing import Slicing
 
-__all__ = ["Places", "cut_arguments", "first_output", "run_on_token_chunks", "with_first_output"]
+__all__ = [
+    "Places",
+    "changed_arguments",
+    "first_output",
+    "has_tokens",
+    "refuse_outputs",
+    "run_on_token_chunks",
+    "with_first_output",
+]
 
 
 @dataclass
@@ -53,8 +62,14 @@ class Places:
     norm_on_chunks: bool
     """True if what the trunk computes after the last block works on chunks."""
 
+    cut: dict[nn.Module, frozenset[str]] = field(default_factory=dict)
+    """Names of the arguments of each block that have tokens and are cut."""
+
     after: list[nn.Module] = field(default_factory=list)
-    """Layers that are called after the trunk."""
+    """Linear layers that are called after the trunk."""
+
+    replicated: list[nn.Module] = field(default_factory=list)
+    """Other layers outside of the blocks in which something trains."""
 
 
 def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) -> None:
@@ -73,11 +88,14 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) ->
             if isinstance(module, TopologyInvariantDropout):
                 module.chunk = context
     draws = OwnDraws(context.chunks.rank, places.blocks[0])
+    context.sums_gradients = bool(places.replicated)
     for block in places.blocks:
         _run_block(block, places, context, draws)
     _cut_output(places.trunk, places, context, gathers=not places.after)
     for layer in places.after:
         _run_after(layer, context)
+    for layer in places.replicated:
+        run_replicated(layer, context)
     _Forward(model, context)
 
 
@@ -92,11 +110,8 @@ class _Forward:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context = self._context
         caches = asks_for_cache(args, kwargs)
-        if caches and torch.is_grad_enabled():
-            raise ValueError(
-                "a forward with gradients was given use_cache=True or a cache: under cp each rank would cache its own "
-                "tokens. Leave both out, or use torch.no_grad()."
-            )
+        if caches:
+            refuse_caches()
         for each in tensors_in([args, kwargs]):
             if each.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
@@ -114,6 +129,19 @@ class _Forward:
         return without_cache(output) if cut else None  # it would have a chunk of the tokens
 
 
+def refuse_caches() -> None:
+    """Refuse a forward that is given a cache, or asked for one.
+
+    Raises:
+        ValueError: Gradients are enabled.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "a forward with gradients was given use_cache=True or a cache: under cp each rank would cache its own "
+            "tokens. Leave both out, or use torch.no_grad()."
+        )
+
+
 def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse a forward that is asked for outputs of single blocks.
 
@@ -126,62 +154,77 @@ def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
                 f"{name}=True: under cp each rank has a chunk of the tokens between blocks, and would return, or "
                 "compute a loss of, that. Leave it False, or use cp=1."
             )
+    if kwargs.get("deepstack_visual_embeds") is not None:
+        raise ValueError(
+            "deepstack_visual_embeds: features of images are added to the tokens between blocks, where under cp each "
+            "rank has a chunk of the tokens. Leave images out, or use cp=1."
+        )
 
 
 # ------------------------------------------------------------------------------- blocks
 
 
-def cut_arguments(
-    names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int, cut: Callable[[Tensor], Tensor]
+def changed_arguments(
+    names: list[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    change: Callable[[str, Tensor], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cut what a block is given to a chunk of the tokens: all tensors with the tokens in dim 1, except masks.
+    """Change the tensors that a block is given.
 
     Args:
         names: Names of the positional arguments.
         args: The positional arguments.
         kwargs: The arguments by name.
-        tokens: The number of all tokens.
-        cut: Cuts one tensor.
+        change: Returns what stands for one tensor, from the name of the argument that it is in.
 
     Returns:
         The positional arguments, and those by name.
     """
 
-    def changed(each: Any) -> Any:
+    def changed(name: str, each: Any) -> Any:
         if isinstance(each, Tensor):
-            has_tokens = each.dim() in (2, 3) and each.shape[1] == tokens and each.dtype is not torch.bool
-            if not has_tokens:
-                return each
-            return cut(each) if each.is_floating_point() else remember_whole(cut(each), each)
+            return change(name, each)
         if isinstance(each, (tuple, list)) and type(each) in (tuple, list):
-            return type(each)(changed(one) for one in each)
-        return {key: changed(one) for key, one in each.items()} if type(each) is dict else each
+            return type(each)(changed(name, one) for one in each)
+        return {key: changed(name, one) for key, one in each.items()} if type(each) is dict else each
 
     names = [*names, *(f"argument {index}" for index in range(len(names), len(args)))]
-    given = tuple(each if "mask" in name else changed(each) for name, each in zip(names, args, strict=False))
-    return given, {name: each if "mask" in name else changed(each) for name, each in kwargs.items()}
+    given = tuple(changed(name, each) for name, each in zip(names, args, strict=False))
+    return given, {name: changed(name, each) for name, each in kwargs.items()}
+
+
+def has_tokens(name: str, x: Tensor, tokens: int) -> bool:
+    """Return True if an argument of a block has the tokens in dim 1, and is no mask."""
+    return "mask" not in name and x.dim() in (2, 3) and x.shape[1] == tokens and x.dtype is not torch.bool
 
 
 def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnDraws) -> None:
     is_first, is_last = block is places.blocks[0], block is places.blocks[-1]
-    names, instance_forward = places.arguments[block], block.__dict__.get("forward")
+    names, cut, instance_forward = places.arguments[block], places.cut[block], block.__dict__.get("forward")
+
+    def change(name: str, x: Tensor) -> Tensor:
+        if name not in cut or not has_tokens(name, x, context.tokens.count):
+            return context.shared(x)
+        return context.part(x) if x.is_floating_point() else remember_whole(context.part(x), x)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only:
         # what is recomputed is given the chunks that are made here.
         own = type(self).forward.__get__(self) if instance_forward is None else instance_forward
         if not context.active:
-            _refuse_gradients(type(self).__name__)
+            refuse_gradients(type(self).__name__)
             return own(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)  # nobody would read them
         if is_first:
             hidden = first_activations(args, kwargs)[1]
             context.tokens.count = _checked(hidden.shape[1], context.chunks)
             draws.begin(hidden.device)
-            # A copy: backward would keep a view's whole memory.
-            args, kwargs = with_activations(args, kwargs, lambda x: context.chunks.mine(x).clone())
+            args, kwargs = with_activations(args, kwargs, context.part)
+            chunk = first_activations(args, kwargs)[1]
+            changed_arguments(names, args, kwargs, lambda name, x: x if x is chunk else context.share(x))
         tokens = context.tokens.count
-        args, kwargs = cut_arguments(names, args, kwargs, tokens, context.part)
+        args, kwargs = changed_arguments(names, args, kwargs, change)
         context.running, context.recomputes = True, _is_recomputed(self)
         try:
             output = own(*args, **kwargs)
@@ -195,19 +238,6 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
         return output
 
     block.forward = MethodType(forward, block)
-
-
-def _refuse_gradients(name: str) -> None:
-    """Refuse to compute a part of the model on all tokens with gradients, which FSDP2 would add up over cp ranks.
-
-    Raises:
-        ValueError: Gradients are enabled.
-    """
-    if torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} was called with gradients, but not by the parallelized model's own forward, which cuts the tokens "
-            "under cp: call the parallelized model, or use torch.no_grad()."
-        )
 
 
 def _checked(tokens: int, chunks: TokenChunks) -> int:
@@ -256,6 +286,11 @@ def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: b
     own, name = trunk.forward, type(trunk).__name__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if context.cuts and asks_for_cache(args, kwargs):  # by the model's own code: the user's model was not given it
+            refuse_caches()
+            return context.on_all_tokens(own, *args, **kwargs)
+        if context.cuts:
+            refuse_outputs(self, kwargs)
         output = own(*args, **kwargs)
         if not context.cuts:
             return output
@@ -271,24 +306,18 @@ def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: b
 
 
 def _run_after(layer: nn.Module, context: CPContext) -> None:
-    """Run a layer after the trunk on a chunk of its input, if that is tokens."""
+    """Run a linear layer after the trunk on this rank's chunk of its input, if that stands for the trunk's tokens."""
     own = layer.forward
 
-    def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not context.cuts:
-            if any(parameter.requires_grad for parameter in self.parameters()):
-                _refuse_gradients(type(self).__name__)
-            return own(x, *args, **kwargs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not (context.cuts and isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3):
+            return replicated(self, own, context, args, kwargs)
         chunks, tokens = context.chunks, context.tokens.count
-        if isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3:
-            x = part_of(x)
-        elif x.dim() == 3 and x.shape[1] == tokens:
-            x = chunks.mine(x)
-        else:
-            return scale_gradient(own(scale_gradient(x, chunks.ranks), *args, **kwargs), 1 / chunks.ranks)
+        args, kwargs = tree_map(lambda each: part_of(x) if each is x else each, (args, kwargs))
         context.running = True
         try:
-            y = own(x, *args, **kwargs)
+            y = own(*args, **kwargs)
         finally:
             context.running = False
         slicing = y.slicing if isinstance(y, SlicedTensor) else None

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.collectives import chunk_bounds, copy_to_tp, gather_tokens
 from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.row_partition import RowPartition
 from lora_parallel.state import ForwardCount
@@ -30,6 +31,9 @@ class Tokens:
     def __init__(self, forwards: ForwardCount) -> None:
         self._forwards = forwards
         self._counts: dict[int, int] = {}
+        self._several: set[int] = set()
+        """Forwards in which there were several numbers."""
+
         self.in_graph = 0
         """Number of all tokens in a graph, which is given it: a number that it looked up would be a constant of it."""
 
@@ -43,13 +47,37 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Return the number of all tokens in the forward that is being computed or recomputed."""
-        return self.in_graph if torch.compiler.is_compiling() else self._counts[self._key]
+        """Return the number of all tokens in the forward that is being computed or recomputed.
+
+        Raises:
+            ValueError: Nobody knows it any more.
+        """
+        if torch.compiler.is_compiling():
+            return self.in_graph
+        key = self._key
+        if key not in self._counts:
+            raise ValueError(
+                "the number of tokens of this forward is not known, as if activations were recomputed with "
+                "use_reentrant=True: use gradient_checkpointing_kwargs={'use_reentrant': False}, or "
+                "activation_checkpointing=True."
+            )
+        if key in self._several and in_backward():
+            raise ValueError(
+                "one forward ran its blocks on rows of several lengths, and which of them is recomputed is not known: "
+                "call the parallelized model once for each length, or recompute nothing."
+            )
+        return self._counts[key]
 
     @count.setter
     def count(self, number: int) -> None:
-        self._counts[self._key] = number
+        key = self._key
+        if self._counts.get(key, number) != number and not in_backward():
+            self._several.add(key)
+        self._counts[key] = number
+        if key >= 0:
+            self._counts.pop(-1, None)  # a reentrant checkpoint would take it for that of its forward
         self._counts.pop(self._forwards.current - _FORWARDS_KEPT, None)
+        self._several.discard(self._forwards.current - _FORWARDS_KEPT)
 
 
 _FORWARDS_KEPT = 1024

@@ -27,11 +27,19 @@ from lora_parallel.cp.attention import (
     with_repeated_heads,
     wrap_registry,
 )
-from lora_parallel.cp.regions import Places, cut_arguments, first_output, refuse_outputs, with_first_output
+from lora_parallel.cp.regions import (
+    Places,
+    changed_arguments,
+    first_output,
+    has_tokens,
+    refuse_outputs,
+    with_first_output,
+)
 from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.module_names import block_of, innermost
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations, with_output
+from lora_parallel.tracing.outside_layers import layers_after, replicated_layers
 from lora_parallel.tracing.rank_simulation import same
 from lora_parallel.tracing.trace_errors import FailedError, TraceError
 from lora_parallel.tracing.tracer import Call, Tracer, traced_models
@@ -69,10 +77,10 @@ def find_places(
                 f"cp={cp}: adapter {name!r} has alora_invocation_tokens, after which it acts on the tokens of a row, "
                 "and each rank has a chunk of them: use cp=1."
             )
-    if method == "all_gather":
-        check_method(getattr(config, "_attn_implementation", None))
     try:
         tracer = _tracer(model, names)
+        if method == "all_gather":
+            check_method(getattr(getattr(tracer.model, "config", None), "_attn_implementation", None))
         _check_outside(model, tracer)
         return _Proof(tracer, cp, tp, method).places()
     except (TraceError, NoActivationsError) as error:
@@ -131,6 +139,9 @@ class _Proof:
         self._calls: list[tuple[AttentionCall, Tensor]] = []
         """Computations of attention on all tokens, and their outputs [rows, tokens, heads, features]."""
 
+        self._cut: dict[nn.Module, set[str]] = {}
+        """Names of the arguments of each block that are cut."""
+
         self._inputs: dict[nn.Module, Tensor] = {}
         self._trunk_output: Tensor | None = None
         self._last_output: Tensor | None = None
@@ -155,13 +166,16 @@ class _Proof:
         if problem is not None:
             raise TraceError(problem)
         attentions = {self._real_of[call.module]: self._tracer.paths[call.module] for call, _ in self._calls}
+        after, ends = layers_after(self._tracer, blocks, trunk)
         return Places(
             [self._real_of[block] for block in blocks],
             {self._real_of[block]: _positional(block) for block in blocks},
             attentions,
             self._real_of[trunk],
             norm_on_chunks,
-            self._after(trunk),
+            {self._real_of[block]: frozenset(self._cut.get(block, ())) for block in blocks},
+            after,
+            replicated_layers(self._tracer, {self._real_of[block] for block in blocks}, {*after, *ends}),
         )
 
     # -------------------------------------------------------------------- the run on all tokens
@@ -254,7 +268,7 @@ class _Proof:
             call, output = next(remaining, (None, None))
             name = tracer.paths[module]
             if call is None or output is None or call.module is not module:
-                raise TraceError(f"the attention of {name} was computed out of turn")
+                raise TraceError(f"the attention of {name} was computed out of turn, as in a model of several stacks")
             for got, want in zip(args[:3], call.tensors, strict=True):
                 if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
                     raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
@@ -264,7 +278,14 @@ class _Proof:
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             inside["block"] = True
-            return cut_arguments(_positional(module), args, kwargs, tokens, chunks.mine)
+
+            def change(name: str, x: Tensor) -> Tensor:
+                if not has_tokens(name, x, tokens):
+                    return x
+                self._cut.setdefault(module, set()).add(name)
+                return chunks.mine(x)
+
+            return changed_arguments(_positional(module), args, kwargs, change)
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             inside["block"] = False
@@ -323,44 +344,6 @@ class _Proof:
         finally:
             for module in modules:
                 del module.__dict__[ATTENTION]
-
-    # -------------------------------------------------------------------- after the trunk
-
-    def _after(self, trunk: nn.Module) -> list[nn.Module]:
-        """Return the layers that are called after the trunk.
-
-        Raises:
-            TraceError: A parameter trains in a module after the trunk that is neither such a layer nor in one.
-        """
-        twins = set(self._tracer.twin.modules()) - set(trunk.modules())
-        modules: dict[nn.Module, None] = {}
-        layers: dict[str, None] = {}
-        state = {"after": False}
-
-        def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            state["after"] |= module is trunk
-            if state["after"] and module is not trunk:
-                modules[module] = None
-
-        def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-            if state["after"]:
-                layers[call.layer] = None
-            return call.output()
-
-        hooks = [module.register_forward_hook(returned) for module in (trunk, *twins)]
-        try:
-            self._tracer.run_again(stand_in)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        after = [self._real_of[self._tracer.modules[name]] for name in layers]
-        inside = {module for layer in after for module in layer.modules()}
-        for twin in modules:
-            real = self._real_of[twin]
-            trains = any(p is not None and p.requires_grad for p in real._parameters.values())
-            if trains and real not in inside:
-                raise TraceError(f"{self._tracer.paths[twin]} trains after the blocks, and is no linear layer")
-        return after
 
 
 def _positional(block: nn.Module) -> list[str]:

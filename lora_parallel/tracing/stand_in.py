@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lora_parallel.tracing.trace_errors import TraceError, brief
 
-__all__ = ["stand_in_for"]
+__all__ = ["stand_in_for", "without_own_attention"]
 
 
 def stand_in_for(model: nn.Module) -> nn.Module:
@@ -49,11 +50,26 @@ def _copied(model: nn.Module) -> nn.Module:
     for module in twin.modules():  # the hooks are the user's: they must not see this run
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
-    config = getattr(twin, "config", None)
-    if isinstance(twin, PreTrainedModel) and getattr(config, "_attn_implementation", None) not in ("eager", "sdpa"):
-        twin.set_attn_implementation("eager")  # kernels of other implementations need an accelerator
+    if isinstance(twin, PreTrainedModel) and _needs_accelerator(twin.config._attn_implementation):
+        twin.set_attn_implementation("eager")
     for module in twin.modules():  # grouped matrix products refuse these parameters, which have strides of zero
         inner = getattr(module, "config", None)
         if getattr(inner, "_experts_implementation", None) is not None:
             inner._experts_implementation = "eager"  # type: ignore[union-attr]
     return twin.eval()
+
+
+def without_own_attention(twin: nn.Module) -> bool:
+    """Let a copy compute attention by the model's own code, and return True, if it had a kernel of the user's."""
+    if not isinstance(twin, PreTrainedModel) or twin.config._attn_implementation in ("eager", "sdpa", None):
+        return False
+    twin.set_attn_implementation("eager")
+    return True
+
+
+def _needs_accelerator(implementation: str | None) -> bool:
+    """Return True for kernels that transformers brings, but for eager and sdpa; one of the user's own may run."""
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return implementation not in ("eager", "sdpa") and getattr(function, "__module__", "transformers").startswith(
+        ("transformers", "kernels")
+    )

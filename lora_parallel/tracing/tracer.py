@@ -26,7 +26,7 @@ from lora_parallel.layers.layer_parameters import base_of, features_dim, is_line
 from lora_parallel.layers.row_partition import Range
 from lora_parallel.tp.experts import expert_stacks, holds_experts
 from lora_parallel.tracing.model_inputs import likely_inputs
-from lora_parallel.tracing.stand_in import stand_in_for
+from lora_parallel.tracing.stand_in import stand_in_for, without_own_attention
 from lora_parallel.tracing.trace_errors import FailedError, TraceError, brief
 
 __all__ = ["Call", "Tracer", "traced_models"]
@@ -210,6 +210,8 @@ class Tracer:
                 return inputs
             except Exception as error:  # the model's own code may raise anything
                 problems.append(brief(error))
+        if problems and without_own_attention(self.twin):
+            return self._first_run()
         raise TraceError(problems[0] if problems else "there are no inputs that it is known to take")
 
     def _attempts(self) -> Iterator[tuple[int, dict[str, Any]]]:
