@@ -345,7 +345,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default), _pointwise),
     **dict.fromkeys((aten.tanh.default, aten.tanh_backward.default), _pointwise),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.slice.Tensor, aten.select.int), _view),
-    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim), _view),
+    **dict.fromkeys((aten.alias.default, aten.unsqueeze.default, aten.squeeze.dim), _view),
     **dict.fromkeys((aten.slice_backward.default, aten.select_backward.default), _backward_of_view),
     aten.clone.default: _clone,
     aten._to_copy.default: _cast,

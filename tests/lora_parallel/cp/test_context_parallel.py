@@ -118,8 +118,8 @@ def test_dropout_drops_the_same_elements(pool):
 # ---------------------------------------------------------------------- messages and memory
 
 
-def collectives_of(recompute: bool) -> tuple[dict[str, int], int]:
-    """Collectives over cp of a step by kind, and the elements that one rank sends to the other in all-to-alls."""
+def collectives_of(recompute: bool) -> tuple[int, int, int]:
+    """All-to-alls over cp of a step, gathers of tokens, and the elements that one rank sends in the all-to-alls."""
     mesh, config = on_mesh("1x1cp2", activation_checkpointing=recompute)
     model: Any = parallelize(Run().model(), mesh, config)
     batch = language()
@@ -132,18 +132,18 @@ def collectives_of(recompute: bool) -> tuple[dict[str, int], int]:
         sent += stacked.numel() - stacked[0].numel()
         return own(stacked, *args)
 
-    group = mesh.get_group("cp")
-    with Traffic() as traffic, patch.object(token_chunks, "exchanged", exchanged):
+    gathering = patch.object(token_chunks, "stacked_over", wraps=token_chunks.stacked_over)
+    with Traffic() as traffic, patch.object(token_chunks, "exchanged", exchanged), gathering as gathers:
         model(**batch).loss.backward()
-    return {kind: traffic.count(kind, group) for kind in ("alltoall", "all_gather", "all_reduce")}, sent
+    return traffic.count("alltoall", mesh.get_group("cp")), gathers.call_count, sent
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_four_messages_a_layer_and_their_bytes(pool, recompute):
     """LoRA on all layers adds none. The all-gather is that of the losses of all tokens, one number each."""
     layers, heads, kv_heads, features = 2, DECODER["num_attention_heads"], DECODER["num_key_value_heads"], 6
-    for counts, sent in pool.run(2, collectives_of, recompute):
-        assert counts["alltoall"] == (6 if recompute else 4) * layers
+    for counts, gathers, sent in pool.run(2, collectives_of, recompute):
+        assert (counts, gathers) == ((6 if recompute else 4) * layers, 1)
         # 2 (cp - 1) / cp^2 B S (2 Hq + 2 Hkv) d, forward and backward
         both = 2 * ROWS * TOKENS * (2 * heads + 2 * kv_heads) * features // 4
         assert sent == layers * (both * 3 // 2 if recompute else both)
@@ -169,7 +169,8 @@ def kept(mesh: str, **config: Any) -> int:
     return total
 
 
-LONG = {"num_hidden_layers": 4, "max_position_embeddings": 256}
+LONG = {"num_hidden_layers": 4, "max_position_embeddings": 256, "intermediate_size": 108}
+"""An MLP of 2.7 times the hidden size, as Llama's."""
 
 
 @pytest.mark.parametrize("mesh", cases("1x1cp2", matrix=["1x1cp4"]))
