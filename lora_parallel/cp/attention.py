@@ -247,9 +247,8 @@ def attend_from_tokens(call: AttentionCall, tensors: Sequence[Tensor], chunks: T
         has_rows = call.mask is not None and call.mask.shape[2] == tokens
         mask = call.mask.index_select(2, positions) if has_rows else call.mask
         return replace(call, tensors=(query, key, value), mask=mask).compute()
-    sizes, ends = [
-        list(each) for each in zip(*((end - start, end) for start, end in chunks.ranges(tokens)), strict=True)
-    ]
+    ranges = chunks.ranges(tokens)
+    sizes, ends = [end - start for start, end in ranges], [end for _, end in ranges]
     if tokens < 4 * chunks.ranks:  # a graph with transformers' sdpa needs more than one query
         sizes, ends = [sum(sizes)], [tokens]
     outputs = []

@@ -43,9 +43,8 @@ class CPContext:
         """True if something trains outside of the blocks, on all tokens: what enters the blocks gets the gradients of
         all ranks there."""
 
-        self._cut: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
-        """Tensors that blocks share (rotary tables), their versions and what stands for them, by `id` and whether they
-        are cut."""
+        self._cut: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """Tensors that blocks share (rotary tables), their versions and this rank's part of them, by `id`."""
 
         self.recomputes = False
         """True if the block that runs is recomputed in backward, attention included."""
@@ -60,32 +59,21 @@ class CPContext:
         """Return True if a chunk is being computed, or computed again in backward."""
         return self.running or (not torch.compiler.is_compiling() and in_backward())
 
-    def part(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of `x` [rows, tokens, ...], in memory of their own; the same for all blocks.
+    def cut(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of `x` [rows, tokens, ...], in memory of their own.
 
         A view's whole memory would be kept until backward.
         """
-        if x.requires_grad and self.sums_gradients:
-            return self._once(x, True, lambda: self.chunks.cut(x, "the blocks"))
-        return self.chunks.mine(x).clone() if x.requires_grad else self._once(x, True, self.chunks.mine(x).clone)
+        sums = x.requires_grad and self.sums_gradients
+        return self.chunks.cut(x, "the blocks") if sums else self.chunks.mine(x).clone()
 
-    def share(self, x: Tensor) -> Tensor:
-        """Note that `x` enters the blocks in whole, so that its gradient is the sum of those of all cp ranks."""
-        if x.requires_grad and self.sums_gradients and self.cuts:
-            self._once(x, False, lambda: self.chunks.summed(x, "the blocks"))
-        return x
-
-    def shared(self, x: Tensor) -> Tensor:
-        """Return what stands for `x` in blocks: `x` itself, unless it was noted as the first block began."""
-        found = self._cut.get((id(x), False))
-        return x if found is None or found[0] is not x else found[2]
-
-    def _once(self, x: Tensor, cut: bool, make: Callable[[], Tensor]) -> Tensor:
-        found = self._cut.get((id(x), cut))
+    def part(self, x: Tensor) -> Tensor:
+        """Return what `cut` does, the same for all blocks that are given `x`: it is kept until the forward ends."""
+        found = self._cut.get(id(x))
         if found is None or found[0] is not x or found[1] != x._version:
-            found = x, x._version, make()
+            found = x, x._version, self.cut(x)
             if self.cuts:
-                self._cut[id(x), cut] = found
+                self._cut[id(x)] = found
         return found[2]
 
     def on_all_tokens(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

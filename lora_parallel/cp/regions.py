@@ -12,7 +12,7 @@ compute the same on every cp rank (`cp/replicated.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -62,13 +62,13 @@ class Places:
     norm_on_chunks: bool
     """True if what the trunk computes after the last block works on chunks."""
 
-    cut: dict[nn.Module, frozenset[str]] = field(default_factory=dict)
+    cut: dict[nn.Module, frozenset[str]]
     """Names of the arguments of each block that have tokens and are cut."""
 
-    after: list[nn.Module] = field(default_factory=list)
+    after: list[nn.Module]
     """Linear layers that are called after the trunk."""
 
-    replicated: list[nn.Module] = field(default_factory=list)
+    replicated: list[nn.Module]
     """Other layers outside of the blocks in which something trains."""
 
 
@@ -143,7 +143,7 @@ def refuse_caches() -> None:
 
 
 def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a forward that is asked for outputs of single blocks.
+    """Refuse a forward that is asked for outputs of single blocks, or adds features of images between blocks.
 
     Raises:
         ValueError: The forward, or the model's config, asks for them.
@@ -205,7 +205,7 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
 
     def change(name: str, x: Tensor) -> Tensor:
         if name not in cut or not has_tokens(name, x, context.tokens.count):
-            return context.shared(x)
+            return x
         return context.part(x) if x.is_floating_point() else remember_whole(context.part(x), x)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -220,9 +220,8 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
             hidden = first_activations(args, kwargs)[1]
             context.tokens.count = _checked(hidden.shape[1], context.chunks)
             draws.begin(hidden.device)
-            args, kwargs = with_activations(args, kwargs, context.part)
-            chunk = first_activations(args, kwargs)[1]
-            changed_arguments(names, args, kwargs, lambda name, x: x if x is chunk else context.share(x))
+            args, kwargs = with_activations(args, kwargs, context.cut)
+            _refuse_trained(names, args, kwargs, cut, context)
         tokens = context.tokens.count
         args, kwargs = changed_arguments(names, args, kwargs, change)
         context.running, context.recomputes = True, _is_recomputed(self)
@@ -238,6 +237,26 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
         return output
 
     block.forward = MethodType(forward, block)
+
+
+def _refuse_trained(
+    names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], cut: frozenset[str], context: CPContext
+) -> None:
+    """Refuse what enters the blocks in whole and has a gradient, of which each rank would have a part.
+
+    Raises:
+        ValueError: An argument of the first block is such a tensor.
+    """
+
+    def check(name: str, x: Tensor) -> Tensor:
+        if name not in cut and x.requires_grad and context.sums_gradients and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} {list(x.shape)} enters the blocks in whole and requires a gradient, of which under cp each "
+                "rank has a part: compute it without gradients, or use cp=1."
+            )
+        return x
+
+    changed_arguments(names, args, kwargs, check)
 
 
 def _checked(tokens: int, chunks: TokenChunks) -> int:

@@ -43,8 +43,9 @@ def replicated(
         args: Positional arguments of the forward. Chunks among them are gathered.
         kwargs: Arguments by name.
     """
+    trains = any(parameter.requires_grad for parameter in layer.parameters())
     if not context.cuts:
-        if any(parameter.requires_grad for parameter in layer.parameters()):
+        if trains:
             refuse_gradients(type(layer).__name__)
         return own(*args, **kwargs)
     ranks = context.chunks.ranks
@@ -52,10 +53,10 @@ def replicated(
     def entering(x: Tensor) -> Tensor:
         if isinstance(x, SlicedTensor):
             x = x.slicing.gathered(part_of(x), type(layer).__name__).to(x.dtype).view(x.shape)
-        return scale_gradient(x, ranks) if x.requires_grad else x
+        return scale_gradient(x, ranks) if trains and x.requires_grad else x
 
     def leaving(x: Tensor) -> Tensor:
-        if not x.requires_grad:
+        if not (trains and x.requires_grad):
             return x
         if isinstance(x, SlicedTensor):
             return sliced_tensor(scale_gradient(part_of(x), 1 / ranks), x.slicing)

@@ -110,10 +110,6 @@ class TokenChunks:
         """Return this rank's tokens of [rows, tokens, ...]; backward gathers the gradient of all. Collective there."""
         return _Cut.apply(whole, self, where)
 
-    def summed(self, x: Tensor, where: str) -> Tensor:
-        """Return `x`; backward adds its gradients up over the ranks. Collective there."""
-        return _Summed.apply(x, self, where)
-
 
 def _bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return the start and the end of chunk `index` of `parts` whose sizes differ by one at most.
@@ -147,18 +143,6 @@ class _Cut(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.chunks.whole(grads[0], ctx.tokens, ctx.where), None, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: TokenChunks, where: str) -> Tensor:
-        ctx.chunks, ctx.where = chunks, where
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return stacked_over(grads[0].contiguous(), ctx.chunks.group, "gradients", ctx.where).sum(0), None, None
 
 
 # ------------------------------------------------------------------------------- heads against tokens

@@ -73,6 +73,17 @@ class Gated(OnTop):
         return self.head(hidden * torch.sigmoid(self.gate(embeds)) + embeds.mean(1, keepdim=True))
 
 
+class Masked(OnTop):
+    """Add a bias to the scores of attention that a layer computes from the embeddings."""
+
+    def forward(self, input_ids: Tensor | None = None) -> Any:
+        embeds = self.model.embed_tokens(input_ids)
+        tokens = embeds.shape[1]
+        causal = torch.full((tokens, tokens), -1e30, dtype=embeds.dtype).triu(1)
+        bias = self.gate(embeds).mean(-1)[:, None, None] + causal
+        return self.head(self.model(inputs_embeds=embeds, attention_mask=bias).last_hidden_state)
+
+
 class ByKeyword(OnTop):
     """Call the head with an argument by name."""
 
@@ -231,6 +242,7 @@ REFUSED = {
     "a cache inside": (Case(llama(Prefix)), "was given use_cache=True or a cache"),
     "reentrant": (Case(reentrant), "use_reentrant"),
     "two lengths, recomputed": (Case(llama(TwoLengths), config={"activation_checkpointing": True}), "several lengths"),
+    "a bias that trains": (Case(llama(Masked), targets=["q_proj", "gate"]), "^attention_mask .* requires a gradient"),
     "images between blocks": (
         Case(llama(), lambda model: model(ids(), deepstack_visual_embeds=[torch.ones(1)]).logits.sum()),
         "^deepstack_visual_embeds",
