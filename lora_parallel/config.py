@@ -43,6 +43,27 @@ class ParallelConfig:
     keys and values of all tokens.
     """
 
+    pp: int = 1
+    """Number of ranks along the `pp` axis; each holds some of the model's blocks, and hands activations on to the next.
+
+    The fields that begin with `pp_` have no effect where this is 1.
+    """
+
+    pp_microbatches: int = 1
+    """Number of micro-batches that the rows of a batch are divided into."""
+
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """Order in which a rank computes forwards and backwards of micro-batches (see `lora_parallel.pp.schedules`)."""
+
+    pp_stages_per_rank: int = 1
+    """Number of stages that each pp rank holds: 1, or more with pp_schedule="interleaved"."""
+
+    pp_split: Literal["auto"] | Sequence[str] = "auto"
+    """Names of the blocks that begin a stage, from the second stage on: ["model.layers.16"] for two stages.
+
+    "auto" balances the bytes and the floating-point operations of the stages, embeddings and head included.
+    """
+
     tp_plan: Literal["auto"] | Mapping[str, str] = "auto"
     """Plan of the layers' styles. "auto" takes the model's own plan.
 
@@ -106,7 +127,7 @@ class ParallelConfig:
     """
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "dp_replicate", "timeout_seconds"):
+        for name in ("tp", "cp", "dp_replicate", "timeout_seconds", "pp", "pp_microbatches", "pp_stages_per_rank"):
             _positive(name, getattr(self, name))
         if self.dp_shard != "auto":
             _positive("dp_shard", self.dp_shard, or_auto=True)
@@ -149,7 +170,28 @@ class ParallelConfig:
         for name, message in self.REFUSED.items():
             if getattr(self, name):
                 raise ValueError(message)
+        self._check_pipeline()
         self._check_compile()
+
+    def _check_pipeline(self) -> None:
+        if self.pp_schedule not in ("1f1b", "gpipe", "interleaved"):
+            raise ValueError(f'pp_schedule={self.pp_schedule!r}: give "1f1b", "gpipe" or "interleaved".')
+        if (self.pp_schedule == "interleaved") != (self.pp_stages_per_rank > 1):
+            raise ValueError(
+                f'pp_schedule="{self.pp_schedule}" with pp_stages_per_rank={self.pp_stages_per_rank}: "interleaved" is '
+                "for 2 stages or more on each rank, the other schedules are for 1."
+            )
+        if isinstance(self.pp_split, str):
+            if self.pp_split != "auto":
+                raise ValueError(f'pp_split={self.pp_split!r}: give "auto" or a list of names of blocks.')
+        elif not isinstance(self.pp_split, (list, tuple)) or not all(isinstance(each, str) for each in self.pp_split):
+            raise TypeError(f'pp_split={self.pp_split!r}: give "auto" or a list of names of blocks.')
+        elif self.pp > 1 and len(self.pp_split) != self.pp * self.pp_stages_per_rank - 1:
+            raise ValueError(
+                f"pp_split={list(self.pp_split)} names {len(self.pp_split)} blocks that begin a stage; pp={self.pp} with "
+                f"pp_stages_per_rank={self.pp_stages_per_rank} makes {self.pp * self.pp_stages_per_rank} stages, of "
+                "which all but the first are named."
+            )
 
     def _check_compile(self) -> None:
         if isinstance(self.compile, bool):

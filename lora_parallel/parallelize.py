@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -32,8 +32,7 @@ from lora_parallel.distributed.mesh import (
     mesh_axes,
     mesh_sizes,
     possible_axes,
-    same_batch_mesh,
-    shard_size,
+    stage_mesh,
 )
 from lora_parallel.distributed.rank_checks import agreed, check_alike, gather_numbers
 from lora_parallel.distributed.rendezvous import collective_call
@@ -57,6 +56,14 @@ from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_defe
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.loading.transformers_quantisers import check_loaded
 from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
+from lora_parallel.pp.context import Entry, StageContext
+from lora_parallel.pp.links import Links
+from lora_parallel.pp.loss import OwnLoss
+from lora_parallel.pp.pipeline import Pipeline, refuse_outputs
+from lora_parallel.pp.schedules import check_microbatches
+from lora_parallel.pp.split import split_stages
+from lora_parallel.pp.stage_layers import Bounds, StageLayers
+from lora_parallel.pp.stage_model import StageModel
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
 from lora_parallel.runtime.generation import allow_generate
@@ -72,6 +79,7 @@ from lora_parallel.tp.sequence import run_on_chunks
 from lora_parallel.tp.sliced_logits import head_of, keep_logits_sliced
 from lora_parallel.tracing.config_view import viewed_with
 from lora_parallel.tracing.context_chunks import find_places
+from lora_parallel.tracing.stage_layers import StageTrace
 
 __all__ = ["parallelize"]
 
@@ -145,20 +153,33 @@ def parallelize(
             check_scalars(model)
         keep_factored(model)
         plan = resolve_plan(model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
-        cp = axis_size(mesh, "cp")
-        places = find_places(model, clean_names(model), cp, tp, config.cp_method) if cp > 1 else None
+        cp, pp = axis_size(mesh, "cp"), axis_size(mesh, "pp")
+        names = clean_names(model)
+        places = find_places(model, names, cp, tp, config.cp_method) if cp > 1 else None
+        stage_layers, bounds = _find_stages(model, names, blocks, config) if pp > 1 else (None, [])
     _check_seed(mesh, config)
     adopt_rank_zero(tensors_of(model), mesh)
     check_same_files(model, mesh)
     settle(model)
+    entries: list[Entry] = []
+    stages: StageModel | None = None
+    if stage_layers is not None:
+        own_loss = OwnLoss(model)
+        place = axis_rank(mesh, "pp")
+        with agreed():
+            stages = StageModel(model, stage_layers, bounds, pp, place, StageContext(entries), config.param_dtype)
+        del stage_layers
+        plan = plan.within(model)
+        places = places.within(model) if places is not None else None
+        there = set(model.modules())
+        blocks = [block for block in blocks if block in there]
     ties = list(shared_parameters(model).values())
     for parameter in model.parameters():
         if not parameter.numel():  # nothing of it trains, and FSDP2 reduces no gradient without elements
             parameter.requires_grad_(False)
         if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
             parameter.data = parameter.data.contiguous()
-    if same_batch_mesh(mesh).size() > 1:
-        share_random_state(mesh)
+    share_random_state(mesh)
 
     count = ForwardCount()
     adapt_dropout(model, config.seed, count, dp_rank(mesh))
@@ -167,16 +188,16 @@ def parallelize(
     chunk = None
     if places is not None:
         chunks = TokenChunks(cp, axis_rank(mesh, "cp"), mesh.get_group("cp"), config.cp_method == "all_gather")
-        chunk = CPContext(chunks, Tokens(count), config.cp_method, dp_rank(mesh))
+        chunk = CPContext(chunks, Tokens(count), config.cp_method)
     if config.compile_arguments is not None:
         compile_blocks(model, blocks, mesh.device_type, context, chunk, config.compile_arguments)
     if context is not None:
         for sequence in plan.sequences:
-            run_on_chunks(sequence, context.group, context.tokens)
-    if config.loss_parallel:
+            entries += run_on_chunks(sequence, context.group, context.tokens)
+    if config.loss_parallel and (stages is None or stages.is_last):
         keep_logits_sliced(head_of(model))
     if places is not None and chunk is not None:
-        run_on_token_chunks(model, places, chunk)
+        entries.insert(0, run_on_token_chunks(model, places, chunk))
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
     order = None
@@ -184,11 +205,11 @@ def parallelize(
         tied = shard_for_dp(model, blocks, mesh, config)
         if config.compile_arguments is not None:
             leave_eager(blocks, tied)
-        order = install_order_check(model, shard_size(mesh))
+        order = install_order_check(model, stage_mesh(mesh))
         gather_for_calls(model, tied)
     with agreed():
         if late is not None:
-            late.draw(config.seed, device_at_rest(mesh, config))
+            late.draw(model, config.seed, device_at_rest(mesh, config))
         if materialize:
             read_weights(model, device_at_rest(mesh, config))
     if materialize:
@@ -201,17 +222,48 @@ def parallelize(
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
-    StepHooks(model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recover)
+    hooks = StepHooks(
+        model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recover, stages is None
+    )
+    if stages is not None:
+        state.stage = stages.tensors
+        links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
+        state.pipeline = Pipeline(
+            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks.watch
+        )
     verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:
-        state.fingerprints = base_fingerprints(model, mesh)
+        state.fingerprints = base_fingerprints(model, mesh, stage=state.stage)
     refuse_stale_steps(before, model)
     state.attach(model)
     seal(model, mesh.size())
     if mesh.size() > 1:
         refuse_whole_compile(model)
     return model
+
+
+def _find_stages(
+    model: nn.Module, names: Mapping[nn.Module, str], blocks: list[nn.Module], config: ParallelConfig
+) -> tuple[StageLayers, Bounds]:
+    """Return the layers of the model's pipeline stages, and the blocks of each, proven by running the model.
+
+    Raises:
+        ValueError: The model cannot be divided into stages, or not into these.
+    """
+    inner = innermost(model)
+    refuse_outputs(inner, {})
+    if not has_adapters(model) and config.pp_schedule != "gpipe":
+        raise ValueError(
+            f'pp={config.pp} without adapters, with pp_schedule="{config.pp_schedule}", which holds the gradients of '
+            'everything that trains twice: use pp_schedule="gpipe", or adapters.'
+        )
+    trace = StageTrace(model, names, blocks, config.pp)
+    check_microbatches(config.pp, config.pp_stages_per_rank, config.pp_microbatches)
+    stages = config.pp * config.pp_stages_per_rank
+    bounds = split_stages(trace.layers, names, stages, config.pp_split, getattr(inner, "config", None))
+    trace.prove(bounds)
+    return trace.layers, bounds
 
 
 def _comparable(config: ParallelConfig) -> dict[str, Any]:

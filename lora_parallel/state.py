@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 
-__all__ = ["AdapterPool", "ForwardCount", "ParallelState", "no_sync", "parallelized", "state_of"]
+__all__ = ["AdapterPool", "ForwardCount", "ParallelState", "StageTensors", "no_sync", "parallelized", "state_of"]
 
 _ATTRIBUTE = "_lora_parallel_state"
 
@@ -34,6 +34,20 @@ class ForwardCount:
     running: bool = field(default=False, repr=False)
     """True if the model's forward is running."""
 
+    microbatch: int = field(default=0, repr=False)
+    """Index of the micro-batch that is being computed or recomputed, of those of one data-parallel rank's batch."""
+
+    microbatches: int = field(default=1, repr=False)
+    """Number of micro-batches of a batch."""
+
+    def share_of(self, dp_rank: int) -> int:
+        """Return the index of the rows that are being computed, of shares as large as theirs of the global batch.
+
+        Args:
+            dp_rank: Index of the batch that this rank sees.
+        """
+        return dp_rank * self.microbatches + self.microbatch
+
     def advance(self, training: bool) -> None:
         """Count a forward that starts, if it is a training forward.
 
@@ -52,6 +66,20 @@ class AdapterPool(Protocol):
 
     def check_export(self) -> None:
         """Check that exactly one adapter is active. Raise a ValueError otherwise: a sum of several would be merged."""
+
+
+@dataclass(frozen=True)
+class StageTensors:
+    """Say which tensors of the whole model a rank holds, under pipeline parallelism."""
+
+    names: frozenset[str]
+    """Names of all parameters and buffers of the whole model, those of tied weights included."""
+
+    repeated: frozenset[str]
+    """Names of tensors that a rank with a smaller number on the pp axis lists, if this rank holds them at all."""
+
+    tied: dict[str, str]
+    """First name of each tied weight by its other names, without PEFT's additions."""
 
 
 @dataclass
@@ -88,6 +116,12 @@ class ParallelState:
 
     See `lora_parallel.adapters.base_fingerprint`.
     """
+
+    stage: StageTensors | None = field(default=None, repr=False)
+    """Tensors of the whole model and of this rank's stages; None without pipeline parallelism."""
+
+    pipeline: object | None = field(default=None, repr=False)
+    """The `lora_parallel.pp.pipeline.Pipeline` that runs the model's forward; None without pipeline parallelism."""
 
     def recover(self) -> None:
         """Drop what a failed step has left. It is called as the next step begins."""

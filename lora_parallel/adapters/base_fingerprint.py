@@ -14,17 +14,23 @@ from torch.distributed import DeviceMesh
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local, region_of, reshard
-from lora_parallel.distributed.mesh import sharded_axes
+from lora_parallel.distributed.mesh import sharded_axes, stage_group
+from lora_parallel.distributed.stages import merged_over_stages
 from lora_parallel.layers.module_names import clean_parameter_name
 from lora_parallel.layers.row_partition import RowPartition, partition_of
-from lora_parallel.state import state_of
+from lora_parallel.state import StageTensors, state_of
 
 __all__ = ["base_fingerprints", "check_base", "fingerprints_of", "renew_fingerprints"]
 
 _SAMPLES = 16
 
 
-def base_fingerprints(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> dict[str, str]:
+def base_fingerprints(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype | None = None,
+    stage: StageTensors | None = None,
+) -> dict[str, str]:
     """Return a fingerprint of each frozen weight, by its name without PEFT's additions. Collective.
 
     A fingerprint is a hash of the weight's shape, its dtype and 16 of its values, at places that depend on its name.
@@ -35,13 +41,14 @@ def base_fingerprints(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dt
         model: A model on a mesh, or a whole one.
         mesh: The model's mesh. None for a whole model; then nothing is communicated.
         dtype: Compute the fingerprints that the weights would have after a cast to this dtype.
+        stage: Says which tensors other pipeline stages list, under pipeline parallelism.
     """
     reshard(model)
     adapters = adapter_parameters(model)
     frozen = {
         _name_in_base(name): p
         for name, p in model.named_parameters()
-        if not p.requires_grad and name not in adapters and p.numel()
+        if not p.requires_grad and name not in adapters and p.numel() and (stage is None or name not in stage.repeated)
     }
     arranged = {
         parameter: selected
@@ -54,15 +61,14 @@ def base_fingerprints(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dt
         _samples(name, shapes[name], parameter, arranged.get(parameter), mesh, dtype)
         for name, parameter in frozen.items()
     ]
-    if not sampled:
-        return {}
-    values = torch.stack(sampled)
-    if mesh is not None and dist.is_initialized():
-        dist.all_reduce(values)
-    return {
+    values = torch.stack(sampled) if sampled else torch.empty(0, 0)
+    if mesh is not None and dist.is_initialized() and sampled:
+        dist.all_reduce(values, group=stage_group(mesh))
+    prints = {
         name: _digest(f"{shapes[name]} {dtype or parameter.dtype} {row}")
         for (name, parameter), row in zip(frozen.items(), values.tolist(), strict=True)
     }
+    return merged_over_stages(prints, mesh)
 
 
 def fingerprints_of(model: nn.Module) -> dict[str, str]:
@@ -76,7 +82,7 @@ def fingerprints_of(model: nn.Module) -> dict[str, str]:
     if state.fingerprints is not None:
         return state.fingerprints
     trained = {_name_in_base(name) for name in state.trained}
-    present = base_fingerprints(model, state.mesh)
+    present = base_fingerprints(model, state.mesh, stage=state.stage)
     return {name: each for name, each in present.items() if name not in trained}
 
 
@@ -89,7 +95,7 @@ def renew_fingerprints(model: nn.Module, names: Iterable[str]) -> None:
     """
     state = state_of(model)
     if state is not None and state.fingerprints is not None:
-        present = base_fingerprints(model, state.mesh)
+        present = base_fingerprints(model, state.mesh, stage=state.stage)
         plain = {_name_in_base(name) for name in names}
         state.fingerprints |= {name: each for name, each in present.items() if name in plain}
 

@@ -50,11 +50,14 @@ def _keys(seed: int, name: str, forward_number: int) -> tuple[int, int, int]:
 
 
 Keys = Sequence[int] | Sequence[Tensor]
-"""The three keys of one module in one forward: ints, or int32 tensors without dims."""
+"""What decides about the rows of one module in one forward: ints, or int32 tensors without dims.
+
+They are the three keys of the hash (row, token, feature), and the index of the rows among all shares as large.
+"""
 
 
 def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
-    """Return the keys of several modules in one tensor, int32 [modules, 3], without making the CPU wait for the device.
+    """Return the keys of several modules in one tensor, int32 [modules, 4], without making the CPU wait for the device.
 
     Args:
         keys: The keys of each module.
@@ -67,9 +70,12 @@ def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) ->
 class Chunk(Protocol):
     """Say where the tokens are that a rank computes, which has a chunk of each row."""
 
-    def places(self, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def places(
+        self, rows: int, tokens: int, device: torch.device, share: int | Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Return the global row and token of each position of activations [rows, tokens, features], int32 both.
 
+        The rows are number `share` of all shares as large.
         The result is None if the activations are of all tokens.
         """
 
@@ -82,7 +88,8 @@ class TopologyInvariantDropout(nn.Module):
         name: Name of the LoRA layer without PEFT's additions, part of the key of the hash.
         seed: Seed of the run, part of the key of the hash.
         count: The model's forward count.
-        dp_rank: Index of the batch that this rank sees: row i of it is global row dp_rank * rows + i.
+        dp_rank: Index of the batch that this rank sees: row i of it is global row dp_rank * rows + i. Of M
+            micro-batches, row i of number m is global row (dp_rank * M + m) * rows + i.
         feature_offset: Global index of this rank's first feature, if the input is a slice of the features.
     """
 
@@ -100,18 +107,19 @@ class TopologyInvariantDropout(nn.Module):
         """Where the tokens of the input are in the batch, if a rank may compute on a chunk of them."""
 
         self.prepared: Tensor | None = None
-        """Keys of the current forward, int32 [3], for a compiled block: ints would be constants of its graph."""
+        """Keys of the current forward, int32 [4], for a compiled block: ints would be constants of its graph."""
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
-    def keys(self, forward_number: int | None = None) -> tuple[int, int, int]:
-        """Return the three keys (row, token, feature) of the hash in one forward, as signed 32-bit ints.
+    def keys(self, forward_number: int | None = None) -> tuple[int, int, int, int]:
+        """Return what decides about the rows of one forward (see `Keys`), as signed 32-bit ints.
 
         Args:
             forward_number: The number of the training forward; None for the one that is being computed.
         """
-        return _keys(self.seed, self.name, self.count.current if forward_number is None else forward_number)
+        number = self.count.current if forward_number is None else forward_number
+        return *_keys(self.seed, self.name, number), self.count.share_of(self.dp_rank)
 
     def dropped(self, shape: torch.Size, device: torch.device, keys: Keys | None = None) -> Tensor:
         """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped.
@@ -123,16 +131,18 @@ class TopologyInvariantDropout(nn.Module):
         """
         rows, tokens = shape[:-1][:1].numel(), shape[1:-1].numel()
 
-        def index(start: int, size: int) -> Tensor:
-            return torch.arange(start, start + size, dtype=torch.int32, device=device)
+        def index(size: int) -> Tensor:
+            return torch.arange(size, dtype=torch.int32, device=device)
 
-        places = self.chunk.places(rows, tokens, device) if self.chunk is not None else None
+        keys = self.keys() if keys is None else keys
+        share = keys[3]
+        places = self.chunk.places(rows, tokens, device, share) if self.chunk is not None else None
         if places is None:
-            row = index(self.dp_rank * rows, rows)[:, None].expand(rows, tokens)
-            token = index(0, tokens).expand(rows, tokens)
+            row = (index(rows) + share * rows)[:, None].expand(rows, tokens)
+            token = index(tokens).expand(rows, tokens)
         else:
             row, token = places
-        return self.dropped_at(row, token, shape[-1], self.keys() if keys is None else keys).view(shape)
+        return self.dropped_at(row, token, shape[-1], keys).view(shape)
 
     def dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:
         """Return the mask of tokens at any places of the global batch.
@@ -146,7 +156,7 @@ class TopologyInvariantDropout(nn.Module):
         Returns:
             The mask, bool [number of tokens, features], True for the elements that are dropped.
         """
-        row_key, token_key, feature_key = keys
+        row_key, token_key, feature_key = keys[:3]
         position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
         index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)
         feature = _hash(index, feature_key)

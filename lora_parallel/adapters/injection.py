@@ -180,19 +180,24 @@ class LateAdapter:
         with _seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
             get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
 
-    def draw(self, seed: int, device: str) -> None:
+    def draw(self, model: nn.Module, seed: int, device: str) -> None:
         """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once.
 
         Args:
+            model: The model, of which some layers may have been taken out since; their values are drawn and dropped.
             seed: The seed of the values.
             device: The device of the model's adapter parameters.
         """
+        there = set(model.modules())
         for layer in self._layers:
-            allocate_adapters(layer, device)
+            if layer in there:
+                allocate_adapters(layer, device)
         remaining = iter(self._layers)
 
         def keep(drawn: nn.Module) -> None:
             layer = next(remaining)
+            if layer not in there:
+                return
             for name, values in drawn.named_parameters():
                 if not values.is_meta:
                     mine = layer.get_parameter(name).detach()

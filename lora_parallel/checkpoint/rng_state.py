@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.distributed.mesh import dp_rank, dp_size, stage_mesh
 
 __all__ = ["gather_random_states", "restore_random_state"]
 
@@ -27,7 +27,8 @@ def gather_random_states(mesh: DeviceMesh) -> list[dict[str, Any]]:
     dist.gather_object(mine, states if dist.get_rank() == 0 else None, dst=0)
     if dist.get_rank() != 0:
         return []
-    return [states[ranks[0]] for ranks in mesh.mesh.reshape(dp_size(mesh), -1).tolist()]
+    batches = stage_mesh(mesh).mesh.reshape(dp_size(mesh), -1)  # pp peers of rank 0's stage have the same states
+    return [states[ranks[0]] for ranks in batches.tolist()]
 
 
 def restore_random_state(states: list[dict[str, Any]], mesh: DeviceMesh) -> None:

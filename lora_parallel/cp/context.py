@@ -23,13 +23,10 @@ class CPContext:
         chunks: The chunks of the tokens that the ranks of the cp axis have.
         tokens: Holds the number of all tokens of each forward.
         method: How attention gets all tokens (see `ParallelConfig.cp_method`).
-        dp_rank: Index of the batch that this rank sees, with its cp and tp peers.
     """
 
-    def __init__(
-        self, chunks: TokenChunks, tokens: Tokens, method: Literal["ulysses", "all_gather"], dp_rank: int
-    ) -> None:
-        self.chunks, self.tokens, self.method, self.dp_rank = chunks, tokens, method, dp_rank
+    def __init__(self, chunks: TokenChunks, tokens: Tokens, method: Literal["ulysses", "all_gather"]) -> None:
+        self.chunks, self.tokens, self.method = chunks, tokens, method
         self.cuts = False
         """True while a forward runs whose tokens are cut."""
 
@@ -99,13 +96,16 @@ class CPContext:
         finally:
             self.running, self.recomputes = before
 
-    def places(self, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def places(
+        self, rows: int, tokens: int, device: torch.device, share: int | Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Return the global row and token of each position of activations [rows, tokens, features].
 
         Args:
             rows: The number of rows; of activations that are flattened, the number of rows and tokens in one.
             tokens: The number of tokens, 1 of activations that are flattened.
             device: The device of the result.
+            share: Index of the rows among all shares as large of the global batch.
 
         Returns:
             Two int32 tensors [rows, tokens]; or None if no chunk is being computed, or the activations are not those
@@ -120,8 +120,7 @@ class CPContext:
             return None
         each = rows // mine if is_flat else rows
         token = self.chunks.positions(count, device).expand(each, mine)
-        first = self.dp_rank * each
-        row = torch.arange(first, first + each, dtype=torch.int32, device=device)[:, None].expand(each, mine)
+        row = (torch.arange(each, dtype=torch.int32, device=device) + share * each)[:, None].expand(each, mine)
         if not is_flat:
             return row, token
         flat = (row * count + token).view(-1, 1)  # in one process, each token of flattened rows counts as a row

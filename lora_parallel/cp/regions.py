@@ -12,7 +12,7 @@ compute the same on every cp rank (`cp/replicated.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -33,6 +33,7 @@ from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
 from lora_parallel.tp.slicing import Slicing
 
 __all__ = [
+    "ChunkEntry",
     "Places",
     "changed_arguments",
     "first_output",
@@ -47,8 +48,8 @@ __all__ = [
 class Places:
     """List the places of a model where its tokens are cut, and where they are whole again."""
 
-    blocks: list[nn.Module]
-    """The blocks of the stack, in order."""
+    blocks: list[nn.Module | None]
+    """The blocks of the stack, in order; None for a block that is on another pipeline stage."""
 
     arguments: dict[nn.Module, list[str]]
     """Names of the positional arguments of each block."""
@@ -71,32 +72,77 @@ class Places:
     replicated: list[nn.Module]
     """Other layers outside of the blocks in which something trains."""
 
+    def within(self, model: nn.Module) -> Places:
+        """Return the places that are in `model`, of which some blocks and layers may have been taken out."""
+        there = set(model.modules())
+        return replace(
+            self,
+            blocks=[block if block in there else None for block in self.blocks],
+            arguments={block: each for block, each in self.arguments.items() if block in there},
+            attentions={module: name for module, name in self.attentions.items() if module in there},
+            cut={block: each for block, each in self.cut.items() if block in there},
+            after=[layer for layer in self.after if layer in there],
+            replicated=[layer for layer in self.replicated if layer in there],
+        )
 
-def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) -> None:
+
+class ChunkEntry:
+    """Cut hidden states that enter the blocks behind the first one, as a pipeline stage does.
+
+    Args:
+        context: The chunks.
+        draws: The random states of ranks that compute on chunks.
+    """
+
+    def __init__(self, context: CPContext, draws: OwnDraws) -> None:
+        self._context, self._draws = context, draws
+
+    def begin(self, hidden: Tensor) -> None:
+        """Note the number of all tokens, and give this rank random numbers of its own."""
+        self._context.tokens.count = _checked(hidden.shape[1], self._context.chunks)
+        self._draws.begin(hidden.device)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return this rank's chunk of hidden states [rows, tokens, features] that no gradient flows back to."""
+        self.begin(hidden)
+        return self._context.chunks.mine(hidden)
+
+    def leave(self, device: torch.device) -> None:
+        """Restore the random state that the ranks share."""
+        self._draws.end(device)
+
+
+def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) -> ChunkEntry:
     """Make a model compute on chunks of the tokens, in place.
 
     Args:
         model: The model that the user calls.
         places: Where its tokens are cut.
         context: The chunks.
+
+    Returns:
+        What a pipeline stage without the first block calls in its place.
     """
     wrap_registry()
     for module, name in places.attentions.items():
         module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)
-    for part in (*places.blocks, *places.after):
+    blocks = [block for block in places.blocks if block is not None]
+    for part in (*blocks, *places.after):
         for module in part.modules():
             if isinstance(module, TopologyInvariantDropout):
                 module.chunk = context
-    draws = OwnDraws(context.chunks.rank, places.blocks[0])
+    draws = OwnDraws(context.chunks.rank, model)
+    entry = ChunkEntry(context, draws)
     context.sums_gradients = bool(places.replicated)
-    for block in places.blocks:
-        _run_block(block, places, context, draws)
+    for block in blocks:
+        _run_block(block, places, context, entry)
     _cut_output(places.trunk, places, context, gathers=not places.after)
     for layer in places.after:
         _run_after(layer, context)
     for layer in places.replicated:
         run_replicated(layer, context)
     _Forward(model, context)
+    return entry
 
 
 class _Forward:
@@ -199,7 +245,7 @@ def has_tokens(name: str, x: Tensor, tokens: int) -> bool:
     return "mask" not in name and x.dim() in (2, 3) and x.shape[1] == tokens and x.dtype is not torch.bool
 
 
-def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnDraws) -> None:
+def _run_block(block: nn.Module, places: Places, context: CPContext, entry: ChunkEntry) -> None:
     is_first, is_last = block is places.blocks[0], block is places.blocks[-1]
     names, cut, instance_forward = places.arguments[block], places.cut[block], block.__dict__.get("forward")
 
@@ -218,8 +264,7 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
         args, kwargs = without_caches(args, kwargs)  # nobody would read them
         if is_first:
             hidden = first_activations(args, kwargs)[1]
-            context.tokens.count = _checked(hidden.shape[1], context.chunks)
-            draws.begin(hidden.device)
+            entry.begin(hidden)
             args, kwargs = with_activations(args, kwargs, context.cut)
             _refuse_trained(names, args, kwargs, cut, context)
         tokens = context.tokens.count
@@ -231,7 +276,7 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, draws: OwnD
             context.running = context.recomputes = False
         if is_last:
             hidden = block_output(output)
-            draws.end(hidden.device)
+            entry.leave(hidden.device)
             if not places.norm_on_chunks:
                 return with_output(output, context.chunks.whole(hidden, tokens, type(self).__name__))
         return output

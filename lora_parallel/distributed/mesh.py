@@ -1,10 +1,11 @@
-"""Build the device mesh: axes `dp_replicate`, `dp_shard` and `tp`, and `cp` where it has more than one rank."""
+"""Build the device mesh: axes `dp_replicate`, `dp_shard` and `tp`, and `pp` and `cp` where they have several ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -29,19 +30,28 @@ __all__ = [
     "mesh_axes",
     "mesh_sizes",
     "possible_axes",
+    "same_batch_groups",
     "same_batch_mesh",
     "shard_size",
     "sharded_axes",
+    "stage_group",
+    "stage_mesh",
 ]
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """All mesh axes, the outermost first. Everything that depends on their order is derived from this."""
 
-_ONLY_IF_USED = ("cp",)
+_ONLY_IF_USED = ("pp", "cp")
 """Axes that a mesh has only where they have more than one rank."""
 
-_JOINED = {"dp_shard_cp": ("dp_shard", "cp"), "cp_tp": ("cp", "tp")}
-"""Axes that are made by flattening others, and what they are made of."""
+_STAGE = "stage"
+
+_JOINED = {
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "cp_tp": ("cp", "tp"),
+    _STAGE: tuple(axis for axis in AXES if axis != "pp"),
+}
+"""Axes that are made by flattening others, and what they are made of, as far as a mesh has these."""
 
 
 def mesh_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
@@ -109,8 +119,9 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             gloo = device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
             own: Any = dict.fromkeys(axes, "gloo") if gloo else None
             mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own)
-            joined = _JOINED if "cp" in axes else {}
-            for name, parts in joined.items():
+            joined = [name for name in _JOINED if ("pp" if name == _STAGE else "cp") in axes]
+            for name in joined:
+                parts = tuple(axis for axis in _JOINED[name] if axis in axes)
                 flatten_axes(mesh, parts, name, "gloo" if gloo else None)
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
@@ -119,7 +130,10 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
 
 def possible_axes() -> list[tuple[str, ...]]:
     """Return the names of the axes that a mesh of `build_mesh` may have: with and without those that are not used."""
-    return [AXES, tuple(axis for axis in AXES if axis not in _ONLY_IF_USED)]
+    used = (combinations(_ONLY_IF_USED, number) for number in range(len(_ONLY_IF_USED) + 1))
+    return [
+        tuple(axis for axis in AXES if axis not in _ONLY_IF_USED or axis in some) for each in used for some in each
+    ]
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
@@ -147,8 +161,29 @@ def shard_size(mesh: DeviceMesh) -> int:
 
 
 def same_batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of `mesh` whose ranks process one batch together: cp and tp peers."""
+    """Return the part of `mesh` whose ranks process one batch together, in one stage: cp and tp peers."""
     return sub_mesh(mesh, ("cp_tp",) if axis_size(mesh, "cp") > 1 else ("tp",))
+
+
+def same_batch_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the process groups that together connect the ranks of one batch: cp and tp peers, and pp peers.
+
+    What all ranks of the one have, and then all of the other, all ranks of the batch have. The list is empty if this
+    rank has its batch for itself.
+    """
+    groups = [same_batch_mesh(mesh).get_group()] if same_batch_mesh(mesh).size() > 1 else []
+    return groups + ([mesh.get_group("pp")] if axis_size(mesh, "pp") > 1 else [])
+
+
+def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of `mesh` whose ranks hold the same stage of the model: the mesh itself without a pp axis."""
+    names = mesh.mesh_dim_names or ()
+    return sub_mesh(mesh, tuple(axis for axis in names if axis != "pp")) if "pp" in names else mesh
+
+
+def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks of `stage_mesh`; None if these are all ranks."""
+    return sub_mesh(mesh, (_STAGE,)).get_group() if "pp" in (mesh.mesh_dim_names or ()) else None
 
 
 def sharded_axes(tensor: Tensor) -> frozenset[str]:

@@ -113,20 +113,23 @@ def fingerprint_on_device(tensor: Tensor) -> Tensor:
     return total
 
 
-def gather_numbers(numbers: list[int], device: str, what: str | None = None) -> Tensor:
-    """Return the `numbers` of every rank, int64 [world size, len(numbers)] on the CPU. Collective.
+def gather_numbers(
+    numbers: list[int], device: str, what: str | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the `numbers` of every rank, int64 [ranks, len(numbers)] on the CPU. Collective.
 
     Args:
         numbers: The numbers of this rank, as many as on every other rank.
         device: The type of device that the message is sent from.
         what: The name of the call that every rank must make. A rank that waits for long then logs it, and which ranks
             are missing. None: a rank waits without a message.
+        group: The process group of the ranks; None for all ranks.
     """
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine.unsqueeze(0).cpu()
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    work = dist.all_gather(everyone, mine, async_op=what is not None)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(everyone, mine, group=group, async_op=what is not None)
     if what is not None:
         wait_for(work, what, device)
     return torch.stack(everyone).cpu()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -65,9 +66,12 @@ class _Announcement:
 
 @dataclass
 class _Meetings:
-    """Hold the announcements of one process group: a meeting is one call that all its ranks announce."""
+    """Hold the announcements of some ranks: a meeting is one call that all of them announce."""
 
     group: Any
+    """The default process group that the meetings belong to."""
+
+    ranks: tuple[int, ...]
     store: Any
     timeout: float
     number: int = 0
@@ -78,7 +82,7 @@ class _Meetings:
 
     def read(self, number: int) -> dict[int, _Announcement]:
         """Map each rank that has come to meeting `number` so far to its announcement."""
-        keys = {rank: f"{number}/{rank}" for rank in range(self.group.size())}
+        keys = {rank: f"{number}/{rank}" for rank in self.ranks}
         if not self.store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
         texts = self.store.multi_get(list(keys.values())) if keys else []
@@ -98,31 +102,43 @@ class _Meetings:
             for key in self.past:
                 self.store.delete_key(key)
             self.past.clear()
-        names = ["call", "arrived", "open"] if self.group.rank() == 0 else []
+        names = ["call", "arrived", "open"] if self.group.rank() == self.ranks[0] else []
         self.past += [f"{number}/{name}" for name in (self.group.rank(), *names)]
 
 
-_meetings: _Meetings | None = None
+_meetings: dict[tuple[int, ...], _Meetings] = {}
+_limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+"""Seconds that ranks wait for each other at most, by the default process group."""
+
 _inside: ContextVar[bool] = ContextVar("inside a collective call", default=False)
 
 
-def _current() -> _Meetings | None:
-    """Return the meetings of the default process group, or None if this rank has no other rank to meet."""
-    global _meetings
+def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
+    """Return the meetings of some ranks, of all if `ranks` is None; None if this rank has no other rank to meet."""
     # A fake group has one process, whatever its size.
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
-    if _meetings is None or _meetings.group is not dist.group.WORLD:
+    world = range(dist.get_world_size())
+    which = tuple(world if ranks is None else ranks)
+    if len(which) == 1:
+        return None
+    found = _meetings.get(which)
+    if found is None or found.group is not dist.group.WORLD:
         store = default_store()
-        _meetings = _Meetings(dist.group.WORLD, dist.PrefixStore("lora_parallel", store), store.timeout.total_seconds())
-    return _meetings
+        prefix = "lora_parallel" if len(which) == len(world) else f"lora_parallel/of {'_'.join(map(str, which))}"
+        limit = _limits.get(dist.group.WORLD, store.timeout.total_seconds())
+        found = _Meetings(dist.group.WORLD, which, dist.PrefixStore(prefix, store), limit)
+        _meetings[which] = found
+    return found
 
 
 def limit_waiting(seconds: float) -> None:
     """Limit the time that ranks wait for each other to `seconds`, and to the timeout of the process group."""
-    meetings = _current()
-    if meetings is not None:
-        meetings.timeout = min(seconds, meetings.store.timeout.total_seconds())
+    if (meetings := _current()) is not None:
+        limit = min(seconds, meetings.store.timeout.total_seconds())
+        _limits[meetings.group] = limit
+        for each in _meetings.values():
+            each.timeout = limit
 
 
 @contextmanager
@@ -150,27 +166,28 @@ def collective_call(what: str) -> Iterator[None]:
         _inside.reset(token)
 
 
-def is_awaited_by(ranks: Iterable[int]) -> bool:
-    """Return True if one of `ranks` waits for this rank in a call that every rank must make."""
-    meetings = _current()
+def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> bool:
+    """Return True if one of `ranks` waits for this rank in a call that the ranks `among` must make, None: every rank."""
+    meetings = _current(among)
     if meetings is None:
         return False
     mine = meetings.group.rank()
     return any(meetings.store.check([f"{meetings.number}/{rank}"]) for rank in ranks if rank != mine)
 
 
-def meet(what: str, remedy: str = _REMEDY) -> None:
-    """Wait until every rank has come to the same call. Collective.
+def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -> None:
+    """Wait until every rank, or each of some ranks, has come to the same call. Collective.
 
     Args:
         what: The name of the call, which must be the same on every rank.
         remedy: The end of the error for ranks that make different calls: a sentence that says what to do.
+        ranks: The ranks that meet, of which this is one; None for all ranks.
 
     Raises:
         RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
         TimeoutError: Some ranks have not come in time.
     """
-    meetings = _current()
+    meetings = _current(ranks)
     if meetings is None:
         return
     number = meetings.number
@@ -200,7 +217,7 @@ def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
     Returns:
         True if every rank has announced this call.
     """
-    store, size, rank = meetings.store, meetings.group.size(), meetings.group.rank()
+    store, size, rank = meetings.store, len(meetings.ranks), meetings.group.rank()
     opened = f"{number}/open"
     meetings.write(number, mine)
     if store.compare_set(f"{number}/call", "", mine.what).decode() != mine.what:
@@ -281,8 +298,7 @@ def _tell_of_collective(meetings: _Meetings, mine: _Announcement) -> None:
     """Log which ranks do not wait in a collective, and the call that each of them waits in instead if it is known."""
     meetings.store.set(f"waits/{meetings.group.rank()}", "")
     time.sleep(0.5)  # other ranks that wait began at about the same time: let them say so first
-    ranks = range(meetings.group.size())
-    missing = [rank for rank in ranks if not meetings.store.check([f"waits/{rank}"])]
+    missing = [rank for rank in meetings.ranks if not meetings.store.check([f"waits/{rank}"])]
     elsewhere = {rank: call for rank, call in meetings.read(meetings.number).items() if rank in missing}
     if missing:
         told = "".join(f"; rank {rank} waits in {call}" for rank, call in elsewhere.items())
@@ -301,7 +317,7 @@ def _reminders() -> Iterator[float]:
 def _missing(meetings: _Meetings, number: int) -> str:
     """Return a text that names the ranks that have not come to meeting `number`."""
     there = meetings.read(number)
-    missing = [rank for rank in range(meetings.group.size()) if rank not in there]
+    missing = [rank for rank in meetings.ranks if rank not in there]
     return _named(missing)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -37,13 +37,16 @@ __all__ = [
     "drop_compiled_call",
     "drop_gathered_gradients",
     "file_of",
+    "forward_by_method",
     "flatten_axes",
     "gathered_parameters",
     "gradient_hooks",
     "has_compiled_call",
     "in_backward",
     "is_rectangle",
+    "last_backward",
     "local_region",
+    "make_root",
     "no_torch_function",
     "on_gradients_of",
     "one_gloo_thread",
@@ -161,6 +164,44 @@ def reduces_gradients(unit: FSDPModule) -> bool:
     `set_requires_gradient_sync` and `set_requires_all_reduce` set this; there is no public way to read it.
     """
     return all(group.reduce_grads and group.all_reduce_grads for group in _groups_of(unit))
+
+
+def forward_by_method(model: torch.nn.Module, name: str) -> None:
+    """Let FSDP2 gather the root unit's weights around a method of `model`, and not around its `forward` any more.
+
+    `register_fsdp_forward_method` does the first. There is no public way to remove the hooks on `forward`, which a model
+    has whose forward calls that method many times.
+    """
+    register_fsdp_forward_method(model, name)
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
+def make_root(model: torch.nn.Module) -> None:
+    """Let FSDP2 find all units inside of `model`, and take the model for the root. Collective.
+
+    It does so in the first forward otherwise, and takes the unit that is called first for the root.
+    """
+    root: Any = model
+    root.__dict__["_nothing"] = lambda: None
+    register_fsdp_forward_method(root, "_nothing")
+    root._nothing()
+    del root.__dict__["_nothing"]
+    root.reshard()
+
+
+@contextmanager
+def last_backward(model: torch.nn.Module, is_last: bool) -> Iterator[None]:
+    """Tell FSDP2 if other backward passes of forwards that have run already follow those within the context."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_is_last_backward(is_last)
+    try:
+        yield
+    finally:
+        model.set_is_last_backward(True)
 
 
 def drop_gathered_gradients(unit: FSDPModule) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.pytree import tensors_in
-from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.distributed.torch_private import in_backward, make_root
 
 __all__ = ["gather_for_calls", "is_at_rest"]
 
@@ -107,11 +107,7 @@ class _Root:
         """Make FSDP2 take the model for the root unit, if the model has not been called yet. Collective."""
         if not self._begun:
             self._begun = True
-            self._model.__dict__["_nothing"] = lambda: None
-            register_fsdp_forward_method(self._model, "_nothing")
-            self._model._nothing()
-            del self._model.__dict__["_nothing"]
-            self._model.reshard()
+            make_root(self._model)
 
     def unshard(self) -> None:
         self.begin()

@@ -22,9 +22,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.gather import class_of
+from lora_parallel.distributed.mesh import shard_size
 from lora_parallel.distributed.rendezvous import is_awaited_by, is_done, meet
 
 __all__ = ["ModelOrder", "UnitOrder", "install_order_check", "refuse_layer_drop"]
@@ -65,9 +67,13 @@ class UnitOrder:
 
     The record is equal on all ranks, because each step was. One record serves all models: if two ranks ran two models
     in different orders, FSDP2 would pair the units of one model with those of the other.
+
+    Args:
+        ranks: The ranks that compare their steps: those of one pipeline stage; None for all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: tuple[int, ...] | None = None) -> None:
+        self._ranks = ranks
         self._starts: dict[str, _Place] = {}
         self._place: _Place | None = None
         self._accumulates = False
@@ -99,7 +105,7 @@ class UnitOrder:
         """
         place = self._place or _Place()
         if place.expected != step:
-            meet(step, _REMEDY)
+            meet(step, _REMEDY, self._ranks)
         self._place = place.take(step)
 
     def wait(self, work: dist.Work, step: str, group: dist.ProcessGroup) -> None:
@@ -112,9 +118,9 @@ class UnitOrder:
         while not is_done(work, "cpu", time.monotonic() + PATIENCE):
             # Two checks in a row must find such a rank: one that has taken this step, and asks about a later one, has
             # let this collective end by the second check.
-            awaited, before = is_awaited_by(dist.get_process_group_ranks(group)), awaited
+            awaited, before = is_awaited_by(dist.get_process_group_ranks(group), self._ranks), awaited
             if awaited and before:
-                meet(step, _REMEDY)
+                meet(step, _REMEDY, self._ranks)
 
     def forget_place(self) -> None:
         """Forget the place in the pass, after a pass that has ended early, so that ranks compare the next step."""
@@ -213,13 +219,20 @@ class _Reduction(_Allocates):
         return None
 
 
-_orders: WeakKeyDictionary[Any, UnitOrder] = WeakKeyDictionary()
-"""Order of the units of each default process group."""
+_orders: WeakKeyDictionary[Any, dict[tuple[int, ...] | None, UnitOrder]] = WeakKeyDictionary()
+"""Orders of the units of each default process group, by the ranks that compare their steps."""
 
 
-def install_order_check(model: nn.Module, dp_shard: int) -> ModelOrder:
-    """Make the FSDP units of a model, which are sharded over `dp_shard` ranks, compare their order between ranks."""
-    order = _orders.setdefault(dist.group.WORLD, UnitOrder())
+def install_order_check(model: nn.Module, mesh: DeviceMesh) -> ModelOrder:
+    """Make the FSDP units of a model compare their order between the ranks of a mesh, which hold the same units.
+
+    Args:
+        model: The sharded model.
+        mesh: The mesh, without a pp axis.
+    """
+    every = mesh.size() == dist.get_world_size()
+    ranks = None if every else tuple(mesh.mesh.flatten().tolist())
+    order = _orders.setdefault(dist.group.WORLD, {}).setdefault(ranks, UnitOrder(ranks))
     number = order.number()
     called = class_of(model).__name__ + (f" (model {number})" if number > 1 else "")
     for name, module in model.named_modules():
@@ -227,7 +240,7 @@ def install_order_check(model: nn.Module, dp_shard: int) -> ModelOrder:
             unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
             comm.set_custom_all_gather(_Gather(order, unit))
             comm.set_custom_reduce_scatter(_Reduction(order, unit))
-    return ModelOrder(order, called, gathers=dp_shard > 1)
+    return ModelOrder(order, called, gathers=shard_size(mesh) > 1)
 
 
 def refuse_layer_drop(model: nn.Module) -> None:

@@ -45,7 +45,7 @@ class UnusedParameters:
         self, model: nn.Module, mesh: DeviceMesh, partial_gradients: PartialGradients, order: ModelOrder | None
     ) -> None:
         self._order = order
-        self._groups = [mesh.get_group(axis) for axis in AXES if axis != "tp" and axis_size(mesh, axis) > 1]
+        self._groups = [mesh.get_group(axis) for axis in AXES if axis not in ("pp", "tp") and axis_size(mesh, axis) > 1]
         self._trained = [p for p in model.parameters() if p.requires_grad] if order and self._groups else []
         self._device = mesh.device_type
         over_tp = set(partial_gradients.parameters)

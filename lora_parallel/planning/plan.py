@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -68,6 +68,16 @@ class Plan:
 
     sequences: list[Sequence] = field(default_factory=list)
     """Places where tokens are split among ranks and gathered (sequence parallelism), for each model that was run."""
+
+    def within(self, model: nn.Module) -> Plan:
+        """Return the plan of the modules that are in `model`, of which others may have been taken out."""
+        there = set(model.modules())
+        parts = {
+            each.name: {module: value for module, value in held.items() if module in there}
+            for each in fields(self)
+            if isinstance(held := getattr(self, each.name), dict)
+        }
+        return replace(self, **parts)  # type: ignore[arg-type]
 
 
 def check_globs(model: nn.Module, globs: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local
-from lora_parallel.distributed.mesh import sharded_axes
+from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
 from lora_parallel.state import ParallelState
 
@@ -102,20 +102,24 @@ def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
 def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Check that ranks that hold the same shard of a trained parameter hold the same values."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
-    prints = gather_numbers([fingerprint(local(p)) for p in parameters.values()], mesh.device_type)
+    stage = stage_mesh(mesh)
+    numbers = [fingerprint(local(p)) for p in parameters.values()]
+    prints = gather_numbers(numbers, mesh.device_type, group=stage_group(mesh))  # in the order of the stage's ranks
+    first = int(stage.mesh.min())
     alike: dict[frozenset[str], list[int]] = {}
     for index, parameter in enumerate(parameters.values()):
         alike.setdefault(sharded_axes(parameter), []).append(index)
-    for axes, indices in alike.items():
-        peers = _peers(mesh, axes)
-        held = prints[peers][:, :, indices]  # [shards, ranks that hold the same one, parameters]
-        differing = (held != held[:, :1]).any(dim=1).nonzero()
-        if len(differing):
-            shard, at = differing[0].tolist()
-            raise RuntimeError(
-                f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
-                "same shard of it, and is not: something changed it on some ranks only."
-            )
+    with agreed():
+        for axes, indices in alike.items():
+            peers = _peers(stage, axes)
+            held = prints[peers - first][:, :, indices]  # [shards, ranks that hold the same one, parameters]
+            differing = (held != held[:, :1]).any(dim=1).nonzero()
+            if len(differing):
+                shard, at = differing[0].tolist()
+                raise RuntimeError(
+                    f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
+                    "same shard of it, and is not: something changed it on some ranks only."
+                )
 
 
 def _peers(mesh: DeviceMesh, sharded: frozenset[str]) -> Tensor:

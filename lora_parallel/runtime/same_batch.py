@@ -1,4 +1,4 @@
-"""Check that the ranks of one batch (tp peers, and cp peers) are fed the same, and make the same forwards.
+"""Check that the ranks of one batch (tp, cp and pp peers) are fed the same, and make the same forwards.
 
 Each peer computes a slice of every layer: with different batches their sums are of neither batch, and no error says so.
 So these ranks compare the inputs of every forward by one message of two numbers. The first batch for training and the
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.mesh import axis_size, same_batch_mesh
+from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device
 from lora_parallel.distributed.rendezvous import wait_for
@@ -33,8 +33,17 @@ class SameBatch:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
-        self._group = same_batch_mesh(mesh).get_group()
-        self._has_cp = axis_size(mesh, "cp") > 1
+        self._groups = same_batch_groups(mesh)
+        self._ranks = [
+            rank
+            for stage in mesh.mesh.reshape(axis_size(mesh, "pp"), -1).tolist()
+            for rank in stage[dp_rank(mesh) * same_batch_mesh(mesh).size() :][: same_batch_mesh(mesh).size()]
+        ]
+        self._kinds = [
+            kind
+            for axis, kind in (("pp", "pipeline"), ("cp", "context"), ("tp", "tensor"))
+            if axis_size(mesh, axis) > 1
+        ]
         self._unchecked = {True, False}
         self._forwards = 0
         self._sent: tuple[int, Tensor, Any] | None = None
@@ -53,12 +62,14 @@ class SameBatch:
         self._unchecked.discard(training)
         both = self._message(inputs, training)
         if first or self._device == "cpu":
-            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            wait_for(work, f"the model's forward for {'training' if training else 'evaluation'}", self._device)
+            for group in self._groups:
+                work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
+                wait_for(work, f"the model's forward for {'training' if training else 'evaluation'}", self._device)
             with agreed() if first and training else nullcontext():
                 self._compare(self._forwards, both)
             return
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         found = torch.empty(2, dtype=both.dtype, pin_memory=True)
         found.copy_(both, non_blocking=True)
         event = torch.get_device_module(self._device).Event()
@@ -82,11 +93,10 @@ class SameBatch:
     def _compare(self, number: int, both: Tensor) -> None:
         highest, lowest = int(both[0]), ~int(both[1])
         if highest != lowest:
-            ranks = dist.get_process_group_ranks(self._group)
-            peers = "context and tensor parallel peers" if self._has_cp else "tensor parallel peers"
+            each = f"rank // {len(self._ranks)}" if self._kinds[0] != "pipeline" else "lora_parallel's dp_rank of the mesh"
             raise RuntimeError(
-                f"ranks {ranks} are {peers} and were fed different batches in forward {number}, or one "
-                "of them makes forwards that the others do not: what they compute is of neither batch. Shard the data "
-                f"by data-parallel rank (rank // {len(ranks)}), not by process, and call the model on all of these "
-                "ranks, in evaluation too."
+                f"ranks {self._ranks} are {' and '.join(self._kinds)} parallel peers and were fed different batches in "
+                f"forward {number}, or one of them makes forwards that the others do not: what they compute is of "
+                f"neither batch. Shard the data by data-parallel rank ({each}), not by process, and call the model on "
+                "all of these ranks, in evaluation too."
             )

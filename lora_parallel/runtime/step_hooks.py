@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.gradient_hooks import UnfinishedGradients
 from lora_parallel.distributed.gradients import PartialGradients
-from lora_parallel.distributed.mesh import same_batch_mesh
+from lora_parallel.distributed.mesh import same_batch_groups
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import (
@@ -59,6 +59,8 @@ class StepHooks:
         order: The order of the model's FSDP units; None if it has none.
         first_batch_checks: Checks of the model's plan, each of which runs once, on the first batch.
         recover: Function that is called as a step begins, if the step before it has failed.
+        watches_outputs: True if the backward of a step begins at what the model returns. Otherwise `watch` is called
+            with the tensors at which a backward pass begins.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class StepHooks:
         order: ModelOrder | None,
         first_batch_checks: Sequence[FirstBatchCheck] = (),
         recover: Callable[[], None] = lambda: None,
+        watches_outputs: bool = True,
     ) -> None:
+        self._watches_outputs = watches_outputs
         self._first_batch_checks = list(first_batch_checks)
         self._recover_pool = recover
         self._mesh = mesh
@@ -85,7 +89,7 @@ class StepHooks:
         self._unused = UnusedParameters(model, mesh, gradients, order)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._same_batch = SameBatch(mesh) if same_batch_mesh(mesh).size() > 1 else None
+        self._same_batch = SameBatch(mesh) if same_batch_groups(mesh) else None
         self._has_values = self._trained_once = False
         self._in_forward = False
         self._backward: int | None = None
@@ -133,6 +137,13 @@ class StepHooks:
         if output is None:  # the forward failed
             return
         self._in_forward = False
+        if self._watches_outputs:
+            self.watch(output)
+        if not torch.is_grad_enabled():
+            self._reshard()  # no backward follows that would, and parameters() must give the sharded ones
+
+    def watch(self, output: Any) -> None:
+        """Watch the backward pass that begins at the tensors of `output`."""
         this = self._count.current
 
         def backward_begins(grad: Tensor) -> None:
@@ -152,8 +163,6 @@ class StepHooks:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(backward_begins)
-        if not torch.is_grad_enabled():
-            self._reshard()  # no backward follows that would, and parameters() must give the sharded ones
 
     def _reshard(self) -> None:
         for unit in self._units:

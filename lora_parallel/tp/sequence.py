@@ -61,7 +61,15 @@ class Sequence:
     """Model that was run to find these places."""
 
 
-def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> None:
+@dataclass(frozen=True)
+class SequenceEntry:
+    """Split hidden states that enter a stack behind its first block, and restore random states behind its last."""
+
+    enter: Callable[[Tensor], Tensor]
+    leave: Callable[[torch.device], None]
+
+
+def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> list[SequenceEntry]:
     """Make a model compute on chunks of the tokens, in place.
 
     The first block of each stack splits its input, the last block gathers its output, and the modules in
@@ -71,15 +79,22 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> No
         sequence: The places of the model where tokens are split and gathered.
         group: The process group of the tp axis.
         tokens: Holds the number of all tokens of each forward.
+
+    Returns:
+        For each stack, what a pipeline stage without the first block calls in its place.
     """
+    entries = []
     for first, last in sequence.stacks.items():
-        draws = OwnDraws(group.rank(), first)
+        draws = OwnDraws(group.rank(), sequence.model or first)
+        split = _splitting(group, tokens, type(first).__name__, draws)
         _around(last, after=_gathering(group, tokens, type(last).__name__, draws))
-        _around(first, before=_splitting(group, tokens, type(first).__name__, draws))
+        _around(first, before=split)
+        entries.append(SequenceEntry(split, draws.end))
     for module in sequence.modules:
         _around(module, before=_feeding(group, tokens, type(module).__name__))
     if sequence.model is not None:
         sequence.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+    return entries
 
 
 def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,17 +113,17 @@ class OwnDraws:
 
     Args:
         rank: This rank, of those that compute on chunks of one batch.
-        stack: The first block of a stack. Nothing is done while it is in evaluation mode.
+        model: The model. Nothing is done while it is in evaluation mode.
     """
 
-    def __init__(self, rank: int, stack: nn.Module) -> None:
+    def __init__(self, rank: int, model: nn.Module) -> None:
         self._rank = rank
-        self._stack = stack
+        self._model = model
         self._shared: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
         self.end(device)  # in case an earlier forward failed before it came to `end`
-        if not self._stack.training:
+        if not self._model.training:
             return
         seed = int(torch.randint(2**62, ()).item())  # the same on all of these ranks
         if not in_backward():  # recomputing activations, torch's checkpoint restores the state itself

@@ -42,7 +42,7 @@ from lora_parallel.tp.sequence import NoActivationsError, block_output, first_ac
 from lora_parallel.tracing.outside_layers import layers_after, replicated_layers
 from lora_parallel.tracing.rank_simulation import same
 from lora_parallel.tracing.trace_errors import FailedError, TraceError
-from lora_parallel.tracing.tracer import Call, Tracer, traced_models
+from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
 
 __all__ = ["find_places"]
 
@@ -78,48 +78,16 @@ def find_places(
                 "and each rank has a chunk of them: use cp=1."
             )
     try:
-        tracer = _tracer(model, names)
+        tracer = tracer_of(model, names)
         if method == "all_gather":
             check_method(getattr(getattr(tracer.model, "config", None), "_attn_implementation", None))
-        _check_outside(model, tracer)
+        check_outside(model, tracer)
         return _Proof(tracer, cp, tp, method).places()
     except (TraceError, NoActivationsError) as error:
         raise ValueError(
             f"cp={cp}: the tokens of {kind} cannot be cut: {error}. Use cp=1, with tp, sequence_parallel or "
             "activation_checkpointing for the memory."
         ) from error
-
-
-def _tracer(model: nn.Module, names: Mapping[nn.Module, str]) -> Tracer:
-    """Return what runs the outermost model inside of `model` that can be run.
-
-    A forward that was put in the place of a whole model's own, as by TRL, cannot be copied. Then the trunk is run.
-    """
-    problem = TraceError("it holds no model that can be run")
-    for inner in traced_models(model):
-        try:
-            tracer = Tracer(inner, dict(names))
-        except TraceError as error:
-            problem = error if inner is traced_models(model)[0] else problem
-            continue
-        tracer.drop_graph()
-        return tracer
-    raise problem
-
-
-def _check_outside(model: nn.Module, tracer: Tracer) -> None:
-    """Check that nothing trains outside of the model that is run, where nobody knows how it is used.
-
-    Raises:
-        TraceError: A parameter does.
-    """
-    inside = {id(parameter) for parameter in tracer.model.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in inside:
-            raise TraceError(
-                f"{name} trains, and {type(innermost(model)).__name__} cannot be run without its weights to see how it "
-                "is used"
-            )
 
 
 class _Proof:

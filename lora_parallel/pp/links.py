@@ -1,0 +1,187 @@
+"""Send hidden states and their gradients between neighbouring pipeline ranks.
+
+Each rank sends hidden states to the next rank, and gradients to the one before. If ranks have several stages, the last
+rank also sends hidden states to the first, and gets gradients from it. Each of these four has a process group of its
+own, in which messages go one way only: so their order cannot make two ranks wait for each other, on any backend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from lora_parallel.distributed.rendezvous import is_done
+from lora_parallel.distributed.torch_private import default_store, one_gloo_thread
+
+__all__ = ["Links", "StageFailedError"]
+
+PATIENCE = 1.0
+"""Seconds of waiting after which a rank checks if another rank of its pipeline has failed."""
+
+_FAILED = "failed"
+
+_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Number of the links made so far, by default process group."""
+
+
+class StageFailedError(RuntimeError):
+    """Report that another rank of the pipeline failed while this one waited for it."""
+
+
+class Links:
+    """Hold the process groups between this pipeline rank and its neighbours. Making it is collective over all ranks.
+
+    Args:
+        mesh: The model's mesh.
+        timeout_seconds: Seconds after which a message that a peer does not send is an error.
+        has_ring: True if the last rank sends hidden states to the first.
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> None:
+        self.group = mesh.get_group("pp")
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self._device = mesh.device_type
+        self._place = self.ranks.index(dist.get_rank())
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._awaited: dict[bool, deque[tuple[dist.Work, Tensor]]] = {True: deque(), False: deque()}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self.failure: str | None = None
+        """What has failed, after which messages may be lost: no forward is possible any more."""
+
+        self._store: Any = None
+        self._groups: dict[tuple[bool, bool], Any] = {}
+        pipelines = mesh.mesh.flatten(1).T.tolist()
+        if dist.get_backend() == "fake":
+            return
+        number = _made[dist.group.WORLD] = _made.get(dist.group.WORLD, 0) + 1  # the same on all ranks
+        self._store = dist.PrefixStore(f"lora_parallel/pipeline {number} of {self.ranks[0]}", default_store())
+        gloo = mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
+        backend = "gloo" if gloo else None  # as that of the mesh's own groups
+        with one_gloo_thread():
+            for is_hidden in (True, False):
+                for is_ring in (False, True) if has_ring else (False,):
+                    group, _ = dist.new_subgroups_by_enumeration(pipelines, timedelta(seconds=timeout_seconds), backend)
+                    self._groups[is_hidden, is_ring] = group
+
+    def _next(self, is_hidden: bool) -> tuple[int, Any]:
+        """Return the rank that this one sends to, and the process group of such messages."""
+        return self._link(self._place, 1 if is_hidden else -1, is_hidden)
+
+    def _link(self, place: int, step: int, is_hidden: bool) -> tuple[int, Any]:
+        other = (place + step) % len(self.ranks)
+        is_ring = abs(other - place) != 1 or (step > 0) != (other > place)
+        return self.ranks[other], self._groups[is_hidden, is_ring]
+
+    def send(self, tensor: Tensor, is_hidden: bool, key: str) -> None:
+        """Send hidden states to the next rank, or their gradient to the one before, without waiting.
+
+        Args:
+            tensor: The tensor [rows, tokens, features].
+            is_hidden: True for hidden states.
+            key: The kind of forward, in which all hidden states have one dtype: the first that is sent tells it.
+        """
+        if is_hidden and self._dtypes.get(f"sent {key}") is not tensor.dtype:
+            self._announce_dtype(tensor.dtype, key)
+        peer, group = self._next(is_hidden)
+        data = tensor.detach().contiguous()
+        work = dist.isend(data, peer, group=group)
+        assert work is not None
+        self._sent.append((work, data))
+
+    def _announce_dtype(self, dtype: torch.dtype, key: str) -> None:
+        if f"sent {key}" in self._dtypes:
+            raise RuntimeError(
+                f"the hidden states between pipeline stages are {dtype} and were {self._dtypes[f'sent {key}']} in an "
+                "earlier micro-batch: let the blocks return one dtype."
+            )
+        self._dtypes[f"sent {key}"] = dtype
+        self._store.set(f"dtype {key} {self._place}", str(dtype).removeprefix("torch."))
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of the hidden states that this rank is sent. It waits until the first are sent."""
+        if key not in self._dtypes:
+            name = f"dtype {key} {(self._place - 1) % len(self.ranks)}"
+            start = time.monotonic()
+            while not self._store.check([name]):
+                self._check()
+                if time.monotonic() - start > self._store.timeout.total_seconds():
+                    raise TimeoutError(f"rank {dist.get_rank()} waited for the pipeline stage before its own in vain.")
+                time.sleep(0.002)
+            self._dtypes[key] = getattr(torch, self._store.get(name).decode())
+        return self._dtypes[key]
+
+    def await_next(self, like: Tensor, is_hidden: bool) -> None:
+        """Begin to receive the next hidden states, or the next gradient, in a new tensor like `like`."""
+        peer, group = self._link(self._place, -1 if is_hidden else 1, is_hidden)
+        data = torch.empty_like(like, memory_format=torch.contiguous_format)
+        work = dist.irecv(data, peer, group=group)
+        assert work is not None
+        self._awaited[is_hidden].append((work, data))
+
+    def receive(self, is_hidden: bool) -> Tensor:
+        """Return the first tensor of those that were awaited and not returned yet."""
+        work, data = self._awaited[is_hidden].popleft()
+        self.wait(work)
+        return data
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        for work, _ in self._sent:
+            self.wait(work)
+        self._sent.clear()
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Give all ranks of the pipeline the tensor of the last one, in place."""
+        work = dist.broadcast(tensor, self.ranks[-1], group=self.group, async_op=True)
+        assert work is not None
+        self.wait(work)
+        return tensor
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the object of the last rank, which is pickled."""
+        held = [value]
+        dist.broadcast_object_list(held, self.ranks[-1], group=self.group)
+        return held[0]
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a message of the pipeline.
+
+        Raises:
+            StageFailedError: Another rank of the pipeline has failed.
+            RuntimeError: A rank has ended, or the message has not come in time.
+        """
+        if self._device != "cpu":
+            work.wait()  # the device's stream waits, and this process goes on
+            return
+        try:
+            while not is_done(work, self._device, time.monotonic() + PATIENCE):
+                self._check()
+        except StageFailedError:
+            raise
+        except (RuntimeError, dist.DistError) as error:
+            self._check()
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: a message between the pipeline ranks {self.ranks} failed. A rank has ended, or "
+                f"ran a different program. Cause: {error}"
+            ) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of the pipeline that this one has failed, and refuse further forwards."""
+        self.failure = f"{type(error).__name__}: {error}"
+        if isinstance(error, StageFailedError) or self._store is None:
+            return
+        self._store.compare_set(_FAILED, "", f"rank {dist.get_rank()} failed: {self.failure}")
+
+    def _check(self) -> None:
+        if self._store.check([_FAILED]):
+            text = self._store.get(_FAILED).decode()
+            if not text.startswith(f"rank {dist.get_rank()} "):
+                raise StageFailedError(f"this rank waited for other pipeline stages, of which {text}")

@@ -1,0 +1,153 @@
+"""Compute the loss of a whole batch by the model's own loss function, which is called for each micro-batch.
+
+Transformers' models make their loss by `self.loss_function`. That of causal language models is a sum over tokens, divided
+by their number: here each micro-batch is told the number of the whole batch (or Trainer's), so that the losses of
+micro-batches add up. Any other loss function is called once, with the arguments of all micro-batches joined.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from lora_parallel.distributed.pytree import tensors_in
+from lora_parallel.pp.microbatches import IGNORED, Microbatches, joined_arguments
+
+__all__ = ["LossCalls", "OwnLoss"]
+
+
+class OwnLoss:
+    """Know whether a model makes its loss by its own loss function.
+
+    Args:
+        model: The model that the user calls, before its `forward` is replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+        self._is_replaced = self._model is not None and "forward" in self._model.__dict__  # by TRL, for example
+        code = getattr(inspect.unwrap(type(self._model).forward), "__code__", None) if self._model is not None else None
+        self._calls_it = code is not None and "loss_function" in code.co_names
+
+    def check(self, kwargs: Mapping[str, Any]) -> None:
+        """Check that a loss that is asked for can be computed from micro-batches.
+
+        Raises:
+            ValueError: Labels are given to a model that computes its loss without `loss_function`.
+        """
+        if self._model is None or self._is_replaced or self._calls_it or kwargs.get("labels") is None:
+            return
+        raise ValueError(
+            f"{type(self._model).__name__} computes its loss in its forward, without loss_function, so that those of "
+            "micro-batches cannot be joined: call it without labels, and compute the loss from what it returns; or use pp=1."
+        )
+
+    def begin(self, kwargs: Mapping[str, Any], batch: Microbatches) -> LossCalls:
+        """Begin a forward with these arguments."""
+        is_own = kwargs.get("labels") is not None and self._calls_it and not self._is_replaced
+        return LossCalls(self._model if is_own else None, kwargs, batch)
+
+
+class LossCalls:
+    """Hold the calls of a model's own loss function in one forward.
+
+    Args:
+        model: The model; None if no loss is asked of its loss function.
+        kwargs: The arguments of the forward.
+        batch: The micro-batches.
+    """
+
+    def __init__(self, model: Any, kwargs: Mapping[str, Any], batch: Microbatches) -> None:
+        self._model, self._batch = model, batch
+        own: Any = None if model is None else model.loss_function
+        self._own: Callable[..., Tensor] = own
+        self.is_own = model is not None
+        """True if the model's own loss function makes the loss."""
+
+        self.adds_up = self.is_own and own is LOSS_MAPPING["ForCausalLM"]
+        """True if the losses of micro-batches add up to that of the batch."""
+
+        self._number = _number_of_labels(kwargs) if self.adds_up else None
+        self.losses: list[Tensor] = []
+        """What the loss function, or what stands for it, returned for each micro-batch."""
+
+        self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._leaves: list[list[Tensor]] = []
+        self._exposed: list[list[Tensor]] = []
+        self._whole: Tensor | None = None
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Compute the loss of micro-batches here within the context, on the last stage."""
+        if not self.is_own:
+            yield
+            return
+        before = self._model.__dict__.get("_loss_function")
+        self._model.__dict__["_loss_function"] = self._add if self.adds_up else self._keep
+        calls = len(self.losses)
+        try:
+            yield
+        finally:
+            del self._model.__dict__["_loss_function"]
+            if before is not None:
+                self._model.__dict__["_loss_function"] = before
+        if len(self.losses) != calls + 1:
+            raise ValueError(
+                f"{type(self._model).__name__} was given labels and called its loss_function "
+                f"{len(self.losses) - calls} times: call it without labels, or use pp=1."
+            )
+
+    def _add(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.losses.append(self._own(*args, **{**kwargs, "num_items_in_batch": self._number}))
+        return self.losses[-1]
+
+    def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
+        exposed = [each for each in tensors_in([args, kwargs]) if each.requires_grad]
+        leaves = {id(each): each.detach().requires_grad_() for each in exposed}
+        self._exposed.append(exposed)
+        self._leaves.append(list(leaves.values()))
+        self._arguments.append(tree_map_only(Tensor, lambda each: leaves.get(id(each), each), (args, kwargs)))
+        device = next(tensors_in([args, kwargs])).device
+        self.losses.append(torch.zeros((), device=device))
+        return self.losses[-1]
+
+    def finish(self) -> None:
+        """Compute the loss of the batch from the arguments of all micro-batches, if the losses do not add up."""
+        if self._arguments:
+            args, kwargs = joined_arguments(self._arguments, self._batch)
+            self._whole = self._own(*args, **kwargs)
+
+    def total(self) -> Tensor:
+        """Return the loss of the batch; autograd does not see it."""
+        return self._whole.detach() if self._whole is not None else torch.stack(self.losses).detach().sum()
+
+    def started(self, grad: Tensor) -> list[tuple[list[Tensor], list[Tensor | None]]]:
+        """Return the tensors of each micro-batch that backward begins at, and their gradients.
+
+        Args:
+            grad: The gradient of the batch's loss.
+        """
+        if self._whole is None:
+            return [([loss], [grad.to(loss.dtype)]) for loss in self.losses]
+        leaves = [leaf for each in self._leaves for leaf in each]
+        with torch.enable_grad():
+            grads = iter(torch.autograd.grad(self._whole, leaves, grad.to(self._whole.dtype), allow_unused=True))
+        return [(exposed, [next(grads) for _ in exposed]) for exposed in self._exposed]
+
+
+def _number_of_labels(kwargs: Mapping[str, Any]) -> Any:
+    """Return the number that the sum of the losses of all tokens is divided by, as `ForCausalLMLoss` counts it."""
+    given = kwargs.get("num_items_in_batch")
+    if given is not None:
+        return given
+    shifted = kwargs.get("shift_labels")
+    labels = kwargs["labels"][..., 1:] if shifted is None else shifted
+    return (labels != kwargs.get("ignore_index", IGNORED)).sum()

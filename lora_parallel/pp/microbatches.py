@@ -1,0 +1,181 @@
+"""Divide the inputs of a model into micro-batches by rows, and join their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from lora_parallel.distributed.pytree import tensors_in
+
+__all__ = ["Joined", "Microbatches", "joined_arguments"]
+
+_LABELS = ("labels", "shift_labels")
+IGNORED = -100
+"""Label that transformers' losses ignore."""
+
+
+class Microbatches:
+    """Divide the arguments of a model's forward by rows.
+
+    Tensors whose first dim is the number of rows are divided, and all others given to each micro-batch as they are.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        count: The number of micro-batches.
+        pads: Repeat the last row where `count` does not divide the rows, for a forward without gradients. The labels of
+            such rows are ignored.
+
+    Raises:
+        ValueError: No argument tells the number of rows, or `count` does not divide it.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, pads: bool) -> None:
+        self.count = count
+        self.rows = _rows(args, kwargs)
+        """The number of rows of the batch."""
+
+        if self.rows % count and not pads:
+            raise ValueError(
+                f"a batch has {self.rows} rows, which pp_microbatches={count} does not divide: give each "
+                f"data-parallel rank a multiple of {count} rows (drop_last=True leaves out a smaller last batch), or "
+                "use fewer micro-batches."
+            )
+        self.each = -(-self.rows // count)
+        """The number of rows of a micro-batch."""
+
+        self._args, self._kwargs = args, dict(kwargs)
+
+    def part(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one micro-batch."""
+        args = tuple(self._cut("", each, index) for each in self._args)
+        return args, {name: self._cut(name, each, index) for name, each in self._kwargs.items()}
+
+    def _cut(self, name: str, value: Any, index: int) -> Any:
+        def cut(x: Tensor) -> Tensor:
+            # Of multimodal rotary positions [3, rows, tokens] the rows are in the second dim.
+            dim = 1 if name == "position_ids" and x.dim() == 3 else 0
+            if x.dim() <= dim or x.shape[dim] != self.rows:
+                return x
+            start, end = index * self.each, (index + 1) * self.each
+            real = x.narrow(dim, min(start, self.rows), max(min(end, self.rows) - start, 0))
+            missing = self.each - real.shape[dim]
+            if not missing:
+                return real
+            last = x.narrow(dim, self.rows - 1, 1)
+            more = torch.full_like(last, IGNORED) if name in _LABELS else last
+            return torch.cat([real, *[more] * missing], dim)
+
+        return tree_map_only(Tensor, cut, value)
+
+
+def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    named = [kwargs[name] for name in ("input_ids", "inputs_embeds") if isinstance(kwargs.get(name), Tensor)]
+    for tensor in (*named, *tensors_in([args, kwargs])):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise ValueError("no argument of the model is a tensor with rows, which micro-batches divide: use pp=1.")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Describe one value in what a model returns."""
+
+    kind: Literal["rows", "loss", "constant"]
+    constant: Any = None
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Describe what a model returns for a whole batch, without the tensors."""
+
+    spec: TreeSpec
+    leaves: list[Leaf]
+
+    @classmethod
+    def of(
+        cls, outputs: Sequence[Any], losses: Sequence[Any], total: Tensor | None, batch: Microbatches
+    ) -> tuple[Joined, list[list[Any]]]:
+        """Return the description of the outputs of all micro-batches, and their values by leaf.
+
+        Args:
+            outputs: What the model returned for each micro-batch.
+            losses: The loss that the model's own loss function returned for each; empty if it was not called.
+            total: The loss of the batch.
+            batch: The micro-batches.
+
+        Raises:
+            ValueError: An output has no rows, so that nobody knows what it is for the whole batch.
+        """
+        flat = [tree_flatten(each) for each in outputs]
+        spec = flat[0][1]
+        if any(other != spec for _, other in flat):
+            raise ValueError("pp: the model returns something else for one micro-batch than for another: use pp=1.")
+        leaves, values = [], []
+        for held in zip(*(each for each, _ in flat), strict=True):
+            if total is not None and all(each is loss for each, loss in zip(held, losses, strict=True)):
+                leaves.append(Leaf("loss", None, (), total.dtype, torch.is_grad_enabled()))
+            else:
+                leaves.append(_leaf(held, batch))
+            values.append(list(held))
+        return cls(spec, leaves), values
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """Return what the model returns, with these values in the place of its leaves."""
+        return tree_unflatten(list(values), self.spec)
+
+
+def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
+    first = held[0]
+    if not isinstance(first, Tensor):
+        if any(type(each) is not type(first) or each != first for each in held) or not _is_plain(first):
+            raise ValueError(
+                f"pp: the model returns a {type(first).__name__}, which cannot be given to all pipeline stages: return "
+                "tensors in a ModelOutput, dict, list or tuple, or use pp=1."
+            )
+        return Leaf("constant", first)
+    if batch.count == 1:
+        return Leaf("rows", None, tuple(first.shape), first.dtype, first.requires_grad)
+    if first.dim() and all(each.shape == first.shape and each.shape[0] == batch.each for each in held):
+        shape = (batch.rows, *first.shape[1:])
+        return Leaf("rows", None, shape, first.dtype, any(each.requires_grad for each in held))
+    raise ValueError(
+        f"pp: the model returns a tensor of shape {tuple(first.shape)} for a micro-batch of {batch.each} rows. What has no "
+        "rows cannot be joined: let the loss be made by the model's own loss_function, or by your code from what the "
+        "model returns for each row (call it without labels); or use pp_microbatches=1, or pp=1."
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def joined_arguments(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], batch: Microbatches) -> Any:
+    """Return the arguments of a loss function for the whole batch, from those of its calls for each micro-batch.
+
+    Raises:
+        ValueError: An argument that differs between micro-batches has no rows.
+    """
+    flat = [tree_flatten(each) for each in calls]
+    joined: list[Any] = []
+    for held in zip(*(each for each, _ in flat), strict=True):
+        first = held[0]
+        if not isinstance(first, Tensor) or all(each is first for each in held):
+            joined.append(first)
+        elif first.dim() and first.shape[0] % batch.each == 0:
+            joined.append(torch.cat(list(held))[: batch.rows * (first.shape[0] // batch.each)])
+        else:
+            raise ValueError(
+                f"pp: the model's loss function is given a tensor of shape {tuple(first.shape)} for a micro-batch of "
+                f"{batch.each} rows, which cannot be joined with those of others: call the model without labels, or use "
+                "pp=1."
+            )
+    return tree_unflatten(joined, flat[0][1])

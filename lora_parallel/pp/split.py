@@ -1,0 +1,134 @@
+"""Choose the blocks that begin a pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.pp.stage_layers import Bounds, StageLayers
+
+__all__ = ["balanced_bounds", "split_stages"]
+
+
+def split_stages(
+    layers: StageLayers,
+    names: Mapping[nn.Module, str],
+    stages: int,
+    split: Literal["auto"] | Sequence[str],
+    config: Any = None,
+) -> Bounds:
+    """Return the blocks of each stage.
+
+    Args:
+        layers: The model's layers.
+        names: Names of the model's modules.
+        stages: The number of stages.
+        split: "auto", or the names of the blocks that begin a stage, from the second stage on.
+        config: The model's own config, which says how many experts of how many a token uses; or None.
+
+    Raises:
+        ValueError: There are fewer blocks than stages, or `split` does not name blocks in their order.
+    """
+    blocks = [names[block] for block in layers.blocks]
+    if len(blocks) < stages:
+        raise ValueError(
+            f"the model has {len(blocks)} blocks ({blocks[0]}, ...), and pp x pp_stages_per_rank makes {stages} "
+            f"stages, of which each needs one: use at most {len(blocks)} stages."
+        )
+    if not isinstance(split, str):
+        return _named_bounds(blocks, split)
+    costs = [_cost(block, config) for block in layers.blocks]
+    before, after = ([_cost(layer, config) for layer in part] for part in (layers.before, layers.after))
+    return balanced_bounds(costs, _total(before), _total(after), stages)
+
+
+def _named_bounds(blocks: list[str], split: Sequence[str]) -> Bounds:
+    starts = [0]
+    for name in split:
+        if name not in blocks:
+            raise ValueError(
+                f"pp_split: {name!r} is no block of the model; its blocks are {blocks[0]} to {blocks[-1]}."
+            )
+        starts.append(blocks.index(name))
+    if starts != sorted(set(starts)):
+        raise ValueError(
+            f"pp_split={list(split)}: give the blocks that begin a stage in the model's order, without {blocks[0]}, "
+            "which begins the first."
+        )
+    return list(zip(starts, [*starts[1:], len(blocks)], strict=True))
+
+
+Cost = tuple[float, float]
+"""Bytes of the parameters, and multiplications of a token."""
+
+
+def balanced_bounds(blocks: Sequence[Cost], before: Cost, after: Cost, stages: int) -> Bounds:
+    """Divide blocks into stages such that the largest share of a stage is as small as can be.
+
+    The share of a stage is that of all bytes, or that of all multiplications, whichever is larger. Of the divisions
+    with the same largest share the one whose stages differ least is returned.
+
+    Args:
+        blocks: The cost of each block.
+        before: The cost of what the first stage has besides blocks.
+        after: The cost of what the last stage has besides blocks.
+        stages: The number of stages, of which each has one block at least.
+    """
+    whole = _total([*blocks, before, after])
+    sums = [(0.0, 0.0)]
+    for block in blocks:
+        sums.append(_total([sums[-1], block]))
+
+    def share(first: int, last: int) -> float:
+        more = [before] if first == 0 else []
+        more += [after] if last == len(blocks) else []
+        held = [sums[last][kind] - sums[first][kind] + _total(more)[kind] for kind in (0, 1)]
+        return max(part / total if total else 0.0 for part, total in zip(held, whole, strict=True))
+
+    count = len(blocks)
+    # best[last] of a number of stages: the largest share, the sum of squares, and the bounds, of blocks 0 .. last - 1.
+    best: dict[int, tuple[float, float, Bounds]] = {
+        last: (share(0, last), share(0, last) ** 2, [(0, last)]) for last in range(1, count + 1)
+    }
+    for stage in range(2, stages + 1):
+        found = {}
+        for last in range(stage, count + 1):
+            found[last] = min(
+                (max(most, own), squares + own**2, [*bounds, (first, last)])
+                for first, (most, squares, bounds) in best.items()
+                if stage - 1 <= first < last
+                for own in [share(first, last)]
+            )
+        best = found
+    return best[count][2]
+
+
+def _total(costs: Sequence[Cost]) -> Cost:
+    return sum(bytes for bytes, _ in costs), sum(products for _, products in costs)
+
+
+def _cost(module: nn.Module, config: Any) -> Cost:
+    """Return the bytes of a module's parameters, and the multiplications that it does for a token."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    used = _share_of_experts(config)
+    products = 0.0
+    for inner in module.modules():
+        if isinstance(inner, QuantisedLayer):
+            products += inner.out_features * inner.in_features
+        elif not isinstance(inner, nn.Embedding):
+            matrices = (each for each in inner._parameters.values() if each is not None and each.dim() > 1)
+            products += sum(each.numel() * (used if each.dim() == 3 else 1) for each in matrices)
+    return size, products
+
+
+def _share_of_experts(config: Any) -> float:
+    """Return the share of a mixture's experts that a token goes to, 1 for other models."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    every = next(
+        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), None
+    )
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return chosen / every if every and chosen else 1.0

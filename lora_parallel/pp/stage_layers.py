@@ -1,0 +1,40 @@
+"""Say which layers of a model belong to which pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+__all__ = ["Bounds", "StageLayers"]
+
+Bounds = list[tuple[int, int]]
+"""First and last + 1 block of each stage."""
+
+
+@dataclass
+class StageLayers:
+    """List the blocks of a model, and the layers around them that hold parameters."""
+
+    stack: nn.Module
+    """Module whose children are the blocks."""
+
+    blocks: list[nn.Module]
+    """The blocks in order."""
+
+    outputs: list[int | None]
+    """Number of values that each block returns in a tuple; None if it returns the hidden states."""
+
+    before: dict[nn.Module, int] = field(default_factory=dict)
+    """Layers that are called before the first block, each with the number of features of its output."""
+
+    after: list[nn.Module] = field(default_factory=list)
+    """Layers that are called after the last block. A layer may be in `before` too."""
+
+    def of_stage(self, stage: int, bounds: Bounds) -> list[nn.Module]:
+        """Return the modules that a stage computes."""
+        first, last = bounds[stage]
+        found = list(self.blocks[first:last])
+        found += self.before if stage == 0 else []
+        found += [layer for layer in self.after if layer not in found] if stage == len(bounds) - 1 else []
+        return found

@@ -1,0 +1,336 @@
+"""Find the layers of a model that pipeline stages are made of, and prove stages by running the model as each of them.
+
+The model is run without its weights: once as a whole, to see what is called before, in and after its blocks, and then
+as each stage would run it, with the hidden states that the stage before sends. Every layer of a stage must be fed what
+it is fed in the whole model. A model that hands on more than hidden states from block to block fails this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_parallel.adapters.inspection import peft_configs
+from lora_parallel.distributed.gather import persistent_buffers
+from lora_parallel.layers.module_names import innermost
+from lora_parallel.pp.other_stages import OtherStageBlock, OtherStageLayer, StageEnd, output_shape
+from lora_parallel.pp.stage_layers import Bounds, StageLayers
+from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations
+from lora_parallel.tracing.rank_simulation import same
+from lora_parallel.tracing.trace_errors import TraceError
+from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
+
+__all__ = ["StageTrace"]
+
+
+class StageTrace:
+    """Run a model without its weights, to find the layers of its stages and to prove them. The model is not changed.
+
+    Args:
+        model: A model in full shapes, with its adapters injected.
+        names: Names of the model's layers (see `clean_names`).
+        blocks: The model's blocks, in order.
+        pp: Size of the pp axis, for messages.
+
+    Raises:
+        ValueError: The model has no blocks, cannot be run without its weights, or has layers of which no stage can be
+            told.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Mapping[nn.Module, str], blocks: Collection[nn.Module], pp: int
+    ) -> None:
+        self._model, self._kind, self._pp = model, type(innermost(model)).__name__, pp
+        config = getattr(innermost(model), "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"pp={pp}: {self._kind} is an encoder and a decoder, two stacks of blocks: use pp=1.")
+        for name, adapter in peft_configs(model).items():
+            if getattr(adapter, "alora_invocation_tokens", None):
+                raise ValueError(
+                    f"pp={pp}: adapter {name!r} has alora_invocation_tokens, for which PEFT puts hooks into each "
+                    "forward: use pp=1."
+                )
+        if not blocks:
+            raise ValueError(f"pp={pp}: {self._kind} has no blocks: name their classes in block_classes=[...].")
+        self._places: list[int] = []
+        """The block that each noted call of a layer is in: -1 before all of them, their number after them."""
+
+        self._inputs: list[Tensor] = []
+        """Hidden states that each block is fed, [rows, tokens, features]."""
+
+        with torch.random.fork_rng(devices=[]), self._explained():
+            self._tracer = tracer_of(model, names)
+            check_outside(model, self._tracer)
+            self.layers = self._find(blocks)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (TraceError, NoActivationsError) as error:
+            raise ValueError(
+                f"pp={self._pp}: {self._kind} cannot be divided into stages: {error}. Use pp=1, with tp or dp_shard for "
+                "the memory."
+            ) from error
+
+    # ------------------------------------------------------------------------ the run of the whole model
+
+    def _find(self, blocks: Collection[nn.Module]) -> StageLayers:
+        tracer = self._tracer
+        real_of = {twin: real for real, twin in tracer.twin_of.items()}
+        called = [twin for block in blocks if (twin := tracer.twin_of.get(block)) in tracer.entered]
+        parents = {tracer.paths[twin].rpartition(".")[0] for twin in called if twin is not None}
+        if len(parents) != 1:
+            raise TraceError(
+                f"it has several stacks of blocks ({', '.join(sorted(parents))})" if parents else "none is called"
+            )
+        stack = tracer.twin.get_submodule(parents.pop())
+        if list(stack.children()) != called:
+            raise TraceError(f"{tracer.paths[stack] or 'it'} holds other modules beside blocks, or blocks not in order")
+        noted = _Noted(called, tracer)
+        noted.run()
+        self._places, self._inputs = noted.places, noted.inputs
+        found = StageLayers(real_of[stack], [real_of[each] for each in called], noted.outputs)
+        for module, phases in noted.layers():
+            real = real_of[module]
+            if "before" in phases:
+                found.before[real] = noted.features(module)
+            if "after" in phases:
+                found.after.append(real)
+        found.after += self._around(tracer.model)
+        return found
+
+    def _around(self, inner: nn.Module) -> list[nn.Module]:
+        """Return the outermost layers with parameters outside of the model that was run.
+
+        They are used by a forward that cannot be run, around the call of that model.
+        """
+        return [
+            module
+            for parent in self._model.modules()
+            if parent is not inner and any(each is inner for each in parent.modules())
+            for module in parent.children()
+            if not any(each is inner for each in module.modules()) and any(True for _ in module.parameters())
+        ]
+
+    # ------------------------------------------------------------------------ the runs of stages
+
+    def prove(self, bounds: Bounds) -> None:
+        """Run the model as each stage would.
+
+        Raises:
+            ValueError: A stage does not compute what the whole model computes.
+        """
+        with torch.random.fork_rng(devices=[]), self._explained():
+            for stage in range(len(bounds)):
+                self._run_stage(stage, bounds)
+
+    def _run_stage(self, stage: int, bounds: Bounds) -> None:
+        tracer, layers, (first, last) = self._tracer, self.layers, bounds[stage]
+        is_first, is_last = stage == 0, stage == len(bounds) - 1
+        inside = [
+            (call, place)
+            for call, place in zip(tracer.calls, self._places, strict=True)
+            if first <= place < last or (is_first and place < 0) or (is_last and place == len(layers.blocks))
+        ]
+        done = 0
+
+        def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
+            nonlocal done
+            done += 1
+            if not same(fed, call.fed):
+                raise TraceError(
+                    f"{call.layer} is not fed the same by a stage as by the whole model, as if blocks handed on more "
+                    "than hidden states"
+                )
+            return call.output()
+
+        run = _Simulated(first, last, self._inputs)
+        with self._standing_in(run, stage, bounds):
+            try:
+                outputs = tracer.run_again(stand_in, [call for call, _ in inside])
+            except StageEnd as end:
+                if is_last or not same(end.hidden, self._inputs[last]):
+                    raise TraceError(f"a stage ends with other hidden states than block {last} is fed") from None
+            else:
+                if not is_last or not (len(outputs) == len(tracer.outputs) and all(map(same, outputs, tracer.outputs))):
+                    raise TraceError("what the model returns changes")
+        if done != len(inside):
+            raise TraceError("a stage does not call all of its layers")
+
+    @contextmanager
+    def _standing_in(self, run: _Simulated, stage: int, bounds: Bounds) -> Iterator[None]:
+        twin_of, layers = self._tracer.twin_of, self.layers
+        own = set(layers.of_stage(stage, bounds))
+        instead: dict[nn.Module, nn.Module] = {}
+        for index, block in enumerate(layers.blocks):
+            if block not in own:
+                instead[twin_of[block]] = OtherStageBlock("", twin_of[block], run, index, layers.outputs[index])
+        for layer in (*layers.before, *layers.after):
+            if layer not in own:
+                twin = twin_of[layer]
+                instead[twin] = OtherStageLayer("", twin, run, layers.before.get(layer), torch.float32)
+        places = [
+            (parent._modules, key, child)
+            for parent in self._tracer.twin.modules()
+            for key, child in parent._modules.items()
+            if child in instead
+        ]
+        for modules, key, child in places:
+            assert child is not None
+            modules[key] = instead[child]
+        try:
+            yield
+        finally:
+            for modules, key, child in places:
+                modules[key] = child
+
+
+class _Simulated:
+    """Hand on hidden states as between stages, for the stage of blocks `first` to `last` - 1."""
+
+    def __init__(self, first: int, last: int, inputs: list[Tensor]) -> None:
+        self.running = True
+        self._first, self._last, self._inputs = first, last, inputs
+
+    def pass_block(self, index: int, hidden: Tensor) -> Tensor:
+        if index >= self._last:
+            raise StageEnd(hidden)
+        if index < self._first - 1:
+            return hidden
+        if hidden.shape != self._inputs[self._first].shape:
+            raise TraceError(f"block {self._first} is fed hidden states of another shape than the first block")
+        return self._inputs[self._first].clone()
+
+
+class _Noted:
+    """Run the copy of a model, and note when each of its modules is called.
+
+    Args:
+        blocks: The blocks of the copy, in order.
+        tracer: Holds the copy.
+    """
+
+    def __init__(self, blocks: list[nn.Module], tracer: Tracer) -> None:
+        self._blocks, self._tracer = blocks, tracer
+        self._index = {block: index for index, block in enumerate(blocks)}
+        self._inside = {module for block in blocks for module in block.modules()}
+        self._current: int | None = None
+        self._done = 0
+        self._phases: dict[nn.Module, set[str]] = {}
+        self._shapes: dict[nn.Module, tuple[Tensor | None, Any]] = {}
+        self.places: list[int] = []
+        self.inputs: list[Tensor] = []
+        self.outputs: list[int | None] = []
+
+    def run(self) -> None:
+        hooks = [
+            hook
+            for module in self._tracer.twin.modules()
+            for hook in (
+                module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                module.register_forward_hook(self._leave, with_kwargs=True),
+            )
+        ]
+        try:
+            self._tracer.run_again(self._stand_in)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._done != len(self._blocks):
+            raise TraceError("its blocks are not called one after the other")
+
+    def _stand_in(self, index: int, call: Call, fed: Tensor) -> Tensor:
+        between = -1 if self._done == 0 else len(self._blocks)
+        self.places.append(between if self._current is None else self._current)
+        return call.output()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module in self._index:
+            if self._current is not None or self._index[module] != self._done:
+                raise TraceError("its blocks are not called one after the other, each once")
+            self._current = self._done
+            self.inputs.append(first_activations(args, kwargs)[1].clone())
+        elif self._current is None:
+            phase = "before" if self._done == 0 else "after" if self._done == len(self._blocks) else "between"
+            self._phases.setdefault(module, set()).add(phase)
+        elif module not in self._inside:
+            self._phases.setdefault(module, set()).add("in a block")
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if module in self._index:
+            self._current, self._done = None, self._done + 1
+            self.outputs.append(len(output) if isinstance(output, (tuple, list)) else None)
+            block_output(output)
+        elif self._done == 0 and self._current is None:
+            given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+            self._shapes.setdefault(module, (given, output))
+
+    def layers(self) -> list[tuple[nn.Module, set[str]]]:
+        """Return the outermost modules outside of blocks that hold parameters or persistent buffers, and their phases.
+
+        Raises:
+            TraceError: No stage can be told of one, or a parameter of a module around the blocks trains.
+        """
+        found: list[tuple[nn.Module, set[str]]] = []
+
+        def visit(module: nn.Module, name: str) -> None:
+            if module in self._index:
+                return
+            around = any(inner in self._index for inner in module.modules())
+            if around:
+                trained = [key for key, p in module._parameters.items() if p is not None and self._trains(module, key)]
+                if trained:
+                    raise TraceError(f"{f'{name}.{trained[0]}'.lstrip('.')} trains, and is in no layer of its own")
+            elif not (any(True for _ in module.parameters()) or persistent_buffers(module)):
+                return
+            elif module in self._phases or isinstance(module, BaseTunerLayer):
+                found.append((module, self._phase(module, name)))
+                return
+            elif not any(True for _ in module.children()):
+                self._phase(module, name)
+            else:
+                own = [key for key, p in module._parameters.items() if p is not None]
+                if own:
+                    raise TraceError(f"{name}.{own[0]} is in a module that is not called")
+            for key, child in module.named_children():
+                visit(child, f"{name}.{key}".lstrip("."))
+
+        visit(self._tracer.twin, "")
+        return found
+
+    def _trains(self, module: nn.Module, key: str) -> bool:
+        real = next(real for real, twin in self._tracer.twin_of.items() if twin is module)
+        parameter = real._parameters[key]
+        return parameter is not None and parameter.requires_grad
+
+    def _phase(self, module: nn.Module, name: str) -> set[str]:
+        phases = self._phases.get(module, set())
+        looked_up = module in self._tracer.layers or module in self._tracer.embeddings
+        if looked_up and any(parameter in self._tracer.used for parameter in module.parameters()):
+            raise TraceError(f"the weight of {name} is used without calling it")
+        if not phases:
+            raise TraceError(f"{name} was not called as the model was run, so that no stage is known to need it")
+        for phase in ("between", "in a block"):
+            if phase in phases:
+                raise TraceError(f"{name} is called {'between blocks' if phase == 'between' else phase}")
+        return phases
+
+    def features(self, module: nn.Module) -> int:
+        """Return the number of features of the output of a layer before the blocks.
+
+        Raises:
+            TraceError: The shape of the output does not follow from that of the layer's first argument.
+        """
+        given, output = self._shapes.get(module, (None, None))
+        if given is None or not isinstance(output, Tensor) or output.shape != output_shape(given, output.shape[-1]):
+            raise TraceError(
+                f"the shape of the output of {self._tracer.paths[module]}, which is before the blocks, does not follow "
+                "from that of its first argument"
+            )
+        return output.shape[-1]
