@@ -162,17 +162,19 @@ def reference(case: Case) -> Run:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The axis sizes: "2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp, "1x2cp2" has a cp axis too."""
-    plain, _, cp = text.partition("cp")
+    """The axis sizes: "2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp, "1x2cp2pp2" has cp and pp too."""
+    rest, _, pp = text.partition("pp")
+    plain, _, cp = rest.partition("cp")
     sizes = [int(part) for part in plain.split("x")]
     replicate, shard, tp = sizes if len(sizes) == 3 else [1, *sizes]
-    return {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, **({"cp": int(cp)} if cp else {})}
+    more = {axis: int(size) for axis, size in (("cp", cp), ("pp", pp)) if size}
+    return {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, **more}
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """The text that `parse_mesh` reads these sizes from."""
-    cp = f"cp{sizes['cp']}" if sizes.get("cp", 1) > 1 else ""
-    return "x".join(str(sizes[axis]) for axis in ("dp_replicate", "dp_shard", "tp")) + cp
+    more = [f"{axis}{sizes[axis]}" for axis in ("cp", "pp") if sizes.get(axis, 1) > 1]
+    return "x".join(str(sizes[axis]) for axis in ("dp_replicate", "dp_shard", "tp")) + "".join(more)
 
 
 def dp_of(text: str) -> int:

@@ -37,17 +37,20 @@ class OwnLoss:
         code = getattr(inspect.unwrap(type(self._model).forward), "__code__", None) if self._model is not None else None
         self._calls_it = code is not None and "loss_function" in code.co_names
 
-    def check(self, kwargs: Mapping[str, Any]) -> None:
+    def check(self, kwargs: Mapping[str, Any], microbatches: int) -> None:
         """Check that a loss that is asked for can be computed from micro-batches.
 
         Raises:
             ValueError: Labels are given to a model that computes its loss without `loss_function`.
         """
-        if self._model is None or self._is_replaced or self._calls_it or kwargs.get("labels") is None:
+        if self._model is None or self._is_replaced or self._calls_it:
+            return
+        if kwargs.get("labels") is None or microbatches == 1:
             return
         raise ValueError(
             f"{type(self._model).__name__} computes its loss in its forward, without loss_function, so that those of "
-            "micro-batches cannot be joined: call it without labels, and compute the loss from what it returns; or use pp=1."
+            "micro-batches cannot be joined: call it without labels, and compute the loss from what it returns; or use "
+            "pp_microbatches=1."
         )
 
     def begin(self, kwargs: Mapping[str, Any], batch: Microbatches) -> LossCalls:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from transformers.utils import ModelOutput
 
 from lora_parallel.distributed.pytree import tensors_in
 
-__all__ = ["Joined", "Microbatches", "joined_arguments"]
+__all__ = ["IGNORED", "Joined", "Leaf", "Microbatches", "joined_arguments"]
 
 _LABELS = ("labels", "shift_labels")
 IGNORED = -100
@@ -83,6 +84,38 @@ def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
+class Nest:
+    """Describe the containers of what a model returns, without the values in them."""
+
+    kind: type | None
+    """The class of a container; None for a value."""
+
+    keys: tuple[Any, ...] = ()
+    parts: tuple[Nest, ...] = ()
+
+    @classmethod
+    def of(cls, value: Any, leaves: list[Any]) -> Nest:
+        """Return the nest that `value` is, and append the values in it to `leaves`."""
+        keys: tuple[Any, ...]
+        if isinstance(value, (ModelOutput, dict)):
+            keys = tuple(value)
+            return cls(type(value), keys, tuple(cls.of(value[key], leaves) for key in keys))
+        if type(value) in (list, tuple):
+            return cls(type(value), (), tuple(cls.of(each, leaves) for each in value))
+        leaves.append(value)
+        return cls(None)
+
+    def build(self, leaves: Iterator[Any]) -> Any:
+        """Return the containers with values in them."""
+        if self.kind is None:
+            return next(leaves)
+        parts = [part.build(leaves) for part in self.parts]
+        if issubclass(self.kind, ModelOutput):
+            return self.kind(**dict(zip(self.keys, parts, strict=True)))
+        return self.kind(zip(self.keys, parts, strict=True)) if issubclass(self.kind, dict) else self.kind(parts)
+
+
+@dataclass(frozen=True)
 class Leaf:
     """Describe one value in what a model returns."""
 
@@ -97,7 +130,7 @@ class Leaf:
 class Joined:
     """Describe what a model returns for a whole batch, without the tensors."""
 
-    spec: TreeSpec
+    nest: Nest
     leaves: list[Leaf]
 
     @classmethod
@@ -115,22 +148,22 @@ class Joined:
         Raises:
             ValueError: An output has no rows, so that nobody knows what it is for the whole batch.
         """
-        flat = [tree_flatten(each) for each in outputs]
-        spec = flat[0][1]
-        if any(other != spec for _, other in flat):
+        flat: list[list[Any]] = [[] for _ in outputs]
+        nests = [Nest.of(output, held) for output, held in zip(outputs, flat, strict=True)]
+        if any(nest != nests[0] for nest in nests):
             raise ValueError("pp: the model returns something else for one micro-batch than for another: use pp=1.")
         leaves, values = [], []
-        for held in zip(*(each for each, _ in flat), strict=True):
+        for held in zip(*flat, strict=True):
             if total is not None and all(each is loss for each, loss in zip(held, losses, strict=True)):
                 leaves.append(Leaf("loss", None, (), total.dtype, torch.is_grad_enabled()))
             else:
                 leaves.append(_leaf(held, batch))
             values.append(list(held))
-        return cls(spec, leaves), values
+        return cls(nests[0], leaves), values
 
     def build(self, values: Sequence[Any]) -> Any:
         """Return what the model returns, with these values in the place of its leaves."""
-        return tree_unflatten(list(values), self.spec)
+        return self.nest.build(iter(values))
 
 
 def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:

@@ -7,6 +7,7 @@ block after the stage it ends: `StageEnd`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,22 @@ from torch import Tensor, nn
 
 from lora_parallel.tp.sequence import first_activations
 
-__all__ = ["OtherStageBlock", "OtherStageLayer", "StageEnd", "StageRun", "output_shape"]
+__all__ = ["OtherStageBlock", "OtherStageLayer", "OutputShape", "StageEnd", "StageRun"]
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """Say which shape the output of a layer before the blocks has, by that of its first tensor."""
+
+    features: int
+    """The last dim of the output."""
+
+    looks_up: bool
+    """True if the layer is given ids [...], or a mask of them; False if it is given activations [..., features]."""
+
+    def of(self, given: Tensor) -> tuple[int, ...]:
+        """Return the shape of the output, from the layer's first tensor."""
+        return (*(given.shape if self.looks_up else given.shape[:-1]), self.features)
 
 
 class StageEnd(Exception):
@@ -104,29 +120,20 @@ class OtherStageLayer(_OtherStage):
         name: The name of the layer.
         layer: The layer.
         run: Says what is computed now.
-        features: The number of features of the layer's output; None for a layer after the blocks.
+        output: The shape of the layer's output; None for a layer after the blocks.
         dtype: The dtype of the layer's output.
     """
 
-    def __init__(self, name: str, layer: nn.Module, run: StageRun, features: int | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, layer: nn.Module, run: StageRun, output: OutputShape | None, dtype: torch.dtype
+    ) -> None:
         super().__init__(name, layer, run)
-        self.__dict__ |= {"_features": features, "_dtype": dtype}
+        self.__dict__ |= {"_output": output, "_dtype": dtype}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self.check_running()
-        features = self.__dict__["_features"]
+        output = self.__dict__["_output"]
         given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        if features is None or given is None:
+        if output is None or given is None:
             raise RuntimeError(f"{self.__dict__['_name']} was called on a pipeline stage that has no part of it.")
-        shape = output_shape(given, features)
-        return torch.zeros(shape, dtype=self.__dict__["_dtype"], device=given.device)
-
-
-def output_shape(given: Tensor, features: int) -> tuple[int, ...]:
-    """Return the shape of the output of a layer before the blocks.
-
-    Args:
-        given: The layer's first tensor: ids [...], or activations [..., features].
-        features: The number of features of the output.
-    """
-    return (*(given.shape[:-1] if given.is_floating_point() else given.shape), features)
+        return torch.zeros(output.of(given), dtype=self.__dict__["_dtype"], device=given.device)

@@ -41,10 +41,11 @@ class SharedOutputs:
         header = torch.full((2 + _SIZES,), -1, dtype=torch.int64)
         if mine is not None:
             sizes = [size for leaf in mine.leaves for size in leaf.shape]
-            fits = len(sizes) <= _SIZES
-            header[0] = next((at for at, each in enumerate(self._known) if fits and _without_sizes(each) == _without_sizes(mine)), -1)
-            header[1] = len(sizes)
-            header[2 : 2 + min(len(sizes), _SIZES)] = torch.tensor(sizes[:_SIZES], dtype=torch.int64)
+            if len(sizes) <= _SIZES:
+                known = [_without_sizes(each) for each in self._known]
+                bare = _without_sizes(mine)
+                header[0], header[1] = known.index(bare) if bare in known else -1, len(sizes)
+                header[2 : 2 + len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
         header = self._links.broadcast(header.to(self._device)).cpu()
         number, count = int(header[0]), int(header[1])
         if number < 0:
@@ -56,11 +57,11 @@ class SharedOutputs:
         remaining = iter(header[2 : 2 + count].tolist())
         known = self._known[number]
         leaves = [replace(leaf, shape=tuple(next(remaining) for _ in leaf.shape)) for leaf in known.leaves]
-        return Joined(known.spec, leaves)
+        return Joined(known.nest, leaves)
 
 
 def _without_sizes(joined: Joined) -> Joined:
-    return Joined(joined.spec, [replace(leaf, shape=(len(leaf.shape),)) for leaf in joined.leaves])
+    return Joined(joined.nest, [replace(leaf, shape=(len(leaf.shape),)) for leaf in joined.leaves])
 
 
 class Outputs:

@@ -166,7 +166,7 @@ class Pipeline:
                     "an input of the model requires a gradient, which does not come back from other pipeline stages: "
                     "let the model compute it (embeddings inside of the model), or use pp=1."
                 )
-        self._loss.check(kwargs)
+        self._loss.check(kwargs, self._config.pp_microbatches)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

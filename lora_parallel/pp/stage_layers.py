@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lora_parallel.pp.other_stages import OutputShape
+
 __all__ = ["Bounds", "StageLayers"]
 
 Bounds = list[tuple[int, int]]
@@ -25,8 +27,8 @@ class StageLayers:
     outputs: list[int | None]
     """Number of values that each block returns in a tuple; None if it returns the hidden states."""
 
-    before: dict[nn.Module, int] = field(default_factory=dict)
-    """Layers that are called before the first block, each with the number of features of its output."""
+    before: dict[nn.Module, OutputShape] = field(default_factory=dict)
+    """Layers that are called before the first block, each with the shape of its output."""
 
     after: list[nn.Module] = field(default_factory=list)
     """Layers that are called after the last block. A layer may be in `before` too."""

@@ -111,8 +111,8 @@ class StageModel:
         }
         for layer in (*layers.before, *layers.after):
             own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.get_default_dtype())
-            features = layers.before.get(layer)
-            others[layer] = OtherStageLayer(names[layer], layer, self.context, features, dtype or own)
+            output = layers.before.get(layer)
+            others[layer] = OtherStageLayer(names[layer], layer, self.context, output, dtype or own)
         mine = set(self.stages)
         return [
             _Place(parent._modules, key, child if homes[child] & mine else None, others[child], homes[child])

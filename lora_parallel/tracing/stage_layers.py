@@ -7,7 +7,8 @@ it is fed in the whole model. A model that hands on more than hidden states from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.distributed.gather import persistent_buffers
-from lora_parallel.layers.module_names import innermost
-from lora_parallel.pp.other_stages import OtherStageBlock, OtherStageLayer, StageEnd, output_shape
+from lora_parallel.layers.module_names import block_of, innermost
+from lora_parallel.pp.other_stages import OtherStageBlock, OtherStageLayer, OutputShape, StageEnd
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations
 from lora_parallel.tracing.rank_simulation import same
@@ -34,7 +35,6 @@ class StageTrace:
     Args:
         model: A model in full shapes, with its adapters injected.
         names: Names of the model's layers (see `clean_names`).
-        blocks: The model's blocks, in order.
         pp: Size of the pp axis, for messages.
 
     Raises:
@@ -42,9 +42,7 @@ class StageTrace:
             told.
     """
 
-    def __init__(
-        self, model: nn.Module, names: Mapping[nn.Module, str], blocks: Collection[nn.Module], pp: int
-    ) -> None:
+    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], pp: int) -> None:
         self._model, self._kind, self._pp = model, type(innermost(model)).__name__, pp
         config = getattr(innermost(model), "config", None)
         if getattr(config, "is_encoder_decoder", False):
@@ -55,8 +53,6 @@ class StageTrace:
                     f"pp={pp}: adapter {name!r} has alora_invocation_tokens, for which PEFT puts hooks into each "
                     "forward: use pp=1."
                 )
-        if not blocks:
-            raise ValueError(f"pp={pp}: {self._kind} has no blocks: name their classes in block_classes=[...].")
         self._places: list[int] = []
         """The block that each noted call of a layer is in: -1 before all of them, their number after them."""
 
@@ -66,7 +62,7 @@ class StageTrace:
         with torch.random.fork_rng(devices=[]), self._explained():
             self._tracer = tracer_of(model, names)
             check_outside(model, self._tracer)
-            self.layers = self._find(blocks)
+            self.layers = self._find()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -80,18 +76,15 @@ class StageTrace:
 
     # ------------------------------------------------------------------------ the run of the whole model
 
-    def _find(self, blocks: Collection[nn.Module]) -> StageLayers:
+    def _find(self) -> StageLayers:
         tracer = self._tracer
         real_of = {twin: real for real, twin in tracer.twin_of.items()}
-        called = [twin for block in blocks if (twin := tracer.twin_of.get(block)) in tracer.entered]
-        parents = {tracer.paths[twin].rpartition(".")[0] for twin in called if twin is not None}
-        if len(parents) != 1:
-            raise TraceError(
-                f"it has several stacks of blocks ({', '.join(sorted(parents))})" if parents else "none is called"
-            )
-        stack = tracer.twin.get_submodule(parents.pop())
-        if list(stack.children()) != called:
-            raise TraceError(f"{tracer.paths[stack] or 'it'} holds other modules beside blocks, or blocks not in order")
+        paths = [block_of(tracer.paths[tracer.modules[call.layer]]) for call in tracer.calls]
+        stacks = Counter(path.rpartition(".")[0] for path in paths if path)
+        if not stacks:
+            raise TraceError("it has no stack of blocks (modules with numbers, as in model.layers.0)")
+        stack = tracer.twin.get_submodule(stacks.most_common(1)[0][0])
+        called = list(stack.children())
         noted = _Noted(called, tracer)
         noted.run()
         self._places, self._inputs = noted.places, noted.inputs
@@ -99,7 +92,7 @@ class StageTrace:
         for module, phases in noted.layers():
             real = real_of[module]
             if "before" in phases:
-                found.before[real] = noted.features(module)
+                found.before[real] = noted.output_of(module)
             if "after" in phases:
                 found.after.append(real)
         found.after += self._around(tracer.model)
@@ -321,16 +314,19 @@ class _Noted:
                 raise TraceError(f"{name} is called {'between blocks' if phase == 'between' else phase}")
         return phases
 
-    def features(self, module: nn.Module) -> int:
-        """Return the number of features of the output of a layer before the blocks.
+    def output_of(self, module: nn.Module) -> OutputShape:
+        """Return the shape of the output of a layer before the blocks.
 
         Raises:
             TraceError: The shape of the output does not follow from that of the layer's first argument.
         """
         given, output = self._shapes.get(module, (None, None))
-        if given is None or not isinstance(output, Tensor) or output.shape != output_shape(given, output.shape[-1]):
+        shape = None
+        if given is not None and isinstance(output, Tensor) and output.dim():
+            shape = OutputShape(output.shape[-1], looks_up=output.dim() == given.dim() + 1)
+        if shape is None or given is None or shape.of(given) != tuple(output.shape):
             raise TraceError(
                 f"the shape of the output of {self._tracer.paths[module]}, which is before the blocks, does not follow "
                 "from that of its first argument"
             )
-        return output.shape[-1]
+        return shape
