@@ -1,8 +1,8 @@
 """Override methods of Accelerator for training with `lora_parallel`.
 
 In such an Accelerator `num_processes` counts data-parallel processes, and `gather` and `reduce` work on values of these
-processes: tensor and context parallel peers see the same batch and act as one process. So scripts that scale
-learning-rate schedules, batch sizes or metrics by `num_processes` stay right under both.
+processes: pipeline, tensor and context parallel peers see the same batch and act as one process. So scripts that scale
+learning-rate schedules, batch sizes or metrics by `num_processes` stay right under all of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lora_parallel.integration import (
     agreed,
     collective_call,
     gather_on_rank_zero,
+    merged_over_stages,
     reshard,
     state_of,
     write_pretrained,
@@ -54,9 +55,17 @@ class AcceleratorOverrides(Accelerator):
         assert parallelism is not None
         return parallelism
 
-    # A tp axis of one process makes the dispatching dataloader repeat batches.
+    # With a mesh Accelerate would find the data-parallel rank itself, and knows no pp axis.
     def _prepare_device_mesh(self) -> Any:
-        return None if self._parallelism.non_data_parallel_size == 1 else super()._prepare_device_mesh()
+        return None
+
+    _deals = False
+
+    # Accelerate deals batches by this number.
+    @property
+    def process_index(self) -> int:
+        """Return the rank of this process; while a dataloader is being prepared, its data-parallel rank."""
+        return self._parallelism.dp_rank if self._deals else int(super().process_index)
 
     # ------------------------------------------------------------------ preparation
 
@@ -104,7 +113,12 @@ class AcceleratorOverrides(Accelerator):
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepare_sampler(data_loader, self._parallelism.dp_rank, self.use_seedable_sampler)
-        return resumable(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
+        self._deals = True
+        try:
+            prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        finally:
+            self._deals = False
+        return resumable(prepared)
 
     # ------------------------------------------------------------------ gradients
 
@@ -136,18 +150,18 @@ class AcceleratorOverrides(Accelerator):
             return gathered
 
         def once(each: Tensor) -> Tensor:
-            shares = parallelism.dp_size, parallelism.non_data_parallel_size
-            return each.unflatten(0, (*shares, len(each) // (shares[0] * shares[1])))[:, 0].flatten(0, 1)
+            processes = parallelism.total_size
+            return parallelism.one_per_batch(each.unflatten(0, (processes, len(each) // processes))).flatten(0, 1)
 
         return recursively_apply(once, gathered)
 
     # Accelerate's method would repeat the objects of peers of one batch. For tensors it calls `gather` above.
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values of all data-parallel processes, and drop the rows that were added to fill the last batch."""
-        peers = self._parallelism.non_data_parallel_size
-        if peers == 1 or not (use_gather_object or _holds_others(input_data)):
+        parallelism = self._parallelism
+        if parallelism.non_data_parallel_size == 1 or not (use_gather_object or _holds_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
-        everyone = gather_object([input_data])[::peers]
+        everyone = parallelism.one_per_batch(gather_object([input_data]))
         data = [each for part in everyone for each in part]
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         return data[:remainder] if remainder > 0 else data
@@ -199,9 +213,10 @@ class AcceleratorOverrides(Accelerator):
         trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         trained |= adapter_parameters(model)
         full = gather_on_rank_zero(trained)
+        shapes = merged_over_stages({name: (p.shape, p.dtype) for name, p in trained.items()}, self._parallelism.mesh)
         if full:
             return full
-        return {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
 
     # Accelerate's method gathers and writes the frozen base.
     @collective_call("accelerator.save_model")

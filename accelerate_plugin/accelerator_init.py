@@ -118,7 +118,7 @@ def _check_dispatch(accelerator: Accelerator) -> None:
     config = accelerator.dataloader_config
     if config.dispatch_batches:
         raise ValueError(
-            "dispatch_batches=True is not supported with tensor or context parallelism: Accelerate would give every "
-            "process the same batch. Leave it None or False; each process then reads its own share."
+            "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would "
+            "give every process the same batch. Leave it None or False; each process then reads its own share."
         )
     config.dispatch_batches = False

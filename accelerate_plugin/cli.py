@@ -17,7 +17,8 @@ from accelerate.commands.config.config_args import ClusterConfig, default_config
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
-from accelerate_plugin.config_file import CP_METHOD, check_config, config_file_of, cp_method_in
+from accelerate_plugin.config_file import check_config, config_file_of, own_keys
+from lora_parallel import ParallelConfig
 
 __all__ = ["main"]
 
@@ -69,9 +70,8 @@ def launch(arguments: list[str]) -> None:
         raise ValueError(
             f"{path} has distributed_type: {content.get('distributed_type')}: set it to FSDP, with fsdp_version: 2."
         )
-    method = cp_method_in(content)
-    if method is not None:
-        os.environ.setdefault(CP_METHOD, str(method))
+    for key, value in own_keys(content).items():
+        os.environ.setdefault(key.upper(), value)
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
@@ -97,6 +97,10 @@ def config(arguments: list[str]) -> None:
     parser.add_argument("--num_machines", type=int, help="machines")
     parser.add_argument("--tp_size", type=int, help="processes that share each layer")
     parser.add_argument("--cp_size", type=int, default=1, help="processes that share the tokens of a batch (not asked)")
+    parser.add_argument("--pp_size", type=int, default=1, help="processes that share the model's blocks (not asked)")
+    parser.add_argument("--pp_microbatches", type=int, default=1, help="micro-batches of a batch (not asked)")
+    parser.add_argument("--pp_schedule", default="1f1b", help="1f1b, gpipe or interleaved (not asked)")
+    parser.add_argument("--pp_stages_per_rank", type=int, default=1, help="stages on each process (not asked)")
     parser.add_argument("--dp_replicate_size", type=int, help="copies of the sharded model")
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), help="precision to compute in")
     parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
@@ -124,7 +128,8 @@ def config(arguments: list[str]) -> None:
         "no",
         str,
     )
-    _write(path, processes, machines, tp, given.cp_size, replicate, precision, recompute)
+    pipeline = {name: getattr(given, f"pp_{name}") for name in ("size", "microbatches", "schedule", "stages_per_rank")}
+    _write(path, processes, machines, tp, given.cp_size, replicate, precision, recompute, pipeline)
     print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
 
 
@@ -135,14 +140,29 @@ def _positive(answer: str) -> int:
 
 
 def _write(
-    path: Path, processes: int, machines: int, tp: int, cp: int, replicate: int, precision: str, recompute: str
+    path: Path,
+    processes: int,
+    machines: int,
+    tp: int,
+    cp: int,
+    replicate: int,
+    precision: str,
+    recompute: str,
+    pipeline: dict[str, Any],
 ) -> None:
-    fixed = tp * cp * replicate
-    if min(processes, tp, cp, replicate) < 1 or processes % fixed:
+    pp = pipeline["size"]
+    fixed = tp * cp * pp * replicate
+    if min(processes, tp, cp, pp, replicate) < 1 or processes % fixed:
         raise ValueError(
-            f"tp_size {tp} x cp_size {cp} x dp_replicate_size {replicate} = {fixed} does not divide {processes} "
-            "processes."
+            f"tp_size {tp} x cp_size {cp} x pp_size {pp} x dp_replicate_size {replicate} = {fixed} does not divide "
+            f"{processes} processes."
         )
+    ParallelConfig(
+        pp=pp,
+        pp_microbatches=pipeline["microbatches"],
+        pp_schedule=pipeline["schedule"],
+        pp_stages_per_rank=pipeline["stages_per_rank"],
+    )  # bad options are an error here
     if precision not in ("no", "bf16") or recompute not in ("yes", "no"):
         raise ValueError(
             f"mixed_precision {precision!r} is no or bf16, activation_checkpointing {recompute!r} yes or no."
@@ -177,6 +197,7 @@ def _write(
             "parallelism_config_dp_shard_size": shard,
             "parallelism_config_tp_size": tp,
             **({"parallelism_config_cp_size": cp} if cp > 1 else {}),
+            **({f"parallelism_config_pp_{name}": each for name, each in pipeline.items()} if pp > 1 else {}),
         },
     )
     path.parent.mkdir(parents=True, exist_ok=True)

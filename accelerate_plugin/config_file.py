@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,19 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 
-__all__ = ["CP_METHOD", "check_config", "check_config_file", "config_file_of", "cp_method_in"]
+__all__ = ["check_config", "check_config_file", "config_file_of", "own_keys", "own_settings"]
 
-CP_METHOD = "PARALLELISM_CONFIG_CP_METHOD"
-"""Environment variable of the key `parallelism_config_cp_method`, which `accelerate launch` does not know."""
+_OWN_KEYS: dict[str, type] = {
+    "parallelism_config_cp_method": str,
+    "parallelism_config_pp_size": int,
+    "parallelism_config_pp_microbatches": int,
+    "parallelism_config_pp_schedule": str,
+    "parallelism_config_pp_stages_per_rank": int,
+}
+"""Keys of `parallelism_config` that `accelerate launch` does not know and drops, each with the type of its value.
+
+The environment variable of a key has its name in upper case.
+"""
 
 _SECTIONS = {"fsdp_config": "fsdp", "dynamo_config": "dynamo", "parallelism_config": "parallelism_config"}
 """Prefix of the keys in each section. `accelerate launch` adds "fsdp_" and "dynamo_" to keys that lack them."""
@@ -58,8 +68,9 @@ def check_config(path: Path) -> dict[str, Any]:
         known = sorted(each for each in _options() if each.startswith(f"{begin}_"))
         for key in content.get(section) or {}:
             option = key if begin == section or key.startswith(begin) else f"{begin}_{key}"
-            if option not in known and option.upper() != CP_METHOD:
-                close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", known, 1)
+            if option not in known and option not in _OWN_KEYS:
+                own = [each for each in _OWN_KEYS if each.startswith(begin)]
+                close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", [*known, *own], 1)
                 raise ValueError(
                     f"{path}: {section} has the key {key!r}, which `accelerate launch` does not know and drops: "
                     f"{f'did you mean {close[0]}?' if close else 'remove it.'}"
@@ -67,12 +78,35 @@ def check_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def cp_method_in(content: dict[str, Any]) -> str | None:
-    """Return the `parallelism_config_cp_method` of a configuration file's content, or None.
+def own_keys(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of `parallelism_config` that only this library knows, and their values as text.
 
-    `accelerate launch` drops the key. `accelerate-lora launch` puts it into the environment.
+    `accelerate launch` drops them. `accelerate-lora launch` puts them into the environment, in upper case.
+
+    Args:
+        content: The content of a configuration file.
     """
-    return (content.get("parallelism_config") or {}).get(CP_METHOD.lower())
+    section = content.get("parallelism_config") or {}
+    return {key: str(section[key]) for key in _OWN_KEYS if section.get(key) is not None}
+
+
+def own_settings() -> dict[str, Any]:
+    """Return the values of the keys that only this library knows, without the prefix `parallelism_config_`.
+
+    They come from the environment, or else from the configuration file that `accelerate launch` read, if it started
+    this process.
+
+    Raises:
+        ValueError: A value is no whole number where one is expected, or the file has keys that would be dropped.
+    """
+    content = check_config_file()
+    given = own_keys(content) | {key: os.environ[key.upper()] for key in _OWN_KEYS if os.environ.get(key.upper())}
+    settings: dict[str, Any] = {}
+    for key, text in given.items():
+        if _OWN_KEYS[key] is int and not text.isdigit():
+            raise ValueError(f"{key} is {text!r}: give a positive whole number.")
+        settings[key.removeprefix("parallelism_config_")] = _OWN_KEYS[key](text)
+    return settings
 
 
 def config_file_of(arguments: list[str]) -> Path | None:

@@ -13,19 +13,25 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
-from accelerate_plugin.config_file import CP_METHOD, check_config_file, cp_method_in
+from accelerate_plugin.config_file import own_settings
 from accelerate_plugin.parallelism import LoRAParallelism
 from accelerate_plugin.plugin import LoRAParallelPlugin, check_version
 
-__all__ = ["asked_by_environment", "has_accelerator", "requested_parallelism"]
+__all__ = ["asked_by_environment", "asks_for_pipeline", "has_accelerator", "requested_parallelism"]
 
 
 def asked_by_environment() -> bool:
-    """Return True if `accelerate launch` was configured for FSDP, or for tensor or context parallelism."""
+    """Return True if `accelerate launch` was configured for FSDP, or for tensor, context or pipeline parallelism."""
     return _flag("ACCELERATE_USE_FSDP") or (
         _flag("ACCELERATE_USE_PARALLELISM_CONFIG")
-        and any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) > 1 for axis in ("TP", "CP"))
+        and any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) > 1 for axis in ("TP", "CP", "PP"))
     )
+
+
+def asks_for_pipeline() -> bool:
+    """Return True if the configuration, or the plugin of an earlier Accelerator, asks for pipeline parallelism."""
+    size = _given.pp_size if _given is not None else None
+    return asked_by_environment() and (size or own_settings().get("pp_size", 1)) > 1
 
 
 def has_accelerator() -> bool:
@@ -40,7 +46,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
         arguments: The arguments that `Accelerator` was given, by name.
 
     Returns:
-        The parallelism; None if none of FSDP, tensor and context parallelism is asked for.
+        The parallelism; None if none of FSDP, tensor, context and pipeline parallelism is asked for.
 
     Raises:
         TypeError, ValueError: The arguments and the environment ask for something that is not supported, or contradict
@@ -52,7 +58,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
         given = ParallelismConfig(tp_size=arguments["torch_tp_plugin"].tp_size)
     if given is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         given = ParallelismConfig()
-    if plugin is None and not _flag("ACCELERATE_USE_FSDP") and not _splits_batches(given):
+    if plugin is None and not asked_by_environment() and not _splits_batches(given):
         return None
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
         return None  # Accelerate has an error for it
@@ -62,8 +68,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
                 f"both {name} and FSDP are asked for: LoRA under FSDP2 and tensor parallelism does without {name}. "
                 f"Remove {argument}, or the {name.lower()}_config of the configuration."
             )
-    content = check_config_file()
-    cp_method = os.environ.get(CP_METHOD) or cp_method_in(content)
+    configured = own_settings()
     global _given
     if isinstance(plugin, LoRAParallelPlugin):
         _given = plugin
@@ -75,7 +80,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
     own = LoRAParallelPlugin.of(plugin) if plugin is not None else LoRAParallelPlugin()
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return LoRAParallelism.choose(
-        own, given, str(precision).lower(), _timeout(arguments), _compile(arguments), cp_method
+        own, given, str(precision).lower(), _timeout(arguments), _compile(arguments), configured
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
-from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes, same_batch_mesh
+from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes, same_batch_groups
 
 __all__ = ["LoRAParallelism", "collective_method", "parallelism_of", "world_size"]
 
@@ -37,7 +38,7 @@ class LoRAParallelism(ParallelismConfig):
             sp_size=1,
             cp_backend="torch",
         )
-        self.plugin, self.config = plugin, config
+        self.plugin, self.config, self.pp_size = plugin, config, sizes["pp"]
 
     @classmethod
     def choose(
@@ -47,7 +48,7 @@ class LoRAParallelism(ParallelismConfig):
         mixed_precision: str,
         timeout_seconds: int | None,
         compile_arguments: Mapping[str, Any] | None = None,
-        cp_method: str | None = None,
+        configured: Mapping[str, Any] = MappingProxyType({}),
     ) -> LoRAParallelism:
         """Combine the settings of the plugin with those of Accelerate's own configuration.
 
@@ -57,16 +58,18 @@ class LoRAParallelism(ParallelismConfig):
             mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
             timeout_seconds: The timeout of the process group, if the user set one; else None.
             compile_arguments: The arguments of `torch.compile`; None to compile nothing.
-            cp_method: The method of the configuration file or the environment; None if they name none.
+            configured: Settings of the configuration file or the environment that Accelerate does not know:
+                "pp_size", and options of the engine.
 
         Raises:
             ValueError: The plugin and `given` name different sizes; a setting, an axis or the precision is not
                 supported; or the product of the sizes is not the world size.
         """
         sizes: dict[str, Any] = {}
-        for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
+        options = {name: value for name, value in configured.items() if name != "pp_size"}
+        for axis in ("pp", "tp", "cp", "dp_shard", "dp_replicate"):
             own = getattr(plugin, f"{axis}_size")
-            other = getattr(given, f"{axis}_size") if given is not None else None
+            other = configured.get("pp_size") if axis == "pp" else getattr(given, f"{axis}_size", None)
             sizes[axis] = next((each for each in (own, other) if each is not None), "auto" if axis == "dp_shard" else 1)
             if "auto" not in (own, sizes[axis]):
                 _check_equal(axis, sizes[axis], other)
@@ -75,7 +78,7 @@ class LoRAParallelism(ParallelismConfig):
                 f"sp_size={given.sp_size} is not supported by LoRAParallelPlugin: leave it at 1, and give cp_size, "
                 "which divides the tokens of a batch between processes too."
             )
-        config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds, compile_arguments, cp_method)
+        config = plugin.parallel_config(sizes, mixed_precision, timeout_seconds, compile_arguments, options)
         sizes = mesh_sizes(config, world_size())
         if given is not None:
             _check_equal("dp_shard", sizes["dp_shard"], given.dp_shard_size)
@@ -104,6 +107,17 @@ class LoRAParallelism(ParallelismConfig):
         assert self.device_mesh is not None
         return self.device_mesh
 
+    # Accelerate's own properties know no pipeline parallelism.
+    @property
+    def total_size(self) -> int:
+        """Return the number of processes."""
+        return int(super().total_size) * self.pp_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Return the number of processes that see the same batch."""
+        return int(super().non_data_parallel_size) * self.pp_size
+
     @property
     def dp_size(self) -> int:
         """Return the number of data-parallel ranks, which is the number of different batches in a step."""
@@ -111,13 +125,21 @@ class LoRAParallelism(ParallelismConfig):
 
     @property
     def dp_rank(self) -> int:
-        """Return the data-parallel rank of this process; its cp and tp peers have the same and see the same batch."""
+        """Return the data-parallel rank of this process; its pp, cp and tp peers have the same, and see one batch."""
         return dp_rank(self.mesh)
 
     @property
     def is_first_of_batch(self) -> bool:
         """Return True if this process is the first of those that see the same batch."""
-        return same_batch_mesh(self.mesh).get_local_rank() == 0
+        return all(dist.get_rank(group) == 0 for group in same_batch_groups(self.mesh))
+
+    def one_per_batch(self, gathered: Any) -> Any:
+        """Return one value for each batch, in the order of data-parallel ranks.
+
+        Args:
+            gathered: The values of all processes in the order of their ranks: a list, or a tensor [processes, ...].
+        """
+        return gathered[: self.total_size // self.pp_size : self.non_data_parallel_size // self.pp_size]
 
     @property
     def cp_enabled(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,11 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         timeout_seconds: int | None = None,
         cp_size: int | None = None,
         cp_method: Literal["ulysses", "all_gather"] | None = None,
+        pp_size: int | None = None,
+        pp_microbatches: int | None = None,
+        pp_schedule: Literal["1f1b", "gpipe", "interleaved"] | None = None,
+        pp_stages_per_rank: int | None = None,
+        pp_split: Literal["auto"] | Sequence[str] = "auto",
     ) -> None:
         """Keep the settings; no process group or mesh is made yet.
 
@@ -78,6 +84,15 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
                 None: as configured, else 1.
             cp_method: How attention gets all tokens under context parallelism (see `ParallelConfig.cp_method`);
                 None: as configured (`parallelism_config_cp_method`), else "ulysses".
+            pp_size: Number of processes that each hold some of the model's blocks and see the same batch (pipeline
+                parallelism); None: as configured (`parallelism_config_pp_size`), else 1.
+            pp_microbatches: Number of micro-batches that the rows of a batch are divided into; None: as configured
+                (`parallelism_config_pp_microbatches`), else 1.
+            pp_schedule: Order in which a process computes micro-batches (see `ParallelConfig.pp_schedule`); None: as
+                configured (`parallelism_config_pp_schedule`), else "1f1b".
+            pp_stages_per_rank: Number of stages that each process holds, more than 1 with "interleaved" only; None: as
+                configured (`parallelism_config_pp_stages_per_rank`), else 1.
+            pp_split: Names of the blocks that begin a stage, from the second stage on; "auto" balances the stages.
 
         Raises:
             TypeError, ValueError: A value cannot work, or asks for something that is not supported.
@@ -87,6 +102,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         for name, value in (
             ("tp_size", tp_size),
             ("cp_size", cp_size),
+            ("pp_size", pp_size),
             ("dp_replicate_size", dp_replicate_size),
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -102,16 +118,24 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             cpu_ram_efficient_loading=False,  # each rank reads its own shard: there is nothing to broadcast
         )
         _check_unused(self)
-        self.cp_size, self.cp_method = cp_size, cp_method
-        self.tp_size, self.dp_shard_size, self.dp_replicate_size = tp_size, dp_shard_size, dp_replicate_size
+        self.pp_size, self.cp_size, self.tp_size = pp_size, cp_size, tp_size
+        self.dp_shard_size, self.dp_replicate_size = dp_shard_size, dp_replicate_size
         self.lora_config = lora_config
         self.autocast_adapter_dtype = autocast_adapter_dtype
         self.timeout_seconds = timeout_seconds
+        configurable = {
+            "cp_method": cp_method,
+            "pp_microbatches": pp_microbatches,
+            "pp_schedule": pp_schedule,
+            "pp_stages_per_rank": pp_stages_per_rank,
+        }
+        self._given = {name: value for name, value in configurable.items() if value is not None}
         self._options: dict[str, Any] = {
+            **self._given,
+            "pp_split": pp_split,
             "tp_plan": tp_plan,
             "sequence_parallel": sequence_parallel,
             "loss_parallel": loss_parallel,
-            **({"cp_method": cp_method} if cp_method is not None else {}),
             "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",
             "reshard_after_forward": self.reshard_after_forward,
             "activation_checkpointing": self.activation_checkpointing,
@@ -120,7 +144,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "reduce_dtype": reduce_dtype,
             "seed": seed,
         }
-        ParallelConfig(**self._options)  # bad options are an error here
+        ParallelConfig(**self._options, pp=pp_size or 1)  # bad options are an error here
 
     @classmethod
     def of(cls, plugin: FullyShardedDataParallelPlugin) -> LoRAParallelPlugin:
@@ -154,32 +178,34 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         mixed_precision: str,
         timeout_seconds: int | None = None,
         compile_arguments: Mapping[str, Any] | None = None,
-        cp_method: str | None = None,
+        configured: Mapping[str, Any] = MappingProxyType({}),
     ) -> ParallelConfig:
         """Return the config of the engine.
 
         Args:
-            sizes: The sizes of the mesh axes, named `tp`, `cp`, `dp_shard` and `dp_replicate`.
+            sizes: The sizes of the mesh axes, named `pp`, `tp`, `cp`, `dp_shard` and `dp_replicate`.
             mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
             timeout_seconds: The timeout of the process group, if the user set one; else None.
             compile_arguments: The arguments of `torch.compile`; None to compile nothing.
-            cp_method: The method of the configuration file or the environment; None if they name none.
+            configured: Options of the configuration file or the environment, by the engine's names.
 
         Raises:
-            ValueError: The precision is neither "no" nor "bf16", or the engine refuses an option.
+            ValueError: The precision is neither "no" nor "bf16", the plugin and the configuration contradict each
+                other, or the engine refuses an option.
         """
         if mixed_precision not in ("no", "bf16"):
             raise ValueError(
                 f"mixed_precision={mixed_precision!r} is not supported by LoRAParallelPlugin"
                 f"{' (it needs loss scaling)' if mixed_precision == 'fp16' else ''}: use bf16 or no."
             )
-        if cp_method is not None and self.cp_method not in (None, cp_method):
-            raise ValueError(
-                f"cp_method is {self.cp_method!r} by LoRAParallelPlugin and {cp_method!r} by the configuration: give "
-                "one of the two, or the same."
-            )
+        for name, value in configured.items():
+            if self._given.get(name, value) != value:
+                raise ValueError(
+                    f"{name} is {self._given[name]!r} by LoRAParallelPlugin and {value!r} by the configuration: give "
+                    "one of the two, or the same."
+                )
         return ParallelConfig(
-            **{**self._options, **({"cp_method": cp_method} if cp_method is not None else {})},
+            **{**self._options, **configured},
             **sizes,
             param_dtype=torch.bfloat16 if mixed_precision == "bf16" else None,
             timeout_seconds=self.timeout_seconds or timeout_seconds or 1800,

@@ -36,6 +36,7 @@ from lora_parallel.integration import (
     load_optimizers,
     local_path,
     of_another,
+    over_stages,
     peft_configs,
     read_checkpoint,
     read_meta,
@@ -77,7 +78,8 @@ def arguments_post_init(original: Original, self: TrainingArguments) -> None:
     """Set `use_cpu` if the environment asks for this package on a machine without accelerators.
 
     Raises:
-        ValueError: `precompute_ref_log_probs` is set, which runs the model before it is sharded.
+        ValueError: `precompute_ref_log_probs` is set, which runs the model before it is sharded; or texts would be
+            generated under pipeline parallelism.
     """
     if detect.asked_by_environment() and not detect.has_accelerator():
         self.use_cpu = True
@@ -86,7 +88,17 @@ def arguments_post_init(original: Original, self: TrainingArguments) -> None:
             "precompute_ref_log_probs=True runs the model before it is sharded: leave it False. The reference is the "
             "same model with its adapter off, and costs one forward more."
         )
+    for name in _GENERATING:
+        if getattr(self, name, None) and detect.asks_for_pipeline():
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} generates texts in training or evaluation, which does not work "
+                "under pipeline parallelism: leave it out, or set pp_size to 1."
+            )
     original(self)
+
+
+_GENERATING = ("predict_with_generate", "generate_during_eval", "num_generations")
+"""Arguments of Trainer's and TRL's trainers with which they generate texts."""
 
 
 def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,12 +125,14 @@ def has_mixed_mesh_grads(original: Original, self: Any, model: nn.Module) -> boo
 def store_flos(original: Original, self: Any) -> None:
     """Add up the floating-point operations that the data-parallel processes have counted, each for its own batches.
 
-    Tensor-parallel peers see the same batches, and count once.
+    Tensor-parallel peers see the same batches, and count once. A pipeline rank has counted those of its own blocks.
     """
-    if parallelism_of(self.accelerator) is None:
+    parallelism = parallelism_of(self.accelerator)
+    if parallelism is None:
         original(self)
         return
-    counted = torch.tensor(float(self.current_flos), dtype=torch.float64, device=self.args.device)
+    own = sum(over_stages(float(self.current_flos), parallelism.mesh))
+    counted = torch.tensor(own, dtype=torch.float64, device=self.args.device)
     self.state.total_flos += self.accelerator.reduce(counted, "sum").item()
     self.current_flos = 0
 

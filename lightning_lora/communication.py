@@ -1,6 +1,6 @@
 """Run collectives on values that the user logs or gathers.
 
-They run over data-parallel ranks, since tp peers hold the same values.
+They run over data-parallel ranks, since pp, cp and tp peers hold the same values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Communication:
         return holder[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce a tensor over data-parallel ranks: tp peers hold the same value, which must not count twice.
+        """Reduce a tensor over data-parallel ranks: their pp, cp and tp peers hold the same value, which counts once.
 
         Args:
             tensor: The tensor; any other object is returned as it is.
@@ -90,7 +90,7 @@ class Communication:
         return tensor / dp_size(self.device_mesh) if mean else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide together with all ranks, tp peers included.
+        """Decide together with all ranks, pp, cp and tp peers included.
 
         Args:
             decision: This rank's decision.

@@ -20,7 +20,7 @@ __all__ = ["UnevenPrediction", "check_shares", "seed_workers", "sync_metrics"]
 
 
 def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
-    """Seed loader workers by data-parallel rank, so that tp peers draw the same augmentations.
+    """Seed loader workers by data-parallel rank, so that pp, cp and tp peers draw the same augmentations.
 
     Lightning sets a `worker_init_fn` that seeds by global rank, if there is none: Trainer after this call, Fabric
     before it.
@@ -62,7 +62,7 @@ def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
 
 
 def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of tp peers would count twice."""
+    """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of peers would count twice."""
     metrics = [each for each in (module.modules() if module is not None else ()) if isinstance(each, Metric)]
     if not metrics:
         return

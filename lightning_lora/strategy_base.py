@@ -73,13 +73,18 @@ class BaseLogic(Communication):
         timeout_seconds: int = 1800,
         context_parallel_size: int = 1,
         context_parallel_method: Literal["ulysses", "all_gather"] = "ulysses",
+        pipeline_parallel_size: int = 1,
+        pipeline_microbatches: int = 1,
+        pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b",
+        pipeline_stages_per_rank: int = 1,
+        pipeline_split: Literal["auto"] | list[str] = "auto",
     ) -> None:
         """Check and keep the options; processes are started later.
 
         Args:
             tensor_parallel_size: Number of processes that share each layer and see the same batch.
             data_parallel_size: Number of batches that are computed at the same time, replicas included; "auto": the
-                number of processes divided by tensor_parallel_size and context_parallel_size.
+                number of processes divided by the tensor, context and pipeline parallel sizes.
             replicate_size: Number of copies of the sharded model that the data-parallel processes form (HSDP); it must
                 divide data_parallel_size.
             lora_config: Config of the adapter to inject into a model that has none.
@@ -99,6 +104,13 @@ class BaseLogic(Communication):
             context_parallel_size: Number of processes that each compute a chunk of the tokens of one batch.
             context_parallel_method: How attention gets all tokens. "ulysses": an all-to-all gives each process all
                 tokens of a share of the heads. "all_gather": each process gathers the keys and values of all tokens.
+            pipeline_parallel_size: Number of processes that each hold some of the model's blocks and see one batch.
+            pipeline_microbatches: Number of micro-batches that the rows of a batch are divided into.
+            pipeline_schedule: Order in which a process computes micro-batches. "1f1b": a forward and a backward in
+                turn. "gpipe": all forwards, then all backwards. "interleaved": as "1f1b", with several stages on each
+                process.
+            pipeline_stages_per_rank: Number of stages that each process holds; more than 1 with "interleaved" only.
+            pipeline_split: Names of the blocks that begin a stage, from the second stage on; "auto" balances them.
 
         Raises:
             TypeError: A size is not an int, or `lora_config` is no PEFT config.
@@ -128,6 +140,11 @@ class BaseLogic(Communication):
             "tp": tensor_parallel_size,
             "cp": context_parallel_size,
             "cp_method": context_parallel_method,
+            "pp": pipeline_parallel_size,
+            "pp_microbatches": pipeline_microbatches,
+            "pp_schedule": pipeline_schedule,
+            "pp_stages_per_rank": pipeline_stages_per_rank,
+            "pp_split": pipeline_split,
             "dp_shard": dp_shard,
             "dp_replicate": replicate_size,
             "tp_plan": tp_plan,
@@ -163,7 +180,7 @@ class BaseLogic(Communication):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Return the device mesh: axes dp_replicate, dp_shard and tp, and cp if context_parallel_size is above 1.
+        """Return the device mesh: axes dp_replicate, dp_shard and tp, and pp and cp where their sizes are above 1.
 
         Raises:
             RuntimeError: The processes have not started yet.

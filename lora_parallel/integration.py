@@ -29,9 +29,10 @@ from lora_parallel.checkpoint.train_state import TrainState
 from lora_parallel.checkpoint.writer import may_be_replaced, write_checkpoint
 from lora_parallel.distributed.gather import gather_on_rank_zero, local, reshard
 from lora_parallel.distributed.gradients import clip_grad_value_
-from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_batch_mesh
+from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_batch_groups
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.distributed.stages import merged_over_stages, over_stages
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
@@ -77,9 +78,11 @@ __all__ = [
     "local",
     "local_path",
     "may_be_replaced",
+    "merged_over_stages",
     "mesh_sizes",
     "of_another",
     "open_checkpoint_folder",
+    "over_stages",
     "parallelized",
     "peft_configs",
     "read_checkpoint",
@@ -89,7 +92,7 @@ __all__ = [
     "reshard",
     "restore_random_state",
     "resume_counting",
-    "same_batch_mesh",
+    "same_batch_groups",
     "state_dict_of",
     "state_of",
     "suggest_arguments",

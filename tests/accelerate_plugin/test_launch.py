@@ -103,7 +103,8 @@ def test_the_method_of_context_parallelism_is_handed_on(tmp_path, monkeypatch):
     assert config_file.check_config(path)["parallelism_config"] == sizes
     monkeypatch.setattr(config_file, "_launched_with", lambda: path)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    assert config_file.cp_method_in(config_file.check_config_file.__wrapped__()) == "all_gather"
+    monkeypatch.setattr(config_file, "check_config_file", config_file.check_config_file.__wrapped__)
+    assert config_file.own_settings() == {"cp_method": "all_gather"}
     monkeypatch.setattr(cli, "launch_command", lambda options: None)
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_METHOD", "")
     monkeypatch.delenv("PARALLELISM_CONFIG_CP_METHOD")
