@@ -12,7 +12,17 @@ from torch.distributed import DeviceMesh
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 
-__all__ = ["AdapterPool", "ForwardCount", "ParallelState", "StageTensors", "no_sync", "parallelized", "state_of"]
+__all__ = [
+    "AdapterPool",
+    "ForwardCount",
+    "ParallelState",
+    "StageTensors",
+    "mesh_of",
+    "names_elsewhere",
+    "no_sync",
+    "parallelized",
+    "state_of",
+]
 
 _ATTRIBUTE = "_lora_parallel_state"
 
@@ -141,6 +151,23 @@ def state_of(model: nn.Module) -> ParallelState | None:
 def parallelized(module: nn.Module) -> dict[str, nn.Module]:
     """Map names to the models in `module`, itself included under the name "", that have been parallelized."""
     return {name: each for name, each in module.named_modules() if state_of(each) is not None}
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of the parallelized models in `module`, which all have the same; None if there are none."""
+    states = (state_of(each) for each in module.modules())
+    return next((state.mesh for state in states if state is not None), None)
+
+
+def names_elsewhere(module: nn.Module) -> set[str]:
+    """Return the names, in `module`, of the parameters and buffers that only other pipeline stages hold there."""
+    names = set()
+    for prefix, model in parallelized(module).items():
+        stage = state_of(model).stage  # type: ignore[union-attr]
+        if stage is not None:
+            names |= {f"{prefix}.{name}" if prefix else name for name in stage.names}
+    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return names - {name for name, _ in held}
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local, region_of, reshard
 from lora_parallel.distributed.mesh import sharded_axes, stage_group
-from lora_parallel.distributed.stages import merged_over_stages
+from lora_parallel.distributed.stages import merged_over_stages, over_stages
 from lora_parallel.layers.module_names import clean_parameter_name
 from lora_parallel.layers.row_partition import RowPartition, partition_of
 from lora_parallel.state import StageTensors, state_of
@@ -81,7 +81,7 @@ def fingerprints_of(model: nn.Module) -> dict[str, str]:
     assert state is not None
     if state.fingerprints is not None:
         return state.fingerprints
-    trained = {_name_in_base(name) for name in state.trained}
+    trained = {_name_in_base(name) for names in over_stages(state.trained, state.mesh) for name in names}
     present = base_fingerprints(model, state.mesh, stage=state.stage)
     return {name: each for name, each in present.items() if name not in trained}
 
@@ -116,7 +116,9 @@ def check_base(
         ValueError: A frozen weight is missing, or has other values, another shape or another dtype; or a weight is
             frozen in the present model only.
     """
-    names = {_name_in_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = state_of(model)
+    here = dict(model.named_parameters(remove_duplicate=False))
+    names = {_name_in_base(name) for name in (here if state is None or state.stage is None else state.stage.names)}
     exempt = {_name_in_base(name) for name in held}
     stored, present = (
         {name: each for name, each in prints.items() if name not in exempt} for prints in (stored, present)

@@ -70,9 +70,7 @@ def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) ->
 class Chunk(Protocol):
     """Say where the tokens are that a rank computes, which has a chunk of each row."""
 
-    def places(
-        self, rows: int, tokens: int, device: torch.device, share: int | Tensor
-    ) -> tuple[Tensor, Tensor] | None:
+    def places(self, rows: int, tokens: int, device: torch.device, share: int | Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the global row and token of each position of activations [rows, tokens, features], int32 both.
 
         The rows are number `share` of all shares as large.

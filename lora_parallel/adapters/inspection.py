@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 from peft import PeftConfig, PeftModel
@@ -10,8 +11,17 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from lora_parallel.distributed.gather import persistent_buffers
+from lora_parallel.layers.module_names import clean_parameter_name
+from lora_parallel.state import state_of
 
-__all__ = ["adapted_model", "adapter_parameters", "adapter_tensors", "check_unmerged", "peft_configs"]
+__all__ = [
+    "adapted_model",
+    "adapter_parameters",
+    "adapter_tensors",
+    "check_unmerged",
+    "first_names",
+    "peft_configs",
+]
 
 _MAGNITUDES = {"lora_magnitude_vector": None}
 
@@ -93,3 +103,18 @@ def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
             for name, buffer in persistent_buffers(copies[adapter_name]).items():
                 found[".".join(filter(None, (prefix, attribute, adapter_name, name)))] = buffer
     return found
+
+
+def first_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Map names of tensors of a model to the first name of each, under which every pipeline stage knows a tied weight.
+
+    Args:
+        model: A model. Without pipeline parallelism each name is mapped to itself.
+        names: The names; a first name is one without PEFT's additions.
+    """
+    state = state_of(model)
+    stage = state.stage if state is not None else None
+    if stage is None:
+        return {name: name for name in names}
+    plain = {name: clean_parameter_name(name) for name in names}
+    return {name: stage.tied.get(each, each) for name, each in plain.items()}

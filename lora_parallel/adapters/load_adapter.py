@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lora_parallel.adapters.base_fingerprint import renew_fingerprints
 from lora_parallel.adapters.inspection import (
     adapted_model,
     check_unmerged,
+    first_names,
     peft_configs,
 )
 from lora_parallel.adapters.peft_format import (
@@ -73,7 +75,10 @@ class ReadAdapter:
     """Names of the parameters in `values` that belong to the base: embeddings that PEFT saved with the adapter."""
 
     names: dict[str, str]
-    """Name of the parameter in the model, for each key of the file that belongs to the adapter itself."""
+    """Name of the parameter in the model, for each key of the file that belongs to the adapter itself.
+
+    It has those of all pipeline stages.
+    """
 
     def put(self) -> None:
         """Write the adapter's values into the model. Collective."""
@@ -111,15 +116,14 @@ def read_adapter(
         check_config(folder, configs[adapter_name])
         digest = _digest(folder)
     check_alike(directory=f"a folder with digest {digest}")
-    parameters = tensors_by_name(model)
     own = keys_on_disk(model, holder, adapter_name, save_embedding_layers=False)
     # The folder may or may not hold embeddings: its writer chose.
     with_embeddings = hasattr(holder, "get_input_embeddings")
     more = keys_on_disk(model, holder, adapter_name, save_embedding_layers=True) if with_embeddings else {}
     with agreed():
         keys = {**own, **{key: more[key] for key in _keys(folder / WEIGHTS) if key in more}}
-        targets = {key: parameters[name] for key, name in keys.items()}
-        values = _read_slices(folder / WEIGHTS, targets)
+        targets = _targets(model, keys)
+        values = _read_slices(folder / WEIGHTS, targets, keys)
         for key, parameter in targets.items():
             if same_dtypes and values[key].dtype != parameter.dtype:
                 raise ValueError(
@@ -129,6 +133,21 @@ def read_adapter(
                 )
     base = sorted(set(keys.values()) - set(own.values()))
     return ReadAdapter(model, [(local(parameter), values[key]) for key, parameter in targets.items()], base, own)
+
+
+def _targets(model: nn.Module, keys: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors of this rank that keys of a file belong to, by key.
+
+    A tied weight may be on two pipeline stages, under another name on each.
+
+    Args:
+        model: The model.
+        keys: The name in the model for each key of the file, of all pipeline stages.
+    """
+    held = tensors_by_name(model)
+    first = first_names(model, {*held, *keys.values()})
+    by_first_name = {first[name]: tensor for name, tensor in held.items()}
+    return {key: by_first_name[first[name]] for key, name in keys.items() if first[name] in by_first_name}
 
 
 def _digest(folder: Path) -> str:
@@ -159,10 +178,17 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
 
 
-def _read_slices(file: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+def _read_slices(file: Path, targets: Mapping[str, Tensor], expected: Collection[str]) -> dict[str, Tensor]:
+    """Read this rank's slices of the tensors in a file.
+
+    Args:
+        file: The file.
+        targets: The tensors to read slices for, by key.
+        expected: All keys that the file must have.
+    """
     with _opened(file) as stored:
         keys = set(stored.keys())
-        missing, unexpected = sorted(set(targets) - keys), sorted(keys - set(targets))
+        missing, unexpected = sorted(set(expected) - keys), sorted(keys - set(expected))
         if missing or unexpected:
             raise ValueError(
                 f"{file} does not fit the model's adapter: {len(missing)} keys are missing (first: {missing[:2]}), "

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from lora_parallel.adapters.inspection import (
     adapter_tensors,
 )
-from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
+from lora_parallel.distributed.mesh import stage_group
+from lora_parallel.distributed.rank_checks import agreed
+from lora_parallel.distributed.stages import merged_over_stages
 from lora_parallel.layers.module_names import embeddings_of, innermost
+from lora_parallel.state import mesh_of
 
 __all__ = ["CARD", "CONFIG", "WEIGHTS", "check_config", "find_adapter", "keys_on_disk", "tensors_by_name"]
 
@@ -73,8 +76,9 @@ def keys_on_disk(
 ) -> dict[str, str]:
     """Map each key that PEFT writes for an adapter to the name in `model` of its parameter or buffer. Collective.
 
-    PEFT chooses the keys, on rank 0, since it may look at the base model's folder. Besides the adapter's own tensors it
-    writes the weights of input and output embeddings that are adapted or whose vocabulary has been resized.
+    PEFT chooses the keys, on the first rank of each pipeline stage, since it may look at the base model's folder. The
+    result has the keys of all stages, on every rank. Besides the adapter's own tensors PEFT writes the weights of input
+    and output embeddings that are adapted or whose vocabulary has been resized.
 
     Args:
         model: The model.
@@ -85,10 +89,12 @@ def keys_on_disk(
     Raises:
         RuntimeError: PEFT gives no key to a tensor of the adapter.
     """
-    prefix = _name_of(model, holder)
+    prefix, mesh = _name_of(model, holder), mesh_of(model)
+    group = None if mesh is None else stage_group(mesh)
+    first = 0 if group is None else dist.get_global_rank(group, 0)
     names: dict[str, str] = {}
     with agreed():
-        if is_rank_zero():
+        if not dist.is_initialized() or dist.get_rank() == first:
             parameters = tensors_by_name(model)
             own = adapter_tensors(model, adapter_name)
             embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
@@ -110,9 +116,9 @@ def keys_on_disk(
                 raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
     if dist.is_initialized() and dist.get_world_size() > 1:
         shared = [names]
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=first, group=group)
         names = shared[0]
-    return names
+    return merged_over_stages(names, mesh)
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:

@@ -35,7 +35,9 @@ from lora_parallel.adapters.peft_format import (
 from lora_parallel.distributed.gather import class_of, gather_on_rank_zero, reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.distributed.stages import over_stages
 from lora_parallel.layers.module_names import innermost
+from lora_parallel.state import mesh_of
 from lora_parallel.storage.atomic import Scratch, local_path
 
 __all__ = ["GatheredAdapter", "gather_adapter", "save_adapter", "save_as_peft"]
@@ -188,13 +190,16 @@ def gather_adapter(
         configs = peft_configs(model)
         if adapter_name not in configs:
             raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
-        if not adapter_parameters(model, adapter_name):
+        held = bool(adapter_parameters(model, adapter_name))
+    anywhere = any(over_stages(held, mesh_of(model)))
+    with agreed():
+        if not anywhere:
             raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
     holder = adapted_model(model)
     assert holder is not None
     parameters = tensors_by_name(model)
     keys = keys_on_disk(model, holder, adapter_name, save_embedding_layers)
-    gathered = gather_on_rank_zero({name: parameters[name] for name in keys.values()})
+    gathered = gather_on_rank_zero({name: parameters[name] for name in keys.values() if name in parameters})
     base = innermost(holder)
     config: Any = copy.deepcopy(configs[adapter_name])
     if config.base_model_name_or_path is None:

@@ -7,20 +7,23 @@ never got a gradient, and makes none where gradients are present.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lora_parallel.distributed.gather import local, region_of
+from lora_parallel.distributed.stages import over_stages
 from lora_parallel.storage.weights_only import without_numpy
 
-__all__ = ["OptimizerState", "check_optimizer", "optimizer_state", "restored"]
+__all__ = ["OptimizerState", "check_optimizer", "group_names", "merged_records", "optimizer_state", "restored"]
 
 Tensors = dict[str, dict[str, Tensor]]
 """Tensors by the name of their parameter, then by the optimizer's key for them (such as "exp_avg")."""
@@ -34,8 +37,9 @@ class OptimizerState:
     """State tensors that have their parameter's shape, sharded as the parameter is."""
 
     record: dict[str, Any] = field(default_factory=dict)
-    """Everything else, the same on every rank: the optimizer's class, its groups (parameter names, settings), values
-    that are no shards (step counts), values that belong to no parameter, and the dtype of each tensor in `tensors`.
+    """Everything else: the optimizer's class, its groups (parameter names, settings), values that are no shards (step
+    counts), values that belong to no parameter, and the dtype of each tensor in `tensors`. It is the same on every rank
+    of a pipeline stage.
     """
 
 
@@ -104,12 +108,57 @@ def _is_part(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.numel() > 1
 
 
-def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> None:
+def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the record of an optimizer of the whole model, from the records of all pipeline stages.
+
+    Raises:
+        ValueError: The optimizers of two stages have different classes, or different numbers of parameter groups.
+    """
+    first = records[0]
+    for each in records:
+        if each["class"] != first["class"] or len(each["groups"]) != len(first["groups"]):
+            raise ValueError(
+                f"one pipeline stage has a {first['class']} with {len(first['groups'])} parameter groups, another a "
+                f"{each['class']} with {len(each['groups'])}: make the same groups on every rank; those that a stage "
+                "has no parameters of are empty there."
+            )
+    groups = [
+        {**group, "parameters": [name for each in records for name in each["groups"][index]["parameters"]]}
+        for index, group in enumerate(first["groups"])
+    ]
+    parts = {key: {name: kept for each in records for name, kept in each[key].items()} for key in _BY_NAME}
+    return {**first, **parts, "groups": groups}
+
+
+_BY_NAME = ("values", "shared", "tensors")
+"""Entries of a record that have an entry for each parameter, or name, that has a state."""
+
+
+def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str], mesh: DeviceMesh | None) -> list[set[str]]:
+    """Return the names of the parameters in each group, on all pipeline stages. Collective if there are several.
+
+    Args:
+        optimizer: The optimizer.
+        names: The name of each of its parameters; others are named "?".
+        mesh: The mesh of the model; None for one that is not sharded.
+    """
+    mine = [[names.get(parameter, "?") for parameter in group["params"]] for group in optimizer.param_groups]
+    stages = zip_longest(*over_stages(mine, mesh), fillvalue=())
+    return [{name for names in group for name in names} for group in stages]
+
+
+def check_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    held: Sequence[Collection[str]],
+    record: Mapping[str, Any],
+) -> None:
     """Check that a saved record fits an optimizer.
 
     Args:
         optimizer: The optimizer to fill.
         names: The name of each of its parameters.
+        held: The names of the parameters in each of its groups, on all pipeline stages (see `group_names`).
         record: The `record` of an `OptimizerState`.
 
     Raises:
@@ -124,8 +173,8 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], rec
             f"the {kind} that was saved has {len(groups)} parameter groups, the one to fill "
             f"{len(optimizer.param_groups)}: make it with the same groups."
         )
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        mine, theirs = {names.get(parameter, "?") for parameter in group["params"]}, set(saved["parameters"])
+    for index, (group, saved) in enumerate(zip(held, groups, strict=True)):
+        mine, theirs = set(group), set(saved["parameters"])
         if mine != theirs:
             raise ValueError(
                 f"parameter group {index} of the {kind} has {len(mine - theirs)} parameters that the saved one lacks "
@@ -154,7 +203,7 @@ def restored(
     Args:
         optimizer: An optimizer that `check_optimizer` accepts. Only the returned function changes it.
         names: The name of each of its parameters.
-        record: The `record` of an `OptimizerState`, saved on any mesh.
+        record: The `record` of an `OptimizerState`, saved on any mesh; what it has for other pipeline stages is left.
         read: A function that returns the values of a region of a full state tensor, given the name of its parameter,
             its key and the region.
     """

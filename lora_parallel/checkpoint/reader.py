@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from lora_parallel.checkpoint.calls import of_another, written_here
 from lora_parallel.checkpoint.integrity import check_bytes
 from lora_parallel.checkpoint.layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
 from lora_parallel.checkpoint.meta import find_alteration, find_damage, read_meta
-from lora_parallel.checkpoint.optimizer_state import check_optimizer, restored
+from lora_parallel.checkpoint.optimizer_state import check_optimizer, group_names, restored
 from lora_parallel.checkpoint.train_state import TrainState
 from lora_parallel.distributed.gather import local, region_of
 from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.stages import over_stages
 from lora_parallel.lazy.files import DcpDirectory, Reader
 from lora_parallel.lazy.graph import Region, whole
 from lora_parallel.storage.atomic import restore_replaced
@@ -226,9 +227,10 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
         for name, model in state.models.items()
         for adapter in peft_configs(model)
     ]
+    everywhere = _Names.of(state)
     with agreed():
-        values = [*_read_loose(found, state), *_read_buffers(found, state)]
-        others = _other_state(found, state)
+        values = [*_read_loose(found, state, everywhere), *_read_buffers(found, state, everywhere)]
+        others = _other_state(found, state, everywhere)
 
     def commit() -> None:
         for adapter in adapters:
@@ -236,11 +238,29 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
         with torch.no_grad():
             for target, value in values:
                 target.copy_(value)
-        if others:
+        if everywhere.other_state:
             with agreed():
                 state.load_other_state(others)
 
     return [commit]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """List what the models hold, on all pipeline stages."""
+
+    loose: set[str]
+    buffers: set[str]
+    other_state: set[str]
+
+    @classmethod
+    def of(cls, state: TrainState) -> _Names:
+        """Ask all stages. Collective."""
+        mine = cls(set(state.loose_parameters()), set(state.buffers()), set(state.other_state()))
+        stages = over_stages(mine, state.parallel.mesh)
+        return cls(
+            *(set().union(*(getattr(each, part.name) for each in stages)) for part in fields(cls)),
+        )
 
 
 def _elsewhere(found: Contents, state: TrainState) -> tuple[str, ...]:
@@ -251,32 +271,32 @@ def _elsewhere(found: Contents, state: TrainState) -> tuple[str, ...]:
     return tuple(f"{name}." for name in found.record["models"] if name not in state.models)
 
 
-def _read_buffers(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
+def _read_buffers(found: Contents, state: TrainState, everywhere: _Names) -> list[tuple[Tensor, Tensor]]:
     here = state.buffers()
     elsewhere = _elsewhere(found, state)
     stored = {name: value for name, value in found.record["buffers"].items() if not name.startswith(elsewhere)}
-    wrong = [name for name in stored if name not in here or here[name].shape != stored[name].shape]
-    if wrong or here.keys() - stored.keys():
+    lacking = everywhere.buffers ^ stored.keys()
+    wrong = [name for name in here if name in stored and here[name].shape != stored[name].shape]
+    if lacking or wrong:
         raise ValueError(
-            f"the buffers in {found.path} are not the model's: {(wrong or sorted(here.keys() - stored.keys()))[0]} is "
-            "not in both, or has another shape."
+            f"the buffers in {found.path} are not the model's: {(wrong or sorted(lacking))[0]} is not in both, or has "
+            "another shape."
         )
-    return [(here[name], value) for name, value in stored.items()]
+    return [(buffer, stored[name]) for name, buffer in here.items()]
 
 
-def _other_state(found: Contents, state: TrainState) -> dict[str, Any]:
-    here = state.other_state()
+def _other_state(found: Contents, state: TrainState, everywhere: _Names) -> dict[str, Any]:
     elsewhere = _elsewhere(found, state)
     stored = {name: value for name, value in found.record["other_state"].items() if not name.startswith(elsewhere)}
-    if stored.keys() != here.keys():
+    if stored.keys() != everywhere.other_state:
         raise ValueError(
-            f"the state dict has other entries than in {found.path}: {sorted(stored.keys() ^ here.keys())[0]} is not "
-            "in both."
+            f"the state dict has other entries than in {found.path}: "
+            f"{sorted(stored.keys() ^ everywhere.other_state)[0]} is not in both."
         )
-    return stored
+    return {name: stored[name] for name in state.other_state()}
 
 
-def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor]]:
+def _read_loose(found: Contents, state: TrainState, everywhere: _Names) -> list[tuple[Tensor, Tensor]]:
     loose = state.loose_parameters()
     elsewhere = _elsewhere(found, state)
     source = DcpDirectory(found.path / STATE)
@@ -292,11 +312,11 @@ def _read_loose(found: Contents, state: TrainState) -> list[tuple[Tensor, Tensor
                 f"{name} has shape {leaf.shape} and dtype {leaf.dtype} in {found.path}, the model's has "
                 f"{tuple(here.shape)} and {here.dtype}."
             )
-    if stored.keys() != loose.keys():
+    more, lacking = everywhere.loose - stored.keys(), stored.keys() - everywhere.loose
+    if more or lacking:
         raise ValueError(
-            f"other parameters train than in {found.path}: {len(loose.keys() - stored.keys())} are not in it (first: "
-            f"{sorted(loose.keys() - stored.keys())[:1]}), {len(stored.keys() - loose.keys())} of it do not train here "
-            f"(first: {sorted(stored.keys() - loose.keys())[:1]})."
+            f"other parameters train than in {found.path}: {len(more)} are not in it (first: {sorted(more)[:1]}), "
+            f"{len(lacking)} of it do not train here (first: {sorted(lacking)[:1]})."
         )
     if not loose:
         return []
@@ -319,11 +339,13 @@ def load_optimizers(found: Contents, state: TrainState) -> list[Callable[[], Non
     names = state.parameter_names()
     source = DcpDirectory(found.path / STATE)
     commits = []
+    mesh = state.parallel.mesh
+    held = {name: group_names(optimizer, names, mesh) for name, optimizer in state.optimizers.items()}
     with agreed():
         for name, optimizer in state.optimizers.items():
             if name not in found.optimizers:
                 raise ValueError(f"{found.path} holds no state of optimizer {name!r}.")
-            check_optimizer(optimizer, names, found.optimizers[name])
+            check_optimizer(optimizer, names, held[name], found.optimizers[name])
         for name, optimizer in state.optimizers.items():
             record = found.optimizers[name]
             with source.open() if record["tensors"] else nullcontext(_no_tensors) as reader:

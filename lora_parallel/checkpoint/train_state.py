@@ -51,7 +51,7 @@ class TrainState:
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers (running statistics, counters), by name; every rank holds them in full."""
+        """Return the persistent buffers (running statistics, counters), by name, which every rank of a stage has."""
         return persistent_buffers(self.module)
 
     def other_state(self) -> dict[str, Any]:

@@ -37,12 +37,13 @@ from lora_parallel.checkpoint.layout import (
     optimizer_key,
 )
 from lora_parallel.checkpoint.meta import checksum, read_meta, write_meta
-from lora_parallel.checkpoint.optimizer_state import OptimizerState, optimizer_state
+from lora_parallel.checkpoint.optimizer_state import OptimizerState, merged_records, optimizer_state
 from lora_parallel.checkpoint.retention import complete_checkpoints, prune
 from lora_parallel.checkpoint.rng_state import gather_random_states
 from lora_parallel.checkpoint.train_state import TrainState
 from lora_parallel.distributed.gather import reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.stages import merged_over_stages, over_stages
 from lora_parallel.distributed.torch_private import is_rectangle
 from lora_parallel.storage.atomic import Scratch, check_free, is_taken, sweep
 from lora_parallel.storage.weights_only import check_loadable, without_numpy
@@ -87,12 +88,12 @@ def write_checkpoint(
         tensors = save.collect(extra)
         if async_save:
             written = None
-            if tensors:  # DCP writes from copies, and its collectives have a process group of their own
+            if save.has_shards:  # DCP writes from copies, and its collectives have a process group of their own
                 group = background_group(save.timeout_seconds)
                 written = dcp.async_save(tensors, storage_writer=save.state_writer, process_group=group)
             finish_in_background(partial(_finish, save, written))
             return path
-        if tensors:
+        if save.has_shards:
             _write_state(tensors, save)
         with agreed():
             save.finish()
@@ -114,6 +115,9 @@ class _Save:
         self._other_state: dict[str, Any] = {}
         self._record = b""
         self._meta: dict[str, Any] = {}
+        self.has_shards = False
+        """True if any rank has shards to write to state/."""
+
         self.state_writer = ChecksummedWriter(self.folder / STATE)
         """Writer of every rank's shards, which also holds the checksums of their files."""
 
@@ -171,15 +175,24 @@ class _Save:
                 file = (gathered.folder(folder) / WEIGHTS).relative_to(self.folder)
                 own = {key: f"{name}.{each}" if name else each for key, each in gathered.names.items()}
                 parameters |= {f"{file}:{key}": each for key, each in own.items()}
+        tensors = {loose_key(name): p.detach() for name, p in self._state.loose_parameters().items()}
+        for name, each in states.items():
+            for parameter, kept in each.tensors.items():
+                tensors.update({optimizer_key(name, parameter, key): tensor for key, tensor in kept.items()})
+        self.has_shards = any(over_stages(bool(tensors), mesh))
+        records = {name: over_stages(each.record, mesh) for name, each in states.items()}
+        buffers = {name: buffer.detach().cpu() for name, buffer in self._state.buffers().items()}
+        with agreed():
+            optimizers = {name: merged_records(each) for name, each in records.items()}
         record = {
             **extra,
             "models": list(models),
             "adapters": {name: list(peft_configs(model)) for name, model in models.items()},
             "forward_counts": {name: state.forward_count.done for name, state in self._state.states.items()},
-            "optimizers": {name: state.record for name, state in states.items()},
+            "optimizers": optimizers,
             "random": gather_random_states(mesh),
-            "buffers": {name: buffer.detach().cpu() for name, buffer in self._state.buffers().items()},
-            "other_state": self._other_state,
+            "buffers": merged_over_stages(buffers, mesh),
+            "other_state": merged_over_stages(self._other_state, mesh),
         }
         self._meta = {
             "format": FORMAT,
@@ -191,10 +204,6 @@ class _Save:
             "fingerprints": {name: fingerprints_of(model) for name, model in models.items()},
             "versions": {name: version(name) for name in ("torch", "peft", "lightning-lora") if _installed(name)},
         }
-        tensors = {loose_key(name): p.detach() for name, p in self._state.loose_parameters().items()}
-        for name, each in states.items():
-            for parameter, kept in each.tensors.items():
-                tensors.update({optimizer_key(name, parameter, key): tensor for key, tensor in kept.items()})
         with agreed():
             _check_rectangles(tensors)
             if self._rank == 0:  # serialise now: values may change before a background save writes them

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -52,38 +54,72 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Describe a tensor, and what one rank holds of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    """Type of the device that its bytes are sent from."""
+
+    region: tuple[slice, ...]
+
+    @property
+    def whole_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Return the number of bytes that the rank holds."""
+        return prod(part.stop - part.start for part in self.region) * self.dtype.itemsize
+
+
 def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return full copies of `tensors` on the CPU of rank 0, and an empty dict on other ranks. Collective.
 
     Each rank announces which region of each tensor it holds, and sends this region; rank 0 puts the regions in place.
     So any placement of FSDP2 and tensor parallelism is gathered in one message per bucket of tensors, where
-    `DTensor.full_tensor` takes one message per mesh axis and leaves the result on every rank.
+    `DTensor.full_tensor` takes one message per mesh axis and leaves the result on every rank. A tensor may be on some
+    of the ranks only, as those of a pipeline stage are: the others send nothing of it.
+
+    Args:
+        tensors: The tensors that this rank holds a part of, by name.
     """
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
     rank, world = dist.get_rank(), dist.get_world_size()
-    regions: list[dict[str, tuple[slice, ...]]] = [{} for _ in range(world)]
-    dist.all_gather_object(regions, {name: region_of(tensor) for name, tensor in detached.items()})
+    everyone: list[dict[str, _Held]] = [{} for _ in range(world)]
+    dist.all_gather_object(everyone, {name: _held(tensor) for name, tensor in detached.items()})
+    union = {name: held for theirs in everyone for name, held in theirs.items()}
     gathered: dict[str, Tensor] = {}
-    for bucket in _buckets(detached):
-        mine = torch.cat([_bytes_to_send(detached[name]) for name in bucket])
-        counts = [sum(_count(region[name]) * detached[name].element_size() for name in bucket) for region in regions]
+    for bucket in _buckets(union):
+        parts = [_bytes_to_send(detached[name]) for name in bucket if name in detached]
+        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)
+        counts = [sum(held[name].bytes for name in bucket if name in held) for held in everyone]
         padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
-        parts = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
-        dist.gather(padded, parts, dst=0)
-        if parts is None:
+        received = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
+        dist.gather(padded, received, dst=0)
+        if received is None:
             continue
         for name in bucket:
-            gathered[name] = torch.empty(detached[name].shape, dtype=detached[name].dtype)
-        for part, region in zip(parts, regions, strict=True):
+            gathered[name] = torch.empty(union[name].shape, dtype=union[name].dtype)
+        for part, held in zip(received, everyone, strict=True):
             start, flat = 0, part.cpu()
             for name in bucket:
-                end = start + _count(region[name]) * detached[name].element_size()
-                target = gathered[name][region[name]]
+                if name not in held:
+                    continue
+                end = start + held[name].bytes
+                target = gathered[name][held[name].region]
                 target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
                 start = end
     return gathered
+
+
+def _held(tensor: Tensor) -> _Held:
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    return _Held(tuple(tensor.shape), tensor.dtype, device, region_of(tensor))
 
 
 def _bytes_to_send(tensor: Tensor) -> Tensor:
@@ -95,18 +131,11 @@ def _bytes_to_send(tensor: Tensor) -> Tensor:
     return raw.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else raw
 
 
-def _count(region: tuple[slice, ...]) -> int:
-    count = 1
-    for part in region:
-        count *= part.stop - part.start
-    return count
-
-
-def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def _buckets(tensors: Mapping[str, _Held]) -> Iterator[list[str]]:
     bucket: list[str] = []
     size = 0
     for name, tensor in tensors.items():
-        whole = tensor.numel() * tensor.element_size()  # bytes of the full tensor: ranks must agree on the buckets
+        whole = tensor.whole_bytes  # ranks must agree on the buckets
         if bucket and size + whole > _BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0

@@ -25,9 +25,9 @@ from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.gradient_hooks import PostponedHooks
 from lora_parallel.distributed.torch_private import placed_as, queue_after_backward
 
-__all__ = ["PartialGradients", "clip_grad_norm_", "refuse_clipping_if", "scale_gradient"]
+__all__ = ["PartialGradients", "clip_grad_norm_", "clip_over_stages", "refuse_clipping_if", "scale_gradient"]
 
-_ELSEWHERE = "_lora_parallel_gradient"
+_ELSEWHERE, _STAGES = "_lora_parallel_gradient", "_lora_parallel_stages"
 
 
 def refuse_clipping_if(parameter: nn.Parameter, waits: Callable[[], str | None]) -> None:
@@ -41,18 +41,27 @@ def refuse_clipping_if(parameter: nn.Parameter, waits: Callable[[], str | None])
     setattr(parameter, _ELSEWHERE, waits)
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of those `parameters` that have one.
+def clip_over_stages(parameters: Iterable[nn.Parameter], stages: DeviceMesh) -> None:
+    """Make clipping count the gradients of the other pipeline stages too, where it is given one of `parameters`.
+
+    Args:
+        parameters: The parameters of this rank's pipeline stages, of which no other rank along `stages` has any.
+        stages: The pp axis of the mesh.
+    """
+    for parameter in parameters:
+        setattr(parameter, _STAGES, stages)
+
+
+def _check_gradients(owners: Iterable[Tensor]) -> None:
+    """Check that the gradients of parameters are in `.grad`.
 
     Raises:
-        ValueError: Gradients of a parameter wait elsewhere than in `.grad` (see `refuse_clipping_if`).
+        ValueError: Gradients of a parameter wait elsewhere (see `refuse_clipping_if`).
     """
-    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for owner in owners:
         instead = getattr(owner, _ELSEWHERE, lambda: None)()
         if instead is not None:
             raise ValueError(instead)
-    return [owner.grad for owner in owners if owner.grad is not None]
 
 
 class PartialGradients:
@@ -222,12 +231,13 @@ def backward_sync(model: nn.Module, gradients: PartialGradients | None, enabled:
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip gradients by their norm as `torch.nn.utils.clip_grad_norm_`, for parameters on any mix of meshes.
 
-    Every element of every gradient counts once, whichever mesh axes its tensor is sharded or replicated over. Clipping
-    costs one all-reduce of a few numbers for each process group that any gradient is sharded over.
+    Every element of every gradient counts once, whichever mesh axes its tensor is sharded or replicated over, on all
+    pipeline stages. Clipping costs one all-reduce of a few numbers for each process group that any gradient is sharded
+    over, and one of a number for the stages.
 
     Args:
-        parameters: Tensors or DTensors with finished gradients, the same on all ranks; those without a gradient are
-            skipped.
+        parameters: Tensors or DTensors with finished gradients, the same on all ranks, or on all ranks of a pipeline
+            stage, of which each must give one parameter at least; those without a gradient are skipped.
         max_norm: The largest norm that the gradients may have afterwards.
         norm_type: The p of the p-norm; `inf` for the largest absolute value.
 
@@ -241,9 +251,40 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: give a positive number or inf.")
-    grads = _gradients(parameters)
-    if not grads:
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _check_gradients(owners)
+    stages = {owner: mesh for owner in owners if (mesh := getattr(owner, _STAGES, None)) is not None}
+    counted = [owner for owner in owners if owner.grad is not None or owner in stages]
+    if not counted:
         return torch.zeros(())
+    infinite = norm_type == float("inf")
+    grads = [owner.grad for owner in counted if owner.grad is not None]
+    first = local(grads[0] if grads else counted[0])
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype, device=first.device)
+    for mesh in (None, *dict.fromkeys(stages.values())):
+        held = [owner.grad for owner in counted if owner.grad is not None and stages.get(owner) == mesh]
+        part = _total(held, norm_type, dtype, first.device)
+        if mesh is not None:
+            # The first gradients of two stages may have different dtypes.
+            message = part.to(mesh.device_type, torch.float64)
+            dist.all_reduce(message, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group())
+            part = message.to(first.device, dtype)
+        total = torch.maximum(total, part) if infinite else total + part
+    norm = total if infinite else total ** (1 / norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for tensors in _by_placements(grads).values():
+        torch._foreach_mul_([local(grad) for grad in tensors], scale.to(local(tensors[0]).device))
+    return norm
+
+
+def _total(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the sum of |x|^p over the elements of gradients that may be sharded, or the largest |x| if p is infinite.
+
+    Collective over the process groups that the gradients are sharded over.
+    """
+    if not grads:
+        return torch.zeros((), dtype=dtype, device=device)
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     groups: dict[str, tuple[ProcessGroup, str]] = {}
     for (mesh, placements), found in _by_placements(grads).items():
@@ -260,22 +301,16 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
                 groups[group.group_name] = group, mesh.device_type
                 names.append(group.group_name)
         by_groups.setdefault(tuple(names), []).extend(map(local, found))
-    first = local(grads[0])
-    dtype = torch.promote_types(first.dtype, torch.float32)
     infinite = norm_type == float("inf")
     keys = list(by_groups)  # in the parameters' order, which is the same on all ranks; the groups' names are not
-    totals = torch.stack([_power_sum(by_groups[key], norm_type, dtype, first.device) for key in keys])
+    totals = torch.stack([_power_sum(by_groups[key], norm_type, dtype, device) for key in keys])
     for name, (group, device_type) in groups.items():
         rows = torch.tensor([index for index, key in enumerate(keys) if name in key], device=totals.device)
         # Offloaded gradients are in the CPU's memory, and the group may have no backend for it.
         part = totals[rows].contiguous().to(device_type)
         dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         totals[rows] = part.to(totals.device)
-    norm = totals.max() if infinite else totals.sum() ** (1 / norm_type)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for tensors in by_groups.values():
-        torch._foreach_mul_(tensors, scale.to(tensors[0].device))
-    return norm
+    return totals.max() if infinite else totals.sum()
 
 
 def _by_placements(grads: list[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]]:
@@ -301,8 +336,11 @@ def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
 
     Clamping works on each element by itself, and therefore needs no communication.
     """
-    for grad in _gradients(parameters):
-        local(grad).clamp_(-clip_value, clip_value)
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _check_gradients(owners)
+    for owner in owners:
+        if owner.grad is not None:
+            local(owner.grad).clamp_(-clip_value, clip_value)
 
 
 class _Scaled(torch.autograd.Function):

@@ -21,11 +21,10 @@ from lora_parallel.adapters.inspection import check_unmerged
 from lora_parallel.distributed.gather import class_of, reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.rendezvous import collective_call
-from lora_parallel.export.merged_model import MergedModel
-from lora_parallel.export.merged_weights import MergedWeight, merged_weights
+from lora_parallel.export.merged_model import MergedModel, forms_of, held_by_ranks
+from lora_parallel.export.merged_weights import WeightForm, merged_weights
 from lora_parallel.export.safetensors_writer import write_safetensors
 from lora_parallel.layers.module_names import innermost
-from lora_parallel.layers.quantised_layer import QuantisedLayer
 from lora_parallel.lazy.files import INDEX
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
@@ -83,10 +82,12 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
             if writer:
                 check_free(target)
                 scratch.make()
-        source = MergedModel(Path(class_of(base).__name__), weights)
-        leaves = source.list()
+        start = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
+        held = held_by_ranks(model, weights, start)
         with agreed():
-            stored = _as_saved(base, leaves, weights)
+            forms = forms_of(held)
+            source = MergedModel(Path(class_of(base).__name__), weights, held, forms)
+            stored = _as_saved(base, source.list(), forms)
             files = split_state_dict_into_shards_factory(
                 stored,
                 get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
@@ -107,7 +108,7 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
                 if files.is_sharded:
                     index = {"metadata": {"total_size": total}, "weight_map": files.tensor_to_filename}
                     (scratch.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-                _write_configs(base, scratch.path)
+                _write_configs(base, scratch.path, any(form.is_quantised for form in forms.values()))
                 _check(scratch.path, stored, files.tensor_to_filename)
                 scratch.place()
     except BaseException:
@@ -125,32 +126,30 @@ def _check_size(size: Any) -> None:
         raise ValueError(f"max_shard_size={size!r}: give a positive number of bytes, or a text such as '5GB'.")
 
 
-def _as_saved(
-    base: nn.Module, merged: Mapping[str, Leaf], weights: Mapping[str, MergedWeight]
-) -> dict[str, LazyTensor]:
+def _as_saved(base: nn.Module, merged: Mapping[str, Leaf], forms: Mapping[str, WeightForm]) -> dict[str, LazyTensor]:
     """Return the merged weights as lazy tensors, by the names and in the shapes that checkpoints of the model have.
 
     Args:
         base: The base model.
         merged: The tensors that a `MergedModel` lists, by their names in the merged model.
-        weights: The description of each of these tensors, by the same names.
+        forms: The description of each of these tensors, by the same names.
     """
     stored = {name: LazyTensor(leaf) for name, leaf in merged.items()}
-    for name, weight in weights.items():
-        if weight.selected is not None:
-            partition, dim = weight.selected
+    for name, form in forms.items():
+        if form.selected is not None:
+            partition, dim = form.selected
             stored[name] = partition.restored(stored[name], dim)  # type: ignore[assignment]
-        if weight.transposed:
+        if form.transposed:
             stored[name] = stored[name].T  # type: ignore[assignment]
     return dict(reverted(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
 
 
-def _write_configs(base: nn.Module, folder: Path) -> None:
+def _write_configs(base: nn.Module, folder: Path, quantised: bool) -> None:
     config = copy.deepcopy(getattr(base, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [class_of(base).__name__]  # type: ignore[union-attr]
         config.dtype = str(base.dtype).removeprefix("torch.")  # type: ignore[union-attr]
-        if any(isinstance(module, QuantisedLayer) for module in base.modules()):
+        if quantised:
             del config.quantization_config  # type: ignore[union-attr]
         config.save_pretrained(folder)  # type: ignore[union-attr]
     generation = getattr(base, "generation_config", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,17 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lora_parallel.adapters.inspection import first_names
 from lora_parallel.distributed.gather import class_of, local, region_of
-from lora_parallel.export.merged_weights import MergedWeight, active_adapters
+from lora_parallel.export.merged_weights import MergedWeight, WeightForm, active_adapters, refuse_one_of_two
 from lora_parallel.lazy.files import Reader, Source
-from lora_parallel.lazy.graph import Leaf, Region
+from lora_parallel.lazy.graph import Leaf, Region, whole
 
-__all__ = ["MergedModel"]
+__all__ = ["MergedModel", "forms_of", "held_by_ranks"]
+
+
+Held = Mapping[str, tuple[WeightForm, Region]]
+"""The weights that a rank holds, by name, each with the region that this rank can send."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +36,14 @@ class MergedModel(Source):
     """
 
     weights: Mapping[str, MergedWeight]
-    regions: list[dict[str, Region]] = field(default_factory=list)
-    """Region of each weight that a rank holds, by name; one dictionary for each rank."""
+    """The weights that this rank holds, by their names in the merged model."""
+
+    held: Sequence[Held]
+    """The weights that each rank holds (see `held_by_ranks`)."""
+
+    forms: Mapping[str, WeightForm]
+    """The weights of the merged model, on all pipeline stages, by name (see `forms_of`)."""
+
     factors: dict[str, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     """Full A and B of each active adapter on the weight that was read last, by the weight's name.
 
@@ -42,51 +53,49 @@ class MergedModel(Source):
     """Full weight and scales, uint8, of the quantised weight that was read last, by the weight's name."""
 
     def list(self) -> dict[str, Leaf]:
-        mine = {name: region_of(weight.tensor) for name, weight in self.weights.items()}
-        everyone: list[Any] = [mine]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-        self.regions.extend(everyone)
-        return {name: Leaf(self, name, weight.shape, weight.dtype) for name, weight in self.weights.items()}
+        return {name: Leaf(self, name, form.shape, form.dtype) for name, form in self.forms.items()}
 
     @contextmanager
     def open(self) -> Iterator[Reader]:
         yield self._read
 
     def _read(self, key: str, region: Region) -> Tensor:
-        weight = self.weights[key]
-        if weight.layer is not None and key not in self.factors:
-            self.factors.clear()
-            self.factors[key] = _factors(weight.layer)
+        form = self.forms[key]
+        if key in self.weights:
+            self._gather(key)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        block = torch.empty([part.stop - part.start for part in region], dtype=weight.dtype)
-        if weight.quantised is not None:
-            # A rank's shard of the scales may be of other rows than its shard of the weight: gather both in full, which
-            # takes little memory because they are quantised.
-            if key not in self.bytes:
-                self.bytes.clear()
-                names = ("weight", *weight.quantised.scales)
-                self.bytes[key] = {name: _full(weight.quantised.get_parameter(name)) for name in names}
-            return self._dequantised(key, region).cpu() if rank == 0 else block
+        block = torch.empty([part.stop - part.start for part in region], dtype=form.dtype)
         done: list[Region] = []
-        for owner, held in enumerate(self.regions):
-            shared = _intersection(held[key], region)
+        for owner, held in enumerate(self.held):
+            shared = _intersection(held[key][1], region) if key in held else None
             if shared is None or shared in done:  # this rank holds no part of it, or a replica
                 continue
             done.append(shared)
             inside = tuple(slice(s.start - r.start, s.stop - r.start) for s, r in zip(shared, region, strict=True))
             if rank == owner:
-                part = self._merged(key, shared)
+                part = self._dequantised(key, shared) if form.is_quantised else self._merged(key, shared)
                 if rank == 0:
                     block[inside] = part.cpu()
                 else:
                     dist.send(part.contiguous(), dst=0)
             elif rank == 0:
-                part = torch.empty(block[inside].shape, dtype=block.dtype, device=local(weight.tensor).device)
+                part = torch.empty(block[inside].shape, dtype=block.dtype, device=form.device)
                 dist.recv(part, src=owner)
                 block[inside] = part.cpu()
         return block
+
+    def _gather(self, key: str) -> None:
+        """Gather what the ranks of this stage need in full of a weight. Collective over them."""
+        weight = self.weights[key]
+        if weight.layer is not None and key not in self.factors:
+            self.factors.clear()
+            self.factors[key] = _factors(weight.layer)
+        # A rank's shard of the scales may be of other rows than its shard of the weight: gather both in full, which
+        # takes little memory because they are quantised.
+        if weight.quantised is not None and key not in self.bytes:
+            self.bytes.clear()
+            names = ("weight", *weight.quantised.scales)
+            self.bytes[key] = {name: _full(weight.quantised.get_parameter(name)) for name in names}
 
     def _merged(self, key: str, region: Region) -> Tensor:
         """Return the values of a region that this rank holds, with the adapters merged as PEFT merges them."""
@@ -110,6 +119,51 @@ class MergedModel(Source):
         for adapter, (a, b) in self.factors[key].items() if weight.layer is not None else ():
             merged += _delta(weight, adapter, a, b, region)
         return merged
+
+
+def held_by_ranks(model: nn.Module, weights: Mapping[str, MergedWeight], start: str) -> Sequence[Held]:
+    """Return what each rank holds of the merged model, in the order of ranks. Collective.
+
+    Args:
+        model: The parallelized model.
+        weights: What this rank holds.
+        start: The beginning of the names in `model` of what is in the base model.
+    """
+    first = first_names(model, [start + weight.place for weight in weights.values()])
+    mine: dict[str, tuple[WeightForm, Region]] = {}
+    for name, weight in weights.items():
+        form = weight.form(name, first[start + weight.place].removeprefix(start))
+        # All ranks of a stage gather a quantised weight; the first of them sends it.
+        mine[name] = form, whole(form.shape) if form.is_quantised else region_of(weight.tensor)
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def forms_of(held: Sequence[Held]) -> dict[str, WeightForm]:
+    """Return the tensors of the merged model, by name. A tied tensor is listed once, under the first of its names.
+
+    Args:
+        held: What each rank holds.
+
+    Raises:
+        ValueError: An adapter is on one of two layers with a tied weight, which are on different pipeline stages.
+    """
+    forms = {form.name: form for each in held for form, _ in each.values()}
+    by_weight: dict[str, list[WeightForm]] = {}
+    for form in forms.values():
+        by_weight.setdefault(form.first_name, []).append(form)
+    for tied in by_weight.values():
+        first = next((form for form in tied if form.name == form.first_name), tied[0])
+        for form in tied:
+            if form is first:
+                continue
+            if form.is_merged or first.is_merged:
+                refuse_one_of_two(form.name, first.name)
+            del forms[form.name]
+    return forms
 
 
 def _factors(layer: LoraLayer) -> dict[str, tuple[Tensor, Tensor]]:

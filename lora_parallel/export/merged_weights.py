@@ -15,12 +15,46 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lora_parallel.distributed.gather import class_of
+from lora_parallel.distributed.gather import class_of, local
 from lora_parallel.layers.module_names import clean_parameter_name
 from lora_parallel.layers.quantised_layer import QuantisedLayer
 from lora_parallel.layers.row_partition import RowPartition, partition_of
 
-__all__ = ["MergedWeight", "active_adapters", "merged_weights"]
+__all__ = ["MergedWeight", "WeightForm", "active_adapters", "merged_weights", "refuse_one_of_two"]
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """Describe one tensor of the merged model to ranks that do not hold it."""
+
+    name: str
+    """Name in the merged model."""
+
+    first_name: str
+    """First name of a tied weight in the sharded model, the same on all pipeline stages that hold it."""
+
+    shape: tuple[int, ...]
+    """Shape of the tensor that adapters are merged into; [out, in] if it is quantised."""
+
+    dtype: torch.dtype
+    """Dtype in the merged model."""
+
+    device: str
+    """Type of the device that the tensor is sent from."""
+
+    selected: tuple[RowPartition, int] | None
+    """Row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is."""
+
+    transposed: bool
+    """True if the weight is [in, out] in the merged model and [out, in] here.
+
+    That is so for a quantised `Conv1D`, whose weight bitsandbytes transposes.
+    """
+
+    is_merged: bool
+    """True if adapters are to be merged into the tensor."""
+
+    is_quantised: bool
 
 
 @dataclass(frozen=True)
@@ -28,6 +62,9 @@ class MergedWeight:
     """Describe one tensor of the merged model."""
 
     tensor: Tensor
+    place: str
+    """Name of the tensor in the sharded model."""
+
     layer: LoraLayer | None = None
     """LoRA layer whose adapters are to be merged into the tensor; None if there are none to merge."""
 
@@ -41,29 +78,35 @@ class MergedWeight:
     """Dtype that a quantised weight is written in; None if the tensor is not quantised."""
 
     @property
-    def transposed(self) -> bool:
-        """Return True if the weight is [in, out] in the merged model and [out, in] here.
-
-        That is so for a quantised `Conv1D`, whose weight bitsandbytes transposes.
-        """
-        return issubclass(getattr(self.quantised, "source_cls", nn.Linear), Conv1D)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the tensor that adapters are merged into; [out, in] if it is quantised."""
-        layer = self.quantised
-        return tuple(self.tensor.shape) if layer is None else (layer.out_features, layer.in_features)
-
-    @property
     def dtype(self) -> torch.dtype:
         """Return the dtype that the tensor has in the merged model."""
         return self.dense_dtype or self.tensor.dtype
 
+    def form(self, name: str, first_name: str) -> WeightForm:
+        """Return the description for other ranks.
+
+        Args:
+            name: The name of the tensor in the merged model.
+            first_name: The first of the names of the tensor in the sharded model.
+        """
+        layer = self.quantised
+        return WeightForm(
+            name,
+            first_name,
+            shape=tuple(self.tensor.shape) if layer is None else (layer.out_features, layer.in_features),
+            dtype=self.dtype,
+            device=local(self.tensor).device.type,
+            selected=self.selected,
+            transposed=issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D),
+            is_merged=self.layer is not None,
+            is_quantised=layer is not None,
+        )
+
 
 def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
-    """List the parameters and persistent buffers of the merged model, by their names in it.
+    """List the parameters and persistent buffers of the merged model that this rank holds, by their names in it.
 
-    A tied tensor is listed once, under the first of its names.
+    A tied tensor is listed once, under the first of the names that it has on this rank.
 
     Raises:
         ValueError: An adapter cannot be merged part by part, or is on only one of two layers with a tied weight.
@@ -78,27 +121,33 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
         for key, tensor in (*module._parameters.items(), *persistent.items()):
             if tensor is None or (quantised is not None and key in quantised.scales):
                 continue
-            name = _merged_name(f"{prefix}.{key}" if prefix else key)
+            place = f"{prefix}.{key}" if prefix else key
+            name = _merged_name(place)
             layer = _adapted_by(base, prefix, key)
             merged = layer is not None and bool(active_adapters(layer))
             if id(tensor) in seen:
                 first, first_merged = seen[id(tensor)]
                 if merged or first_merged:
-                    raise ValueError(
-                        f"{name} and {first} are one weight, and an adapter is on one of them only: merging it would "
-                        "change both. Save the adapter (save_adapter) and merge it where it is used."
-                    )
+                    refuse_one_of_two(name, first)
                 continue
             seen[id(tensor)] = name, merged
             if merged:
                 assert layer is not None
                 _check_kind(name, layer)
-            weight = MergedWeight(tensor, layer if merged else None, partition_of(module, key))
+            weight = MergedWeight(tensor, place, layer if merged else None, partition_of(module, key))
             if quantised is not None and key == "weight":
                 weight = replace(weight, quantised=quantised, dense_dtype=_dense_dtype(base))
             found[name] = weight
     _check_all_merged(base, found)
     return found
+
+
+def refuse_one_of_two(name: str, first: str) -> NoReturn:
+    """Raise a ValueError that says that an adapter is on one of two layers with a tied weight."""
+    raise ValueError(
+        f"{name} and {first} are one weight, and an adapter is on one of them only: merging it would change both. Save "
+        "the adapter (save_adapter) and merge it where it is used."
+    )
 
 
 def _check_all_merged(base: nn.Module, weights: Mapping[str, MergedWeight]) -> None:

@@ -17,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.distributed.gradients import refuse_clipping_if
 from lora_parallel.distributed.rendezvous import place_of_call
+from lora_parallel.distributed.stages import over_stages
+from lora_parallel.state import mesh_of, names_elsewhere
 
 __all__ = ["HeldByName", "check_not_stale", "describe_optimizer", "refuse_stale_steps"]
 
@@ -116,14 +118,19 @@ def check_not_stale(optimizers: Iterable[Optimizer], known: Collection[nn.Parame
 def describe_optimizer(optimizer: Optimizer, module: nn.Module) -> str:
     """Return a text with an optimizer's class, settings and parameters, to be compared between ranks.
 
-    Replicated parameters that ranks update in different ways drift apart.
+    Replicated parameters that ranks update in different ways drift apart. The text is about the parameters of all
+    pipeline stages. Collective if there are several.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
+    mine = [[names.get(parameter, "?") for parameter in group["params"]] for group in optimizer.param_groups]
+    stages = over_stages(mine, mesh_of(module))
     groups = []
-    for group in optimizer.param_groups:
-        held = " ".join(names.get(parameter, "?") for parameter in group["params"])
+    for index, group in enumerate(optimizer.param_groups):
+        held = [
+            name for groups_there in stages for names_there in groups_there[index : index + 1] for name in names_there
+        ]
         settings = {key: value for key, value in sorted(group.items()) if key != "params"}
-        groups.append(f"{len(group['params'])} parameters ({zlib.crc32(held.encode()):08x}) with {settings}")
+        groups.append(f"{len(held)} parameters ({zlib.crc32(' '.join(held).encode()):08x}) with {settings}")
     return f"{type(optimizer).__name__} of {'; '.join(groups)}"
 
 
@@ -158,11 +165,15 @@ class HeldByName:
         self._held = [[names.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
 
     def restore(self, module: nn.Module) -> None:
-        """Put the parameters that have the remembered names in `module` now in the place of the old ones."""
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        """Put the parameters that have the remembered names in `module` now in the place of the old ones.
+
+        Those that are on other pipeline stages are left out.
+        """
+        parameters, elsewhere = dict(module.named_parameters(remove_duplicate=False)), names_elsewhere(module)
         for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
             # In place: an optimizer may keep the list itself elsewhere too.
-            group["params"][:] = [parameters[each] if isinstance(each, str) else each for each in held]
+            kept = [each for each in held if each not in elsewhere]
+            group["params"][:] = [parameters[each] if isinstance(each, str) else each for each in kept]
 
     def restore_adapted(self, module: nn.Module) -> None:
         """Put the trained parameters of `module` in the place of the old ones, if adapters were injected meanwhile.

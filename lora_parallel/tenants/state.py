@@ -22,7 +22,13 @@ from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.adapters.load_adapter import read_adapter
 from lora_parallel.adapters.peft_format import WEIGHTS
 from lora_parallel.adapters.save_adapter import gather_adapter
-from lora_parallel.checkpoint.optimizer_state import check_optimizer, optimizer_state, restored, restored_bytes
+from lora_parallel.checkpoint.optimizer_state import (
+    check_optimizer,
+    group_names,
+    optimizer_state,
+    restored,
+    restored_bytes,
+)
 from lora_parallel.distributed.gather import gather_on_rank_zero
 from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 
@@ -114,7 +120,7 @@ def load_tenant(
                     f"{folder} was trained with lora_dropout={kept['dropout']}, the tenant {name!r} has another: add "
                     f"it with the folder's config, or remove {path.name} to start from the adapter alone."
                 )
-            check_optimizer(optimizer, names, kept["optimizer"])
+            check_optimizer(optimizer, names, group_names(optimizer, names, None), kept["optimizer"])
             takes = restored_bytes(names, kept["optimizer"])
             if most is not None and takes > most:
                 raise ValueError(
