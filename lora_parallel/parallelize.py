@@ -23,7 +23,7 @@ from lora_parallel.cp.context import CPContext
 from lora_parallel.cp.regions import run_on_token_chunks
 from lora_parallel.distributed.dtensor_operators import guard_dtensor_operators
 from lora_parallel.distributed.gradient_hooks import refuse_early_hooks
-from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.gradients import PartialGradients, clip_over_stages
 from lora_parallel.distributed.mesh import (
     AXES,
     axis_rank,
@@ -63,10 +63,10 @@ from lora_parallel.pp.pipeline import Pipeline, refuse_outputs
 from lora_parallel.pp.schedules import check_microbatches
 from lora_parallel.pp.split import split_stages
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
-from lora_parallel.pp.stage_model import StageModel
+from lora_parallel.pp.stage_model import StageModel, check_trained
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
-from lora_parallel.runtime.generation import allow_generate
+from lora_parallel.runtime.generation import allow_generate, refuse_generate
 from lora_parallel.runtime.guards import verify
 from lora_parallel.runtime.optimizer_params import refuse_stale_steps
 from lora_parallel.runtime.refusals import seal
@@ -146,7 +146,8 @@ def parallelize(
         elif lora_config is not None:
             inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
         check_quantised(model)
-        bare = None if config.require_adapters or has_adapters(model) else _bare_copy(model)
+        has_tenants = not config.require_adapters and not has_adapters(model) and config.pp == 1
+        bare = _bare_copy(model) if has_tenants else None
         hold_as_bytes(model)
         check_fresh(model)
         if wants_fsdp(mesh, config):
@@ -156,7 +157,7 @@ def parallelize(
         cp, pp = axis_size(mesh, "cp"), axis_size(mesh, "pp")
         names = clean_names(model)
         places = find_places(model, names, cp, tp, config.cp_method) if cp > 1 else None
-        stage_layers, bounds = _find_stages(model, names, blocks, config) if pp > 1 else (None, [])
+        stage_layers, bounds = _find_stages(model, names, config) if pp > 1 else (None, [])
     _check_seed(mesh, config)
     adopt_rank_zero(tensors_of(model), mesh)
     check_same_files(model, mesh)
@@ -166,8 +167,7 @@ def parallelize(
     if stage_layers is not None:
         own_loss = OwnLoss(model)
         place = axis_rank(mesh, "pp")
-        with agreed():
-            stages = StageModel(model, stage_layers, bounds, pp, place, StageContext(entries), config.param_dtype)
+        stages = StageModel(model, stage_layers, bounds, pp, place, StageContext(entries), config.param_dtype)
         del stage_layers
         plan = plan.within(model)
         places = places.within(model) if places is not None else None
@@ -214,7 +214,10 @@ def parallelize(
             read_weights(model, device_at_rest(mesh, config))
     if materialize:
         move_to_device(model, mesh, config)  # what was in memory already
-    allow_generate(model, innermost(model), mesh)
+    if stages is None:
+        allow_generate(model, innermost(model), mesh)
+    else:
+        refuse_generate(model, innermost(model))
     allow_save_pretrained(model)
     # As sharded by now; those of adapters that are not active too.
     gradients.manage(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))
@@ -227,6 +230,7 @@ def parallelize(
     )
     if stages is not None:
         state.stage = stages.tensors
+        clip_over_stages(model.parameters(), mesh["pp"])
         links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
         state.pipeline = Pipeline(
             model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks.watch
@@ -244,7 +248,7 @@ def parallelize(
 
 
 def _find_stages(
-    model: nn.Module, names: Mapping[nn.Module, str], blocks: list[nn.Module], config: ParallelConfig
+    model: nn.Module, names: Mapping[nn.Module, str], config: ParallelConfig
 ) -> tuple[StageLayers, Bounds]:
     """Return the layers of the model's pipeline stages, and the blocks of each, proven by running the model.
 
@@ -258,11 +262,12 @@ def _find_stages(
             f'pp={config.pp} without adapters, with pp_schedule="{config.pp_schedule}", which holds the gradients of '
             'everything that trains twice: use pp_schedule="gpipe", or adapters.'
         )
-    trace = StageTrace(model, names, blocks, config.pp)
+    trace = StageTrace(model, names, config.pp)
     check_microbatches(config.pp, config.pp_stages_per_rank, config.pp_microbatches)
     stages = config.pp * config.pp_stages_per_rank
     bounds = split_stages(trace.layers, names, stages, config.pp_split, getattr(inner, "config", None))
     trace.prove(bounds)
+    check_trained(model, trace.layers, bounds, config.pp)
     return trace.layers, bounds
 
 

@@ -40,3 +40,12 @@ class StageLayers:
         found += self.before if stage == 0 else []
         found += [layer for layer in self.after if layer not in found] if stage == len(bounds) - 1 else []
         return found
+
+    def homes(self, bounds: Bounds) -> dict[nn.Module, frozenset[int]]:
+        """Map each module that only some stages compute, and those in it, to these stages."""
+        stages: dict[nn.Module, set[int]] = {}
+        for stage in range(len(bounds)):
+            for module in self.of_stage(stage, bounds):
+                for inner in module.modules():
+                    stages.setdefault(inner, set()).add(stage)
+        return {module: frozenset(each) for module, each in stages.items()}

@@ -15,7 +15,7 @@ from lora_parallel.pp.other_stages import OtherStageBlock, OtherStageLayer
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
 from lora_parallel.state import StageTensors
 
-__all__ = ["StageModel"]
+__all__ = ["StageModel", "check_trained"]
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,6 @@ class StageModel:
         rank: This rank's place on the axis.
         context: Says which stage computes.
         dtype: The dtype that layers compute in; None for that of their parameters.
-
-    Raises:
-        ValueError: A parameter that trains is on two ranks, or nothing trains on some rank. Raised on every rank.
     """
 
     def __init__(
@@ -71,9 +68,8 @@ class StageModel:
         self.stages = list(range(rank, len(bounds), pp))
         """This rank's stages."""
 
-        homes = self._homes(model, layers)
+        homes = layers.homes(bounds)
         self.tensors = _stage_tensors(model, homes, pp, rank)
-        _check_trained(model, homes, pp)
         self._places = self._places_of(model, layers, homes, dtype)
         for place in self._places:
             place.put(None)
@@ -87,15 +83,6 @@ class StageModel:
     def is_last(self) -> bool:
         """Return True if the last stage is on this rank."""
         return len(self.bounds) - 1 in self.stages
-
-    def _homes(self, model: nn.Module, layers: StageLayers) -> dict[nn.Module, frozenset[int]]:
-        """Map each module that only some stages compute, and those in it, to these stages."""
-        stages: dict[nn.Module, set[int]] = {}
-        for stage in range(len(self.bounds)):
-            for module in layers.of_stage(stage, self.bounds):
-                for inner in module.modules():
-                    stages.setdefault(inner, set()).add(stage)
-        return {module: frozenset(each) for module, each in stages.items()}
 
     def _places_of(
         self,
@@ -165,7 +152,13 @@ def _stage_tensors(
     return StageTensors(frozenset(names), frozenset(repeated), tied)
 
 
-def _check_trained(model: nn.Module, homes: Mapping[nn.Module, frozenset[int]], pp: int) -> None:
+def check_trained(model: nn.Module, layers: StageLayers, bounds: Bounds, pp: int) -> None:
+    """Check that each parameter that trains would be on one pipeline rank, and that each rank would have some.
+
+    Raises:
+        ValueError: A parameter that trains would be on two ranks, or nothing would train on some rank.
+    """
+    homes = layers.homes(bounds)
     held: dict[int, tuple[str, set[int]]] = {}
     for name, tensor, ranks in _ranks_of(model, homes, pp):
         if not tensor.requires_grad or not tensor.numel():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +12,7 @@ from lora_parallel.distributed.gather import reshard
 from lora_parallel.distributed.mesh import dp_size
 from lora_parallel.distributed.rendezvous import collective_call
 
-__all__ = ["allow_generate"]
+__all__ = ["allow_generate", "refuse_generate"]
 
 
 def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
@@ -34,6 +34,25 @@ def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
     for holder in {model, base}:
         if hasattr(holder, "generate"):
             _complete(holder, model, mesh)
+
+
+def refuse_generate(model: nn.Module, base: nn.Module) -> None:
+    """Make `generate` an error with the remedy, for a model of which each rank has a pipeline stage.
+
+    Args:
+        model: A sharded model.
+        base: The model inside of a `PeftModel`; or `model` itself.
+    """
+    for holder in {model, base}:
+        if hasattr(holder, "generate"):
+            holder.__dict__["generate"] = _refuse
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "generate does not work under pipeline parallelism (pp > 1), where each rank has some of the blocks: save the "
+        "adapter and generate on a mesh without pp, or with vLLM; or leave it out (predict_with_generate=False)."
+    )
 
 
 def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:

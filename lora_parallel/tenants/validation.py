@@ -208,6 +208,8 @@ def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
     state = state_of(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+    if state.stage is not None:
+        raise ValueError("a TenantPool needs the whole base on each rank of a mesh without a pp axis: use pp=1.")
     if state.bare is None:
         raise ValueError(
             "the model has adapters of its own, or was told to need some: parallelize the bare base with "

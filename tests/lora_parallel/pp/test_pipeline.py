@@ -1,0 +1,58 @@
+"""Pipeline parallelism: the same training in stages, its messages and memory, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cases import cases
+from tests.lora_parallel.pp.runs import COMBINED, LOOPED, RUNS, Run
+from tests.oracle import dp_of, ranks_of, relative_error
+from tests.workers import Failure, attempt
+
+
+def run_all(mesh: str, names: list[str], runs: dict[str, Run]) -> dict[str, Any]:
+    return {name: attempt(runs[name].on, mesh) for name in names}
+
+
+def held_against_one_process(pool: Any, mesh: str, runs: dict[str, Run]) -> list[str]:
+    """Each run on a mesh and in one process; what differs."""
+    answers = pool.try_run(ranks_of(mesh), run_all, mesh, list(runs), runs)
+    problems = []
+    for name, run in runs.items():
+        shares = dp_of(mesh)
+        want_loss, want = run.step(run.model())
+        losses = []
+        for rank, answer in enumerate(answers):
+            found = answer if isinstance(answer, Failure) else answer[name]
+            if isinstance(found, Failure):
+                problems.append(f"{name}: {found.kind}: {found.message}\n{found.trace}")
+                break
+            loss, gradients = found
+            losses.append(loss)
+            error = relative_error(gradients, want)
+            if error > run.tolerance:
+                problems.append(f"{name}, rank {rank}: gradients {error:.1e}")
+                break
+        if len(losses) == len(answers) and abs(sum(losses) / len(losses) - want_loss) > 2e-6 * max(1, abs(want_loss)):
+            problems.append(f"{name}: loss {losses} for {want_loss} in {shares} shares")
+    return problems
+
+
+@pytest.mark.parametrize("mesh", cases("1x1pp2", matrix=["1x1pp4"]))
+def test_gradients_equal_one_process(pool, mesh):
+    problems = held_against_one_process(pool, mesh, {name: run for name, run in RUNS.items() if not (mesh == "1x1pp4" and "pp_split" in run.config)})
+    assert not problems, "\n".join(problems)
+
+
+def test_several_stages_of_a_rank(pool):
+    problems = held_against_one_process(pool, "1x1pp2", LOOPED)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("mesh", cases("1x2pp2", "2x1pp2", matrix=["1x1cp2pp2", "2x2pp2", "2x1x1pp2", "1x2cp2pp2"]))
+def test_with_other_axes(pool, mesh):
+    runs = {name: run for name, run in COMBINED.items() if "1x2" in mesh or "2x2" in mesh or "sequence_parallel" not in run.config}
+    problems = held_against_one_process(pool, mesh, runs)
+    assert not problems, "\n".join(problems)
