@@ -188,9 +188,9 @@ class ParallelConfig:
             raise TypeError(f'pp_split={self.pp_split!r}: give "auto" or a list of names of blocks.')
         elif self.pp > 1 and len(self.pp_split) != self.pp * self.pp_stages_per_rank - 1:
             raise ValueError(
-                f"pp_split={list(self.pp_split)} names {len(self.pp_split)} blocks that begin a stage; pp={self.pp} with "
-                f"pp_stages_per_rank={self.pp_stages_per_rank} makes {self.pp * self.pp_stages_per_rank} stages, of "
-                "which all but the first are named."
+                f"pp_split={list(self.pp_split)} names {len(self.pp_split)} blocks that begin a stage; pp={self.pp} "
+                f"with pp_stages_per_rank={self.pp_stages_per_rank} makes {self.pp * self.pp_stages_per_rank} stages, "
+                "of which all but the first are named."
             )
 
     def _check_compile(self) -> None:

@@ -167,7 +167,7 @@ def collective_call(what: str) -> Iterator[None]:
 
 
 def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> bool:
-    """Return True if one of `ranks` waits for this rank in a call that the ranks `among` must make, None: every rank."""
+    """Return True if one of `ranks` waits for this rank in a call that every rank, or every one `among`, must make."""
     meetings = _current(among)
     if meetings is None:
         return False

@@ -37,8 +37,8 @@ __all__ = [
     "drop_compiled_call",
     "drop_gathered_gradients",
     "file_of",
-    "forward_by_method",
     "flatten_axes",
+    "forward_by_method",
     "gathered_parameters",
     "gradient_hooks",
     "has_compiled_call",
@@ -169,8 +169,8 @@ def reduces_gradients(unit: FSDPModule) -> bool:
 def forward_by_method(model: torch.nn.Module, name: str) -> None:
     """Let FSDP2 gather the root unit's weights around a method of `model`, and not around its `forward` any more.
 
-    `register_fsdp_forward_method` does the first. There is no public way to remove the hooks on `forward`, which a model
-    has whose forward calls that method many times.
+    `register_fsdp_forward_method` does the first. There is no public way to remove the hooks on `forward`, which must
+    not run around a forward that calls the method many times.
     """
     register_fsdp_forward_method(model, name)
     state: Any = model._get_fsdp_state()  # type: ignore[operator]

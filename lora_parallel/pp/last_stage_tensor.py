@@ -55,9 +55,7 @@ class LastStageTensor(Tensor):
     held: _Held
 
     @staticmethod
-    def __new__(
-        cls, held: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> LastStageTensor:
+    def __new__(cls, held: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LastStageTensor:
         tensor: LastStageTensor = storageless(cls, shape, dtype, device)
         tensor.held = held if isinstance(held, _Held) else _Held(held)
         return tensor

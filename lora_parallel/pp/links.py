@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.rendezvous import is_done
 from lora_parallel.distributed.torch_private import default_store, one_gloo_thread
 
 __all__ = ["Links", "StageFailedError"]
@@ -46,8 +46,7 @@ class Links:
     """
 
     def __init__(self, mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> None:
-        self.group = mesh.get_group("pp")
-        self.ranks = dist.get_process_group_ranks(self.group)
+        self.ranks = dist.get_process_group_ranks(mesh.get_group("pp"))
         self._device = mesh.device_type
         self._place = self.ranks.index(dist.get_rank())
         self._sent: list[tuple[dist.Work, Tensor]] = []
@@ -58,6 +57,9 @@ class Links:
 
         self._store: Any = None
         self._groups: dict[tuple[bool, bool], Any] = {}
+        self._outputs: Any = None
+        """A process group of their own for outputs: a failure leaves the mesh's own group as it is."""
+
         pipelines = mesh.mesh.flatten(1).T.tolist()
         if dist.get_backend() == "fake":
             return
@@ -70,6 +72,7 @@ class Links:
                 for is_ring in (False, True) if has_ring else (False,):
                     group, _ = dist.new_subgroups_by_enumeration(pipelines, timedelta(seconds=timeout_seconds), backend)
                     self._groups[is_hidden, is_ring] = group
+            self._outputs, _ = dist.new_subgroups_by_enumeration(pipelines, timedelta(seconds=timeout_seconds), backend)
 
     def _next(self, is_hidden: bool) -> tuple[int, Any]:
         """Return the rank that this one sends to, and the process group of such messages."""
@@ -140,7 +143,7 @@ class Links:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Give all ranks of the pipeline the tensor of the last one, in place."""
-        work = dist.broadcast(tensor, self.ranks[-1], group=self.group, async_op=True)
+        work = dist.broadcast(tensor, self.ranks[-1], group=self._outputs, async_op=True)
         assert work is not None
         self.wait(work)
         return tensor
@@ -148,7 +151,7 @@ class Links:
     def broadcast_object(self, value: Any) -> Any:
         """Return the object of the last rank, which is pickled."""
         held = [value]
-        dist.broadcast_object_list(held, self.ranks[-1], group=self.group)
+        dist.broadcast_object_list(held, self.ranks[-1], group=self._outputs)
         return held[0]
 
     def wait(self, work: dist.Work) -> None:
@@ -161,17 +164,26 @@ class Links:
         if self._device != "cpu":
             work.wait()  # the device's stream waits, and this process goes on
             return
-        try:
-            while not is_done(work, self._device, time.monotonic() + PATIENCE):
-                self._check()
-        except StageFailedError:
-            raise
-        except (RuntimeError, dist.DistError) as error:
+        # Gloo closes its connections if a wait for a message times out, so this one is waited for in a thread.
+        done, errors = Event(), list[BaseException]()
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        Thread(target=wait, daemon=True).start()
+        while not done.wait(PATIENCE):
+            self._check()
+        if errors:
             self._check()
             raise RuntimeError(
-                f"rank {dist.get_rank()}: a message between the pipeline ranks {self.ranks} failed. A rank has ended, or "
-                f"ran a different program. Cause: {error}"
-            ) from error
+                f"rank {dist.get_rank()}: a message between the pipeline ranks {self.ranks} failed. A rank has ended, "
+                f"or ran a different program. Cause: {errors[0]}"
+            ) from errors[0]
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of the pipeline that this one has failed, and refuse further forwards."""

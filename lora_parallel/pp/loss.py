@@ -1,8 +1,8 @@
 """Compute the loss of a whole batch by the model's own loss function, which is called for each micro-batch.
 
-Transformers' models make their loss by `self.loss_function`. That of causal language models is a sum over tokens, divided
-by their number: here each micro-batch is told the number of the whole batch (or Trainer's), so that the losses of
-micro-batches add up. Any other loss function is called once, with the arguments of all micro-batches joined.
+Transformers' models make their loss by `self.loss_function`. That of causal language models is a sum over tokens,
+divided by their number: here each micro-batch is told the number of the whole batch (or Trainer's), so that the losses
+of micro-batches add up. Any other loss function is called once, with the arguments of all micro-batches joined.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ class Nest:
         parts = [part.build(leaves) for part in self.parts]
         if issubclass(self.kind, ModelOutput):
             return self.kind(**dict(zip(self.keys, parts, strict=True)))
-        return self.kind(zip(self.keys, parts, strict=True)) if issubclass(self.kind, dict) else self.kind(parts)
+        kind: Any = self.kind
+        return kind(zip(self.keys, parts, strict=True)) if issubclass(kind, dict) else kind(parts)
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,9 @@ def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
         shape = (batch.rows, *first.shape[1:])
         return Leaf("rows", None, shape, first.dtype, any(each.requires_grad for each in held))
     raise ValueError(
-        f"pp: the model returns a tensor of shape {tuple(first.shape)} for a micro-batch of {batch.each} rows. What has no "
-        "rows cannot be joined: let the loss be made by the model's own loss_function, or by your code from what the "
-        "model returns for each row (call it without labels); or use pp_microbatches=1, or pp=1."
+        f"pp: the model returns a tensor of shape {tuple(first.shape)} for a micro-batch of {batch.each} rows. What "
+        "has no rows cannot be joined: let the loss be made by the model's own loss_function, or by your code from "
+        "what the model returns for each row (call it without labels); or use pp_microbatches=1, or pp=1."
     )
 
 
@@ -208,7 +209,7 @@ def joined_arguments(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], ba
         else:
             raise ValueError(
                 f"pp: the model's loss function is given a tensor of shape {tuple(first.shape)} for a micro-batch of "
-                f"{batch.each} rows, which cannot be joined with those of others: call the model without labels, or use "
-                "pp=1."
+                f"{batch.each} rows, which cannot be joined with those of others: call the model without labels, or "
+                "use pp=1."
             )
     return tree_unflatten(joined, flat[0][1])

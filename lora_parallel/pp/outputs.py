@@ -42,9 +42,9 @@ class SharedOutputs:
         if mine is not None:
             sizes = [size for leaf in mine.leaves for size in leaf.shape]
             if len(sizes) <= _SIZES:
-                known = [_without_sizes(each) for each in self._known]
+                alike = [_without_sizes(each) for each in self._known]
                 bare = _without_sizes(mine)
-                header[0], header[1] = known.index(bare) if bare in known else -1, len(sizes)
+                header[0], header[1] = alike.index(bare) if bare in alike else -1, len(sizes)
                 header[2 : 2 + len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
         header = self._links.broadcast(header.to(self._device)).cpu()
         number, count = int(header[0]), int(header[1])
@@ -85,7 +85,8 @@ class Outputs:
         loss: Tensor | None,
         fetches: bool,
     ) -> None:
-        self._links, self._device = links, torch.device(device, torch.accelerator.current_device_index()) if device != "cpu" else torch.device(device)
+        at = torch.accelerator.current_device_index() if device != "cpu" else None
+        self._links, self._device = links, torch.device(device) if at is None else torch.device(device, at)
         self._described = described
         self.values = [
             self._value(leaf, None if parts is None else parts[at], loss, fetches)

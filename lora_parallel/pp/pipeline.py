@@ -56,8 +56,8 @@ def refuse_outputs(model: nn.Module, kwargs: dict[str, Any]) -> None:
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if asks_for(name, kwargs, model):
             raise ValueError(
-                f"{name}=True: under pp each stage has outputs of its own blocks only, and the last one would return, or "
-                "compute a loss of, those. Leave it False, or use pp=1."
+                f"{name}=True: under pp each stage has outputs of its own blocks only, and the last one would return, "
+                "or compute a loss of, those. Leave it False, or use pp=1."
             )
 
 
@@ -147,8 +147,8 @@ class Pipeline:
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._links.failure is not None:
             raise RuntimeError(
-                f"an earlier step of this pipeline failed ({self._links.failure}), and messages between its stages may be "
-                "lost: restart from a checkpoint."
+                f"an earlier step of this pipeline failed ({self._links.failure}), and messages between its stages may "
+                "be lost: restart from a checkpoint."
             )
         if not self._count.running:
             raise RuntimeError(
@@ -332,8 +332,8 @@ class _Held(torch.autograd.Function):
 
 
 _TWICE = (
-    "backward was called twice on what one forward of a pipeline returned, whose gradients are added once: add the losses "
-    "and call backward once, or call the model again."
+    "backward was called twice on what one forward of a pipeline returned, whose gradients are added once: add the "
+    "losses and call backward once, or call the model again."
 )
 
 
@@ -348,8 +348,8 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             "a gradient came back through an output (the logits, perhaps) of a forward that was given labels: under "
-            'pp_schedule="1f1b" and "interleaved" the backwards of the loss have run inside of it. Call the model without '
-            'labels for a loss of your own, or use pp_schedule="gpipe"; for metrics, detach the output.'
+            'pp_schedule="1f1b" and "interleaved" the backwards of the loss have run inside of it. Call the model '
+            'without labels for a loss of your own, or use pp_schedule="gpipe"; for metrics, detach the output.'
         )
 
 

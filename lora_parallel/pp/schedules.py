@@ -41,8 +41,8 @@ def check_microbatches(pp: int, stages: int, microbatches: int) -> None:
     rounds = max(1, microbatches // pp)
     if stages > 1 and microbatches % rounds:
         raise ValueError(
-            f'pp_schedule="interleaved" computes micro-batches in {rounds} rounds of about pp={pp}, which do not divide '
-            f"pp_microbatches={microbatches}: use a multiple of {pp}."
+            f'pp_schedule="interleaved" computes micro-batches in {rounds} rounds of about pp={pp}, which do not '
+            f"divide pp_microbatches={microbatches}: use a multiple of {pp}."
         )
 
 

@@ -134,9 +134,7 @@ def _ranks_of(
                 yield f"{prefix}.{key}" if prefix else key, tensor, ranks
 
 
-def _stage_tensors(
-    model: nn.Module, homes: Mapping[nn.Module, frozenset[int]], pp: int, rank: int
-) -> StageTensors:
+def _stage_tensors(model: nn.Module, homes: Mapping[nn.Module, frozenset[int]], pp: int, rank: int) -> StageTensors:
     first: dict[int, int] = {}
     names, repeated, tied = set(), set(), {}
     first_names: dict[int, str] = {}

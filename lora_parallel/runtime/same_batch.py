@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh
+from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh, stage_mesh
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device
 from lora_parallel.distributed.rendezvous import wait_for
@@ -44,6 +44,9 @@ class SameBatch:
             for axis, kind in (("pp", "pipeline"), ("cp", "context"), ("tp", "tensor"))
             if axis_size(mesh, axis) > 1
         ]
+        together = same_batch_mesh(mesh).size()
+        of_stage = f"rank % {stage_mesh(mesh).size()}" if self._kinds[0] == "pipeline" else "rank"
+        self._formula = f"{of_stage} // {together}" if together > 1 else of_stage
         self._unchecked = {True, False}
         self._forwards = 0
         self._sent: tuple[int, Tensor, Any] | None = None
@@ -93,10 +96,9 @@ class SameBatch:
     def _compare(self, number: int, both: Tensor) -> None:
         highest, lowest = int(both[0]), ~int(both[1])
         if highest != lowest:
-            each = f"rank // {len(self._ranks)}" if self._kinds[0] != "pipeline" else "lora_parallel's dp_rank of the mesh"
             raise RuntimeError(
                 f"ranks {self._ranks} are {' and '.join(self._kinds)} parallel peers and were fed different batches in "
                 f"forward {number}, or one of them makes forwards that the others do not: what they compute is of "
-                f"neither batch. Shard the data by data-parallel rank ({each}), not by process, and call the model on "
-                "all of these ranks, in evaluation too."
+                f"neither batch. Shard the data by data-parallel rank ({self._formula}), not by process, and call the "
+                "model on all of these ranks, in evaluation too."
             )

@@ -70,8 +70,8 @@ class StageTrace:
             yield
         except (TraceError, NoActivationsError) as error:
             raise ValueError(
-                f"pp={self._pp}: {self._kind} cannot be divided into stages: {error}. Use pp=1, with tp or dp_shard for "
-                "the memory."
+                f"pp={self._pp}: {self._kind} cannot be divided into stages: {error}. Use pp=1, with tp or dp_shard "
+                "for the memory."
             ) from error
 
     # ------------------------------------------------------------------------ the run of the whole model

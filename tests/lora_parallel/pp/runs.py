@@ -28,7 +28,7 @@ from tests.lora_parallel.cp.runs import (
     shifted_by_hand,
 )
 from tests.oracle import SEVEN, full, mesh_of, on_mesh, trained
-from tests.rows import CLASSES, DECODER, GEMMA, GPT2, GPT2_TARGETS, LANGUAGE_LM, SPLIT, build
+from tests.rows import CLASSES, DECODER, GEMMA, GPT2, GPT2_TARGETS, LANGUAGE_LM, build
 
 PP = {"pp_microbatches": 4}
 GPIPE = {"pp_microbatches": 4, "pp_schedule": "gpipe"}
@@ -37,7 +37,7 @@ LAYERS = 4
 
 
 def in_float64(*args: Any, **kwargs: Any) -> Tensor:
-    """transformers' loss without its cast to float32."""
+    """Transformers' loss without its cast to float32."""
     logits, labels = kwargs["logits"], kwargs["labels"]
     target = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
     return F.cross_entropy(logits.flatten(0, 1), target)
@@ -143,9 +143,7 @@ RUNS = {
     "a given number of labels": Run(loss=counted),
     "a loss of logits": Run(loss=of_logits),
     "a third of the loss, three times": Run(loss=a_third, accumulate=3, tolerance=1e-6),
-    "a third of the loss, three times, without float32": Run(
-        loss=a_third, accumulate=3, own_loss_function=in_float64
-    ),
+    "a third of the loss, three times, without float32": Run(loss=a_third, accumulate=3, own_loss_function=in_float64),
     "a function of the loss": Run(loss=squared, tolerance=1e-6),
     "gpipe": Run(config=GPIPE, batch=partial(padded, False)),
     "gpipe, a third of the loss, three times": Run(config=GPIPE, loss=a_third, accumulate=3),
@@ -158,12 +156,21 @@ RUNS = {
     ),
     "gemma 3": Run(
         kind="Gemma3ForCausalLM",
-        settings={**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2), "num_hidden_layers": LAYERS},
+        settings={
+            **GEMMA,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "num_hidden_layers": LAYERS,
+        },
         batch=partial(padded, False),
     ),
     "gpt-2": Run(**GPT, batch=partial(padded, False)),
     "mixtral": Run(**MIXTRAL),
-    "classes": Run(kind="LlamaForSequenceClassification", settings={"num_labels": CLASSES, "pad_token_id": 0}, batch=classified, lora={"task_type": "SEQ_CLS"}),
+    "classes": Run(
+        kind="LlamaForSequenceClassification",
+        settings={"num_labels": CLASSES, "pad_token_id": 0},
+        batch=classified,
+        lora={"task_type": "SEQ_CLS"},
+    ),
     "recomputed": Run(config={**PP, "activation_checkpointing": True}),
     "recomputed, a loss of logits": Run(config={**PP, "activation_checkpointing": True}, loss=of_squares),
     "loss_parallel": Run(config={**PP, "loss_parallel": True}, tolerance=1e-6),

@@ -42,7 +42,9 @@ def held_against_one_process(pool: Any, mesh: str, runs: dict[str, Run]) -> list
 
 @pytest.mark.parametrize("mesh", cases("1x1pp2", matrix=["1x1pp4"]))
 def test_gradients_equal_one_process(pool, mesh):
-    problems = held_against_one_process(pool, mesh, {name: run for name, run in RUNS.items() if not (mesh == "1x1pp4" and "pp_split" in run.config)})
+    problems = held_against_one_process(
+        pool, mesh, {name: run for name, run in RUNS.items() if not (mesh == "1x1pp4" and "pp_split" in run.config)}
+    )
     assert not problems, "\n".join(problems)
 
 
@@ -53,6 +55,10 @@ def test_several_stages_of_a_rank(pool):
 
 @pytest.mark.parametrize("mesh", cases("1x2pp2", "2x1pp2", matrix=["1x1cp2pp2", "2x2pp2", "2x1x1pp2", "1x2cp2pp2"]))
 def test_with_other_axes(pool, mesh):
-    runs = {name: run for name, run in COMBINED.items() if "1x2" in mesh or "2x2" in mesh or "sequence_parallel" not in run.config}
+    runs = {
+        name: run
+        for name, run in COMBINED.items()
+        if "1x2" in mesh or "2x2" in mesh or "sequence_parallel" not in run.config
+    }
     problems = held_against_one_process(pool, mesh, runs)
     assert not problems, "\n".join(problems)
