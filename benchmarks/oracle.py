@@ -1,6 +1,6 @@
 """The oracle table: gradients of one step on meshes against plain PEFT in one process, for families and features.
 
-    python -m benchmarks.oracle                                      # all: about twenty minutes on 2 cores
+    python -m benchmarks.oracle                                      # all: about an hour on 2 cores
     python -m benchmarks.oracle --rows 'gemma*' --meshes 1x2 2x2     # a look; pass --output too, or it is the page
 
 - The rows are data, in `tests/rows.py`; the processes are those of the tests.
@@ -30,6 +30,7 @@ from tests.rows import Cell, Row, compare, one_process, rows
 from tests.workers import Failure, WorkerPool, attempt
 
 MESHES = ["2x1", "1x2", "2x2", "1x4", "2x2x2", "1x1cp2", "1x2cp2", "2x1cp2", "1x1cp4", "2x2cp2"]
+STAGES = ["1x1pp2", "1x1pp2 gpipe 2", "1x1pp2 interleaved", "1x2pp2", "2x1pp2", "1x1cp2pp2", "1x1pp4", "2x2pp2 1f1b 2"]
 PAGE = Path(__file__).parent.parent / "docs" / "oracle.md"
 INTRODUCTION = """# The oracle table
 
@@ -42,14 +43,17 @@ make oracle-table
 One process of plain PEFT computes the gradients of one step over a global batch of eight rows; the processes of a mesh
 compute them over their shares, through `lora_parallel.parallelize` with its defaults (`tp_plan="auto"`). Models are
 tiny, in float64, with random weights everywhere (norms, biases, both LoRA factors, magnitudes) and an adapter on every
-linear layer of the blocks. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp; after it stands the size of cp.
+linear layer of the blocks. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp; after it stand the sizes of cp and
+pp, and for pp the schedule (1f1b if none is named) and the number of micro-batches (4 if none is named). On meshes with
+pp the models have eight blocks, on all others two.
 
 A cell is one of
 
 - **a number**: the largest relative error, by norm, of the gradient of any trained parameter. Rounding in float64 is
   1e-16 an operation, and above 1e-12 a cell has failed;
 - **refused**: `parallelize` says on every process, before it touches the model, that it cannot do this, and what to do
-  instead. Its number refers to the list under the table;
+  instead (with pp it may be the first forward that says so, before a stage computes anything). Its number refers to the
+  list under the table;
 - **FAILED**: anything else. The command then ends with an error.
 
 """
@@ -68,7 +72,7 @@ TITLES = {
 def reason(message: str) -> str:
     """The first sentence of a refusal, without what differs between meshes and models only."""
     sentence = re.split(r"(?<=[\w)'\"\]])\.\s", " ".join(message.split()), maxsplit=1)[0].rstrip(".")
-    sentence = re.sub(r"^([ct]p)=\d+", r"\1=n", sentence)
+    sentence = re.sub(r"^([ctp]p)=\d+", r"\1=n", sentence)
     sentence = re.sub(r"\b[A-Z]\w+(For[A-Z]\w+|Model)\b", "the model", sentence)
     sentence = re.sub(r"'([^']+)'", r"`\1`", sentence)
     return "".join(part if index % 2 else escaped(part) for index, part in enumerate(re.split("(`[^`]*`)", sentence)))
@@ -118,7 +122,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", metavar="GLOB", help="rows by name")
     parser.add_argument(
-        "--meshes", nargs="+", default=MESHES, help="dp_shard x tp, or dp_replicate in front, and cp2 for a cp axis"
+        "--meshes",
+        nargs="+",
+        default=[*MESHES, *STAGES],
+        help="dp_shard x tp, or dp_replicate in front; cp2 for a cp axis, pp2 for a pp axis ('1x1pp2 gpipe 4')",
     )
     parser.add_argument("--output", type=Path, default=PAGE, help="the page to write")
     args = parser.parse_args()
@@ -128,11 +135,16 @@ def main() -> int:
     if not chosen:
         parser.error(f"no row is called {args.rows!r}; there are {', '.join(rows())}")
     cells: dict[tuple[str, str], Cell] = {}
-    want = {row.name: attempt(one_process, row.name) for row in tqdm(chosen, desc="one process")}
+    depths = {"pp" in mesh: mesh for mesh in args.meshes}  # models with a pp axis have more blocks
+    want = {
+        (row.name, deep): attempt(one_process, row.name, mesh)
+        for deep, mesh in depths.items()
+        for row in tqdm(chosen, desc="one process")
+    }
     for mesh in args.meshes:
         with closing(WorkerPool()) as pool:  # its processes end with the mesh
             for row in tqdm(chosen, desc=mesh):
-                reference = want[row.name]
+                reference = want[row.name, "pp" in mesh]
                 if isinstance(reference, Failure):
                     cell = Cell(failure=f"one process: {reference.message}\n{reference.trace}")
                 else:

@@ -167,7 +167,8 @@ def parallelize(
     if stage_layers is not None:
         own_loss = OwnLoss(model)
         place = axis_rank(mesh, "pp")
-        stages = StageModel(model, stage_layers, bounds, pp, place, StageContext(entries), config.param_dtype)
+        of_stage = StageContext(entries)
+        stages = StageModel(model, stage_layers, bounds, pp, place, of_stage, config.param_dtype, mesh.device_type)
         del stage_layers
         plan = plan.within(model)
         places = places.within(model) if places is not None else None

@@ -162,7 +162,7 @@ def reference(case: Case) -> Run:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The axis sizes: "2x4" is dp_shard x tp, "2x2x2" is dp_replicate x dp_shard x tp, "1x2cp2pp2" has cp and pp too."""
+    """The axis sizes: "2x4" is dp_shard x tp, "2x2x2" has dp_replicate in front, "1x2cp2pp2" has cp and pp too."""
     rest, _, pp = text.partition("pp")
     plain, _, cp = rest.partition("cp")
     sizes = [int(part) for part in plain.split("x")]
@@ -201,6 +201,20 @@ def on_mesh(text: str, **config: Any) -> tuple[DeviceMesh, Any]:
     from lora_parallel import ParallelConfig
 
     return mesh_of(text), ParallelConfig(**parse_mesh(text), timeout_seconds=workers.COLLECTIVE_TIMEOUT, **config)
+
+
+def over_stages(mine: dict[str, Any], text: str) -> dict[str, Any]:
+    """What the pipeline stages of a mesh hold together; no two of them may hold the same. Collective with a pp axis."""
+    if "pp" not in text:
+        return mine
+    mesh = mesh_of(text)
+    everyone: list[Any] = [None] * mesh["pp"].size()
+    dist.all_gather_object(everyone, mine, group=mesh.get_group("pp"))
+    merged: dict[str, Any] = {}
+    for theirs in everyone:
+        assert not merged.keys() & theirs.keys()
+        merged |= theirs
+    return merged
 
 
 def sharded(case: Case, mesh_text: str, **config: Any) -> Run:

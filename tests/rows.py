@@ -7,8 +7,9 @@ every rank of a process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from tests.oracle import SEVEN, full, on_mesh, parse_mesh, ranks_of, relative_error, trained
+from tests.oracle import SEVEN, full, on_mesh, over_stages, parse_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, WorkerError, WorkerPool, attempt
 
 ROWS_OF_BATCH, TOKENS, VOCABULARY, CLASSES = 8, 12, 131, 3
@@ -34,7 +35,7 @@ def base_model(name: str, settings: dict[str, Any], change: Callable[[Any], None
     Embeddings are larger, or the blocks of these sizes make all tokens alike and gradients of attention vanish.
     """
     kind = getattr(transformers, name)
-    model = kind(kind.config_class(**settings))
+    model = kind(kind.config_class(**_deeper(settings)))
     if change is not None:
         change(model)
     generator = torch.Generator().manual_seed(0)
@@ -47,6 +48,31 @@ def base_model(name: str, settings: dict[str, Any], change: Callable[[Any], None
             parameter.data = mean + torch.randn(parameter.shape, generator=generator) * scale
     model.tie_weights()
     return model
+
+
+DEEP = 8
+"""Number of blocks of the models that are divided into pipeline stages; all others have two."""
+
+_layers: int | None = None
+
+
+@contextmanager
+def deep_for(column: str) -> Iterator[None]:
+    """Build models with more blocks within the context if the column's mesh has a pp axis."""
+    global _layers
+    before, _layers = _layers, DEEP if "pp" in column else None
+    try:
+        yield
+    finally:
+        _layers = before
+
+
+def _deeper(settings: dict[str, Any]) -> dict[str, Any]:
+    if _layers is None:
+        return settings
+    more = {key: _layers for key in ("num_hidden_layers", "n_layer", "n_layers") if settings.get(key) == 2}
+    kinds = settings.get("layer_types")
+    return {**settings, **more, **({"layer_types": kinds * (_layers // len(kinds))} if kinds else {})}
 
 
 def fill(model: nn.Module, zeros_only: bool = False) -> None:
@@ -160,12 +186,12 @@ class Row:
     note: str = ""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """Give a part of the message of each refusal, by "any", "tp" or "cp" (a mesh where the axis is > 1) or a mesh."""
+    """Part of the message of each refusal, by "any", "tp", "cp" or "pp" (a mesh where the axis is > 1) or a mesh."""
 
     def refusal(self, mesh: str) -> str | None:
         """What this row's refusal on this mesh says, if it is to be refused there."""
-        sizes = parse_mesh(mesh)
-        kinds = {"any", mesh, *(axis for axis in ("tp", "cp") if sizes.get(axis, 1) > 1)}
+        sizes = parse_mesh(mesh_in(mesh))
+        kinds = {"any", mesh, *(axis for axis in ("tp", "cp", "pp") if sizes.get(axis, 1) > 1)}
         return next((text for kind, text in self.refused.items() if kind in kinds), None)
 
 
@@ -529,6 +555,20 @@ class Step:
     """By PEFT's parameter names, in full."""
 
 
+def mesh_in(column: str) -> str:
+    """The mesh of a column of the table: "1x1pp2 gpipe 2" is the mesh 1x1pp2."""
+    return column.split()[0]
+
+
+def options_in(column: str) -> dict[str, Any]:
+    """What `ParallelConfig` is told beside the mesh: after it stand a schedule and a number of micro-batches."""
+    if "pp" not in column:
+        return {}
+    _, schedule, microbatches = [*column.split(), *("1f1b", "4")[len(column.split()) - 1 :]]
+    more = {"pp_stages_per_rank": 2} if schedule == "interleaved" else {}
+    return {"pp_schedule": schedule, "pp_microbatches": int(microbatches), **more}
+
+
 def _step(row: Row, model: nn.Module, share: int = 0, shares: int = 1) -> Step:
     batch = {name: tensor.chunk(shares)[share] for name, tensor in row.batch().items()}
     loss = row.loss(model(**batch))
@@ -537,29 +577,36 @@ def _step(row: Row, model: nn.Module, share: int = 0, shares: int = 1) -> Step:
     return Step(loss.item(), gradients)
 
 
-def one_process(name: str) -> Step:
-    """Plain PEFT over the global batch."""
+def one_process(name: str, column: str = "1x1") -> Step:
+    """Plain PEFT over the global batch, of a model as deep as in this column."""
     row = rows()[name]
-    return _step(row, row.build())
+    with deep_for(column):
+        return _step(row, row.build())
 
 
-def on_ranks(name: str, mesh_text: str) -> list[Step | Failure]:
-    """The same on a mesh, on every rank; a `Failure` where `parallelize` refuses it. Any other error is raised.
+def on_ranks(name: str, column: str) -> list[Step | Failure]:
+    """The same on a mesh, on every rank; a `Failure` where it is refused. Any other error is raised.
 
+    It is refused by `parallelize`, or by the first forward, in which pipeline stages learn what a model is called for.
     In a list, so that the pool keeps the group after a refusal: ranks that refuse together are in step.
     """
     from lora_parallel import parallelize
     from lora_parallel.distributed.mesh import dp_rank, dp_size
 
     row = rows()[name]
-    model = row.build()
-    settings = attempt(on_mesh, mesh_text, **row.config)
+    with deep_for(column):
+        model = row.build()
+    settings = attempt(on_mesh, mesh_in(column), **{**row.config, **options_in(column)})
     if not isinstance(settings, Failure):
         mesh, config = settings
         model = attempt(parallelize, model, mesh, config)
     refusal = next((found for found in (settings, model) if isinstance(found, Failure)), None)
     if refusal is None:
-        return [_step(row, model, dp_rank(mesh), dp_size(mesh))]
+        share = dp_rank(mesh), dp_size(mesh)
+        step = attempt(_step, row, model, *share) if "pp" in column else _step(row, model, *share)
+        if not isinstance(step, Failure):
+            return [replace(step, gradients=over_stages(step.gradients, mesh_in(column)))]
+        refusal = step
     if refusal.kind not in ("TypeError", "ValueError"):
         raise RuntimeError(refusal.trace)
     return [refusal]
@@ -579,7 +626,7 @@ class Cell:
 def compare(pool: WorkerPool, row: Row, mesh: str, want: Step) -> Cell:
     """Run a row on a mesh and hold every rank's gradients against those of one process."""
     try:
-        answers = pool.try_run(ranks_of(mesh), on_ranks, row.name, mesh)
+        answers = pool.try_run(ranks_of(mesh_in(mesh)), on_ranks, row.name, mesh)
     except WorkerError as error:
         return Cell(failure=str(error))
     raised = [each for each in answers if isinstance(each, Failure)]

@@ -122,13 +122,22 @@ class OtherStageLayer(_OtherStage):
         run: Says what is computed now.
         output: The shape of the layer's output; None for a layer after the blocks.
         dtype: The dtype of the layer's output.
+        device: The type of device that the layer would be on.
     """
 
     def __init__(
-        self, name: str, layer: nn.Module, run: StageRun, output: OutputShape | None, dtype: torch.dtype
+        self,
+        name: str,
+        layer: nn.Module,
+        run: StageRun,
+        output: OutputShape | None,
+        dtype: torch.dtype,
+        device: str = "cpu",
     ) -> None:
         super().__init__(name, layer, run)
         self.__dict__ |= {"_output": output, "_dtype": dtype}
+        # Models ask an embedding's weight for its device. It has no elements, so that nothing is computed with it.
+        self.__dict__["_plain"]["weight"] = torch.empty(0, dtype=dtype, device=device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self.check_running()

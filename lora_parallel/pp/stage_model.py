@@ -52,6 +52,7 @@ class StageModel:
         rank: This rank's place on the axis.
         context: Says which stage computes.
         dtype: The dtype that layers compute in; None for that of their parameters.
+        device: The type of device that the model will be on.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StageModel:
         rank: int,
         context: StageContext,
         dtype: torch.dtype | None,
+        device: str,
     ) -> None:
         self.bounds, self.context, self.pp, self.rank = bounds, context, pp, rank
         self.stages = list(range(rank, len(bounds), pp))
@@ -70,7 +72,7 @@ class StageModel:
 
         homes = layers.homes(bounds)
         self.tensors = _stage_tensors(model, homes, pp, rank)
-        self._places = self._places_of(model, layers, homes, dtype)
+        self._places = self._places_of(model, layers, homes, dtype, device)
         for place in self._places:
             place.put(None)
 
@@ -90,6 +92,7 @@ class StageModel:
         layers: StageLayers,
         homes: Mapping[nn.Module, frozenset[int]],
         dtype: torch.dtype | None,
+        device: str,
     ) -> list[_Place]:
         names = {module: name for name, module in model.named_modules()}
         others: dict[nn.Module, nn.Module] = {
@@ -99,7 +102,7 @@ class StageModel:
         for layer in (*layers.before, *layers.after):
             own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.get_default_dtype())
             output = layers.before.get(layer)
-            others[layer] = OtherStageLayer(names[layer], layer, self.context, output, dtype or own)
+            others[layer] = OtherStageLayer(names[layer], layer, self.context, output, dtype or own, device)
         mine = set(self.stages)
         return [
             _Place(parent._modules, key, child if homes[child] & mine else None, others[child], homes[child])

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from tests.lora_parallel.cp.runs import (
     padded,
     shifted_by_hand,
 )
-from tests.oracle import SEVEN, full, mesh_of, on_mesh, trained
+from tests.oracle import SEVEN, full, on_mesh, over_stages, trained
 from tests.rows import CLASSES, DECODER, GEMMA, GPT2, GPT2_TARGETS, LANGUAGE_LM, build
 
 PP = {"pp_microbatches": 4}
@@ -105,18 +104,6 @@ class Run:
         model = parallelize(self.model(), device_mesh, config)
         loss, mine = self.step(model, dp_rank(device_mesh), dp_size(device_mesh))
         return loss, over_stages(mine, mesh)
-
-
-def over_stages(mine: dict[str, Any], mesh: str) -> dict[str, Any]:
-    """What all stages hold together; no two of them may hold the same."""
-    device_mesh = mesh_of(mesh)
-    everyone: list[Any] = [None] * device_mesh["pp"].size()
-    dist.all_gather_object(everyone, mine, group=device_mesh.get_group("pp"))
-    merged: dict[str, Any] = {}
-    for theirs in everyone:
-        assert not merged.keys() & theirs.keys()
-        merged |= theirs
-    return merged
 
 
 UNCACHED = {"use_cache": False}

@@ -85,7 +85,7 @@ def refused(names: list[str]) -> dict[str, Any]:
     for name in names:
         build, config, _ = MODELS[name]
         model = build()
-        before = {key: p for key, p in model.named_parameters()}
+        before = dict(model.named_parameters())
         mesh, settings = on_mesh("1x1pp2", **{**PP, **config})
         answer = attempt(parallelize, model, mesh, settings)
         untouched = (

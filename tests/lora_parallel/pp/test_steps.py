@@ -23,9 +23,9 @@ from lora_parallel.pp.schedule_run import ScheduleRun
 from lora_parallel.state import state_of
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ids, language
-from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run, in_float64, over_stages
+from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run, in_float64
 from tests.lora_parallel.traffic import Traffic
-from tests.oracle import full, lora_config, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import full, lora_config, on_mesh, over_stages, ranks_of, relative_error, trained
 from tests.rows import DECODER, base_model
 
 
@@ -84,7 +84,7 @@ def test_twenty_steps_with_dropout_equal_one_rank(pool, mesh, config):
 
 
 def dropped(mesh: str, recompute: bool) -> dict[str, Tensor]:
-    """The elements that each dropout drops in a forward, by layer, rows of micro-batches in order; twice if recomputed."""
+    """The elements that each dropout drops in a step, by layer, rows of micro-batches in order; twice if recomputed."""
     run = Run(lora={"lora_dropout": 0.5})
     model = (
         model_on(mesh, run, activation_checkpointing=recompute)
@@ -120,7 +120,7 @@ def test_micro_batches_drop_what_the_batch_drops(pool):
 
 
 def returned(mesh: str) -> dict[str, Any]:
-    """What the model returns on each rank: training and evaluation, with labels and without, whole and uneven batches."""
+    """What the model returns on each rank: in training and evaluation, with labels and without, of uneven batches."""
     model = model_on(mesh)
     batch = language()
     found: dict[str, Any] = {}
