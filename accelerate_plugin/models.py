@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
 from lora_parallel import parallelize
@@ -95,6 +98,8 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
     bare = not has_adapters(model)
     frozen = bare and (evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()))
     lora_config = plugin.lora_config if bare and not frozen else None
+    if parallelism.pp_size > 1:
+        _leave_out_fused_loss(model)
     parallelize(
         model,
         parallelism.mesh,
@@ -103,6 +108,29 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
         autocast_adapter_dtype=plugin.autocast_adapter_dtype,
     )
     return lora_config is not None
+
+
+def _leave_out_fused_loss(model: nn.Module) -> None:
+    """Make TRL's forwards with a fused LM head return no loss, which its trainers do not read.
+
+    They compute their losses from values of tokens. A loss of one micro-batch has no rows, and cannot be joined with
+    those of the others.
+    """
+    for each in model.modules():
+        forward = each.__dict__.get("forward")
+        if isinstance(each, PreTrainedModel) and forward is not None:
+            each.forward = _without_fused_loss(forward)
+
+
+def _without_fused_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if not kwargs.get("fused_lm_head"):
+            return output
+        return type(output)(**{name: value for name, value in output.items() if name != "loss"})
+
+    return instead
 
 
 def innermost(optimizer: Any) -> Optimizer:

@@ -72,8 +72,9 @@ def _forget() -> None:
 
 
 def environment(mesh: str, precision: str = "no", **others: str) -> dict[str, str]:
-    """What `accelerate launch` sets for a file with this mesh."""
+    """What `accelerate launch` sets for a file with this mesh, and `accelerate-lora launch` of a pp axis."""
     sizes = parse_mesh(mesh)
+    more = {"PARALLELISM_CONFIG_PP_MICROBATCHES": "2"} if "pp" in sizes else {}
     return {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
@@ -83,14 +84,16 @@ def environment(mesh: str, precision: str = "no", **others: str) -> dict[str, st
         "ACCELERATE_MIXED_PRECISION": precision,
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         **{f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": str(size) for axis, size in sizes.items()},
+        **more,
         **others,
     }
 
 
 def plugin(mesh: str, **settings: Any) -> LoRAParallelPlugin:
-    """The plugin for a mesh."""
+    """The plugin for a mesh; with a pp axis it has two micro-batches, unless the settings say otherwise."""
     sizes = {f"{axis}_size": size for axis, size in parse_mesh(mesh).items()}
-    return LoRAParallelPlugin(**sizes, timeout_seconds=TIMEOUT, **settings)
+    more = {"pp_microbatches": 2} if "pp" in parse_mesh(mesh) else {}
+    return LoRAParallelPlugin(**{**sizes, "timeout_seconds": TIMEOUT, **more, **settings})
 
 
 class Rows(Dataset[Any]):

@@ -34,8 +34,11 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def write_base(path: Path) -> Path:
     """A small model with a tokenizer, and data, on the disk."""
-    path = tmp_path_factory.mktemp("base")
     words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{index}" for index in range(4, WORDS)]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -113,16 +114,21 @@ _meshes: dict[str, DeviceMesh] = {}
 
 
 def strategy(mesh: str, package: str = "lightning_lora", kind: str = "LoRAParallelStrategy", **options: Any) -> Any:
-    """The strategy for a mesh like "2x2" (dp_shard x tp) or "2x2x2" (with dp_replicate in front)."""
+    """The strategy for a mesh like "2x2" (dp_shard x tp) or "2x2x2" (with dp_replicate in front).
+
+    On a mesh with a pp axis it has two micro-batches, unless the options say otherwise.
+    """
     sizes = parse_mesh(mesh)
-    return getattr(import_module(package), kind)(
-        tensor_parallel_size=sizes["tp"],
-        context_parallel_size=sizes.get("cp", 1),
-        data_parallel_size=sizes["dp_replicate"] * sizes["dp_shard"],
-        replicate_size=sizes["dp_replicate"],
-        timeout_seconds=COLLECTIVE_TIMEOUT,
-        **options,
-    )
+    settings = {
+        "tensor_parallel_size": sizes["tp"],
+        "context_parallel_size": sizes.get("cp", 1),
+        "pipeline_parallel_size": sizes.get("pp", 1),
+        "pipeline_microbatches": 2 if "pp" in sizes else 1,
+        "data_parallel_size": sizes["dp_replicate"] * sizes["dp_shard"],
+        "replicate_size": sizes["dp_replicate"],
+        "timeout_seconds": COLLECTIVE_TIMEOUT,
+    }
+    return getattr(import_module(package), kind)(**{**settings, **options})
 
 
 def trainer(mesh: str | None, lora: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
@@ -153,11 +159,13 @@ def fabric(mesh: str, lightning: str = "lightning.fabric", lora: dict[str, Any] 
 
 
 def share(mesh: str | None) -> tuple[int, int]:
-    """(data-parallel size, data-parallel rank) of this process, from the layout that the docs promise: tp innermost."""
+    """(data-parallel size, data-parallel rank) of this process, from the layout that the docs promise: pp outermost,
+    then the dp axes, tp innermost.
+    """
     if mesh is None:
         return 1, 0
-    dp = dp_of(mesh)
-    return dp, dist.get_rank() * dp // ranks_of(mesh)
+    dp, stage = dp_of(mesh), ranks_of(mesh) // parse_mesh(mesh).get("pp", 1)
+    return dp, dist.get_rank() % stage * dp // stage
 
 
 # ---------------------------------------------------------------------- data
@@ -354,6 +362,20 @@ def fit(module: Any, mesh: str | None, steps: int = 4, dataset: Dataset | None =
     run.fit(module, loader(data, mesh))
     assert run.global_step == steps * len(run.optimizers)
     return finish(module, run, watch.outcome)
+
+
+def joined(answers: Sequence[Outcome]) -> Outcome:
+    """What the ranks of a pipeline computed, of which each has the tensors of its own stages."""
+    first = answers[0]
+    for each in answers:
+        assert each.losses == first.losses
+        assert each.metrics == pytest.approx(first.metrics, rel=1e-5)
+    whole = replace(first, raw={}, gradients={}, adapters={})
+    for each in answers:
+        whole.raw |= each.raw
+        whole.gradients |= each.gradients
+        whole.adapters |= each.adapters
+    return whole
 
 
 def check(got: Outcome, want: Outcome, close: float = 1e-12) -> None:
