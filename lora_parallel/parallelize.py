@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -155,9 +155,8 @@ def parallelize(
         keep_factored(model)
         plan = resolve_plan(model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
         cp, pp = axis_size(mesh, "cp"), axis_size(mesh, "pp")
-        names = clean_names(model)
-        places = find_places(model, names, cp, tp, config.cp_method) if cp > 1 else None
-        stage_layers, bounds = _find_stages(model, names, config) if pp > 1 else (None, [])
+        places = find_places(model, clean_names(model), cp, tp, config.cp_method) if cp > 1 else None
+        stage_layers, bounds = _find_stages(model, config) if pp > 1 else (None, [])
     _check_seed(mesh, config)
     adopt_rank_zero(tensors_of(model), mesh)
     check_same_files(model, mesh)
@@ -248,9 +247,7 @@ def parallelize(
     return model
 
 
-def _find_stages(
-    model: nn.Module, names: Mapping[nn.Module, str], config: ParallelConfig
-) -> tuple[StageLayers, Bounds]:
+def _find_stages(model: nn.Module, config: ParallelConfig) -> tuple[StageLayers, Bounds]:
     """Return the layers of the model's pipeline stages, and the blocks of each, proven by running the model.
 
     Raises:
@@ -263,6 +260,7 @@ def _find_stages(
             f'pp={config.pp} without adapters, with pp_schedule="{config.pp_schedule}", which holds the gradients of '
             'everything that trains twice: use pp_schedule="gpipe", or adapters.'
         )
+    names = clean_names(model)
     trace = StageTrace(model, names, config.pp)
     check_microbatches(config.pp, config.pp_stages_per_rank, config.pp_microbatches)
     stages = config.pp * config.pp_stages_per_rank

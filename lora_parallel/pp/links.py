@@ -55,6 +55,7 @@ class Links:
         self.failure: str | None = None
         """What has failed, after which messages may be lost: no forward is possible any more."""
 
+        self._timeout = timeout_seconds
         self._store: Any = None
         self._groups: dict[tuple[bool, bool], Any] = {}
         self._outputs: Any = None
@@ -115,7 +116,7 @@ class Links:
             start = time.monotonic()
             while not self._store.check([name]):
                 self._check()
-                if time.monotonic() - start > self._store.timeout.total_seconds():
+                if time.monotonic() - start > self._timeout:
                     raise TimeoutError(f"rank {dist.get_rank()} waited for the pipeline stage before its own in vain.")
                 time.sleep(0.002)
             self._dtypes[key] = getattr(torch, self._store.get(name).decode())

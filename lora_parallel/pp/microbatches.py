@@ -16,6 +16,9 @@ from lora_parallel.distributed.pytree import tensors_in
 __all__ = ["IGNORED", "Joined", "Leaf", "Microbatches", "joined_arguments"]
 
 _LABELS = ("labels", "shift_labels")
+_WHOLE = ("logits_to_keep", "num_items_in_batch")
+"""Arguments of transformers' models that have no rows, whatever their shape."""
+
 IGNORED = -100
 """Label that transformers' losses ignore."""
 
@@ -58,6 +61,9 @@ class Microbatches:
         return args, {name: self._cut(name, each, index) for name, each in self._kwargs.items()}
 
     def _cut(self, name: str, value: Any, index: int) -> Any:
+        if name in _WHOLE:
+            return value
+
         def cut(x: Tensor) -> Tensor:
             # Of multimodal rotary positions [3, rows, tokens] the rows are in the second dim.
             dim = 1 if name == "position_ids" and x.dim() == 3 else 0

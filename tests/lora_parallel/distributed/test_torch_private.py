@@ -296,3 +296,35 @@ def gloo_threads():
 def test_gloo_groups_can_be_made_with_one_thread(pool):
     """The day it gives up its second thread, or locks what the two write, `one_gloo_thread` can go."""
     assert pool.run(2, gloo_threads) == [([1, 2, 1], 2.0)] * 2
+
+
+def gathered_around_a_method():
+    """Whether weights are whole in a model's forward, and in a method that FSDP2 is to gather for in its place."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1], mesh=mesh_of("2x1")["dp_shard"])
+    fully_shard(model, mesh=mesh_of("2x1")["dp_shard"])
+    seen = []
+
+    def inside(x):
+        seen.append(not isinstance(model[0].weight, DTensor))
+        return model[1](model[0](x))
+
+    model.inside = inside
+    torch_private.forward_by_method(model, "inside")
+    torch_private.make_root(model)
+    model.forward = lambda x: seen.append(not isinstance(model[0].weight, DTensor))
+    model(torch.ones(2, 4))
+    outputs = [model.inside(torch.ones(2, 4)) for _ in range(2)]
+    for last, output in zip((False, True), outputs, strict=True):
+        model.set_requires_gradient_sync(last)
+        with torch_private.last_backward(model, last):
+            output.sum().backward()
+    return seen, model[1].weight.grad.full_tensor()
+
+
+def test_fsdp_gathers_around_a_method_in_place_of_forward(pool):
+    """Two forwards are alive at a time, as in a pipeline, and their gradients are reduced once, after the last."""
+    for seen, gradient in pool.run(2, gathered_around_a_method):
+        assert seen == [False, True, True]
+        assert gradient.shape == (4, 4)
+        assert gradient.abs().sum() > 0
