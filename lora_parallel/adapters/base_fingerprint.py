@@ -179,8 +179,9 @@ def _contributes(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
     """Return True if this rank is the one that contributes, among the ranks that hold the same shard."""
     if mesh is None:
         return True
-    sharded, axes = sharded_axes(parameter), mesh.mesh_dim_names or ()
-    return all(axis in sharded or place == 0 for axis, place in zip(axes, mesh.get_coordinate() or (), strict=True))
+    sharded = {*sharded_axes(parameter), "pp"}  # another stage holds other weights
+    places = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+    return all(axis in sharded or place == 0 for axis, place in places)
 
 
 def _digest(text: str) -> str:

@@ -112,15 +112,16 @@ def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record of an optimizer of the whole model, from the records of all pipeline stages.
 
     Raises:
-        ValueError: The optimizers of two stages have different classes, or different numbers of parameter groups.
+        ValueError: The optimizers of two stages have different classes, or their parameter groups other settings.
     """
     first = records[0]
     for each in records:
-        if each["class"] != first["class"] or len(each["groups"]) != len(first["groups"]):
+        mine, theirs = ([repr(group["settings"]) for group in record["groups"]] for record in (first, each))
+        if each["class"] != first["class"] or mine != theirs:
             raise ValueError(
-                f"one pipeline stage has a {first['class']} with {len(first['groups'])} parameter groups, another a "
-                f"{each['class']} with {len(each['groups'])}: make the same groups on every rank; those that a stage "
-                "has no parameters of are empty there."
+                f"one pipeline stage has a {first['class']} with {len(mine)} parameter groups, another a "
+                f"{each['class']} with {len(theirs)}, or with other settings in them: make the same groups on every "
+                "rank; those that a stage has no parameters of are empty there."
             )
     groups = [
         {**group, "parameters": [name for each in records for name in each["groups"][index]["parameters"]]}
