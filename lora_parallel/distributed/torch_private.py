@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -35,18 +34,13 @@ __all__ = [
     "compute_for_dtensors",
     "default_store",
     "drop_compiled_call",
-    "drop_gathered_gradients",
     "file_of",
     "flatten_axes",
-    "forward_by_method",
-    "gathered_parameters",
     "gradient_hooks",
     "has_compiled_call",
     "in_backward",
     "is_rectangle",
-    "last_backward",
     "local_region",
-    "make_root",
     "no_torch_function",
     "on_gradients_of",
     "one_gloo_thread",
@@ -54,7 +48,6 @@ __all__ = [
     "post_accumulate_hooks",
     "queue_after_backward",
     "reduce_scatter_sum",
-    "reduces_gradients",
     "set_timeout",
     "storageless",
     "sub_mesh",
@@ -138,82 +131,6 @@ def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
         return own(outputs, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
-
-
-def _groups_of(unit: FSDPModule) -> list[Any]:
-    """Return the groups in which FSDP2 holds the parameters of `unit`; before torch 2.13 there is at most one."""
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
-
-
-def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
-    """Return the gathered parameters that FSDP2 puts in the place of the sharded parameters of `unit`.
-
-    The public `module.parameters()` returns them only while they are in place.
-    """
-    held = (getattr(each, "_unsharded_param", None) for group in _groups_of(unit) for each in group.fsdp_params)
-    return [parameter for parameter in held if parameter is not None]
-
-
-def reduces_gradients(unit: FSDPModule) -> bool:
-    """Return True if FSDP2 finishes the gradients of `unit` in a backward pass.
-
-    `set_requires_gradient_sync` and `set_requires_all_reduce` set this; there is no public way to read it.
-    """
-    return all(group.reduce_grads and group.all_reduce_grads for group in _groups_of(unit))
-
-
-def forward_by_method(model: torch.nn.Module, name: str) -> None:
-    """Let FSDP2 gather the root unit's weights around a method of `model`, and not around its `forward` any more.
-
-    `register_fsdp_forward_method` does the first. There is no public way to remove the hooks on `forward`, which must
-    not run around a forward that calls the method many times.
-    """
-    register_fsdp_forward_method(model, name)
-    state: Any = model._get_fsdp_state()  # type: ignore[operator]
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-
-
-def make_root(model: torch.nn.Module) -> None:
-    """Let FSDP2 find all units inside of `model`, and take the model for the root. Collective.
-
-    It does so in the first forward otherwise, and takes the unit that is called first for the root.
-    """
-    root: Any = model
-    root.__dict__["_nothing"] = lambda: None
-    register_fsdp_forward_method(root, "_nothing")
-    root._nothing()
-    del root.__dict__["_nothing"]
-    root.reshard()
-
-
-@contextmanager
-def last_backward(model: torch.nn.Module, is_last: bool) -> Iterator[None]:
-    """Tell FSDP2 if other backward passes of forwards that have run already follow those within the context."""
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model.set_is_last_backward(is_last)
-    try:
-        yield
-    finally:
-        model.set_is_last_backward(True)
-
-
-def drop_gathered_gradients(unit: FSDPModule) -> None:
-    """Drop the gradients that backward passes without a reduction have left on the gathered parameters of `unit`.
-
-    The documentation of `reset_iter_state` says that it drops them, but it does not.
-    """
-    for group in _groups_of(unit):
-        for each in group.fsdp_params:
-            each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = None
 
 
 def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lora_parallel.distributed.fsdp_private import make_root
 from lora_parallel.distributed.pytree import tensors_in
-from lora_parallel.distributed.torch_private import in_backward, make_root
+from lora_parallel.distributed.torch_private import in_backward
 
 __all__ = ["gather_for_calls", "is_at_rest"]
 

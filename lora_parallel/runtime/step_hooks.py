@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from lora_parallel.distributed.fsdp_private import drop_gathered_gradients
 from lora_parallel.distributed.gradient_hooks import UnfinishedGradients
 from lora_parallel.distributed.gradients import PartialGradients
 from lora_parallel.distributed.mesh import same_batch_groups
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
-from lora_parallel.distributed.torch_private import (
-    backward_pass,
-    drop_gathered_gradients,
-    in_backward,
-    queue_after_backward,
-)
+from lora_parallel.distributed.torch_private import backward_pass, in_backward, queue_after_backward
 from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.layers.forward_arguments import asks_for

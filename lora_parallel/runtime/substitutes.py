@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lora_parallel.distributed.torch_private import gathered_parameters
+from lora_parallel.distributed.fsdp_private import gathered_parameters
 
 __all__ = ["Substitutes"]
 

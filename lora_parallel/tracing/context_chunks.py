@@ -39,10 +39,11 @@ from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.module_names import block_of, innermost
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations, with_output
+from lora_parallel.tracing.inner_model import check_outside, tracer_of
 from lora_parallel.tracing.outside_layers import layers_after, replicated_layers
 from lora_parallel.tracing.rank_simulation import same
 from lora_parallel.tracing.trace_errors import FailedError, TraceError
-from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
+from lora_parallel.tracing.tracer import Call, Tracer
 
 __all__ = ["find_places"]
 

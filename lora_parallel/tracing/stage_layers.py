@@ -22,9 +22,10 @@ from lora_parallel.layers.module_names import block_of, innermost
 from lora_parallel.pp.other_stages import OtherStageBlock, OtherStageLayer, OutputShape, StageEnd
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations
+from lora_parallel.tracing.inner_model import check_outside, tracer_of
 from lora_parallel.tracing.rank_simulation import same
 from lora_parallel.tracing.trace_errors import TraceError
-from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
+from lora_parallel.tracing.tracer import Call, Tracer
 
 __all__ = ["StageTrace"]
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.layers.layer_parameters import base_of, features_dim, is_linear
-from lora_parallel.layers.module_names import innermost
 from lora_parallel.layers.row_partition import Range
 from lora_parallel.pp.other_stages import StageEnd
 from lora_parallel.tp.experts import expert_stacks, holds_experts
@@ -31,7 +30,7 @@ from lora_parallel.tracing.model_inputs import likely_inputs
 from lora_parallel.tracing.stand_in import stand_in_for, without_own_attention
 from lora_parallel.tracing.trace_errors import FailedError, TraceError, brief
 
-__all__ = ["Call", "Tracer", "check_outside", "traced_models", "tracer_of"]
+__all__ = ["Call", "Tracer", "traced_models"]
 
 _SHAPE, _MORE_ROWS, _OTHER_SHAPE = (1, 8), (2, 8), (2, 12)
 """Rows and tokens of a run. `_SHAPE` is the first run's; it is small because the graph of the whole model is in memory,
@@ -88,41 +87,6 @@ def traced_models(model: nn.Module) -> list[nn.Module]:
     """Return the transformers models in `model`, outer ones first, or `model` itself if it holds none."""
     found: list[nn.Module] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return found or [model]
-
-
-def tracer_of(model: nn.Module, names: Mapping[nn.Module, str]) -> Tracer:
-    """Return what runs the outermost model inside of `model` that can be run, without autograd's graph.
-
-    A forward that was put in the place of a whole model's own, as by TRL, cannot be copied. Then the trunk is run.
-
-    Raises:
-        TraceError: No model inside of `model` can be run.
-    """
-    problem = TraceError("it holds no model that can be run")
-    for inner in traced_models(model):
-        try:
-            tracer = Tracer(inner, dict(names))
-        except TraceError as error:
-            problem = error if inner is traced_models(model)[0] else problem
-            continue
-        tracer.drop_graph()
-        return tracer
-    raise problem
-
-
-def check_outside(model: nn.Module, tracer: Tracer) -> None:
-    """Check that nothing trains outside of the model that is run, where nobody knows how it is used.
-
-    Raises:
-        TraceError: A parameter does.
-    """
-    inside = {id(parameter) for parameter in tracer.model.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in inside:
-            raise TraceError(
-                f"{name} trains, and {type(innermost(model)).__name__} cannot be run without its weights to see how it "
-                "is used"
-            )
 
 
 @dataclass(eq=False)
