@@ -11,10 +11,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test test-fast matrix faults oracle-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-loss bench-scale bench-tenants gpu lint docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## fine-tune a small model with LoRA on four processes (2-way FSDP2 x 2-way TP)
 	$(BIN)/python examples/lightning_sft.py --strategy lora_fsdp2_tp --tp 2 --devices 4 \
@@ -43,6 +43,9 @@ bench-scale: $(VENV)/.dev ## measure what sharding 70B, 405B and 671B costs a ra
 
 bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the other and PEFT's switching
 	$(BIN)/python benchmarks/tenants.py $(ARGS)
+
+bench-pipeline: $(VENV)/.dev ## simulate and draw pipeline schedules, and measure pp 2 against tp 2 and dp_shard 2
+	$(BIN)/python benchmarks/pipeline.py $(ARGS)
 
 # No set-up: on a machine with GPUs torch and its CUDA are the user's own, and there may be no network.
 gpu: ## check and time everything on this machine's GPUs, with PYTHON's own packages, into docs/gpu.md

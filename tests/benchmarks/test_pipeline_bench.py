@@ -70,6 +70,12 @@ def test_micro_batches_alive():
         for stage in range(pp):
             assert simulation.most_alive(stage) <= min(microbatches, pp - stage), (pp, microbatches, stage)
         assert simulate(order_of("gpipe", pp, 1, microbatches)).most_alive(0) == microbatches
+        for stages in (2, 3):
+            if microbatches % pp == 0:
+                simulation = simulate(order_of("interleaved", pp, stages, microbatches))
+                for rank in range(pp):
+                    bound = (stages - 1) * pp + 2 * (pp - 1 - rank) + 1
+                    assert simulation.most_alive(rank) == min(stages * microbatches, bound)
 
 
 def torchs(pp: int, rank: int, stages: int, microbatches: int) -> list[Action]:
