@@ -103,12 +103,13 @@ class Outputs:
         if leaf.kind == "constant":
             return leaf.constant
         assert leaf.dtype is not None
+        held = None if parts is None or leaf.kind == "loss" else [each.detach() for each in parts]
 
         def get() -> Tensor:
             if leaf.kind == "loss":
-                whole = None if loss is None else loss
+                whole = loss
             else:
-                whole = None if parts is None else _joined([each.detach() for each in parts], leaf)
+                whole = None if held is None else _joined(held, leaf)
             if whole is None:
                 whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
             return self._links.broadcast(whole.contiguous())
