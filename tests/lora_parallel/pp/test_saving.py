@@ -14,6 +14,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lora_parallel import (
     clip_grad_norm_,
@@ -31,6 +32,8 @@ from lora_parallel.runtime.optimizer_params import HeldByName, describe_optimize
 from lora_parallel.state import mesh_of as mesh_in
 from tests.cases import cases
 from tests.lora_parallel.pp.runs import INTERLEAVED, LAYERS, ids, in_float64, over_stages
+from tests.lora_parallel.quantised.test_conversion import LLAMA
+from tests.lora_parallel.quantised.test_loading import adapted_again, loaded, merged_alone
 from tests.oracle import SEVEN, differing, full, on_mesh, ranks_of, relative_error, trained
 from tests.rows import DECODER, LANGUAGE_LM, build, fill
 from tests.workers import Failure, attempt
@@ -527,3 +530,29 @@ def test_an_optimizer_of_the_whole_model_keeps_what_is_here(pool):
     assert first["described"] == last["described"]
     for found in (first, last):
         assert found["wrong"].kind == "KeyError"
+
+
+# ---------------------------------------------------------------------- quantised bases
+
+QUANTISED = ("nf4", "int8")
+
+
+def export_quantised(mesh: str, path: str, folder: Path) -> dict[str, Any]:
+    return {
+        kind: attempt(export_merged, sharded(adapted_again(loaded(path, kind, torch.bfloat16)), mesh), folder / kind)
+        for kind in QUANTISED
+    }
+
+
+@pytest.mark.parametrize("mesh", cases(matrix=["1x1pp2", "1x2pp2"]))
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_base_is_exported_from_its_stages(pool, tmp_path, mesh):
+    LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 2})).save_pretrained(tmp_path / "dense")
+    for found in pool.run(ranks_of(mesh), export_quantised, mesh, str(tmp_path / "dense"), tmp_path / "ours"):
+        assert not [answer.trace for answer in found.values() if isinstance(answer, Failure)]
+    for kind in QUANTISED:
+        merged_alone(str(tmp_path / "dense"), kind).save_pretrained(tmp_path / "peft" / kind)
+        got, want = merged(tmp_path / "ours" / kind), merged(tmp_path / "peft" / kind)
+        assert got.keys() == want.keys()
+        for key, tensor in want.items():
+            torch.testing.assert_close(got[key], tensor, rtol=1e-2, atol=1e-4, msg=f"{kind} {key}")
