@@ -88,13 +88,23 @@ def make_root(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def last_backward(model: torch.nn.Module, is_last: bool) -> Iterator[None]:
-    """Tell FSDP2 if other backward passes of forwards that have run already follow those within the context."""
+def last_backward(model: torch.nn.Module, is_last: bool, keeps_gathered: bool) -> Iterator[None]:
+    """Tell FSDP2 if other backward passes of forwards that have run already follow those within the context.
+
+    If others follow, the root unit's weights stay gathered for them.
+
+    Args:
+        model: The root unit; nothing is done if it is none.
+        is_last: True if no other passes follow.
+        keeps_gathered: True if the weights of all units stay gathered until the last pass.
+    """
     if not isinstance(model, FSDPModule):
         yield
         return
     model.set_is_last_backward(is_last)
+    model.set_reshard_after_backward(is_last, recurse=keeps_gathered)
     try:
         yield
     finally:
         model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)

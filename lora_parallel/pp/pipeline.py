@@ -284,7 +284,7 @@ class Pipeline:
         # Users call backward outside of autocast, too.
         with (
             backward_sync(self._model, self._gradients, enabled=is_last),
-            last_backward(self._model, is_last),
+            last_backward(self._model, is_last, keeps_gathered=not self._config.reshard_after_forward),
             torch.autocast(self._device, enabled=False),
         ):
             if pairs:

@@ -317,7 +317,7 @@ def gathered_around_a_method():
     outputs = [model.inside(torch.ones(2, 4)) for _ in range(2)]
     for last, output in zip((False, True), outputs, strict=True):
         model.set_requires_gradient_sync(last)
-        with fsdp_private.last_backward(model, last):
+        with fsdp_private.last_backward(model, last, keeps_gathered=True):
             output.sum().backward()
     return seen, model[1].weight.grad.full_tensor()
 

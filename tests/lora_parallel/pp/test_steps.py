@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from lora_parallel import clip_grad_norm_, meta_init, no_sync, parallelize, read_plan
@@ -253,6 +254,24 @@ def test_messages_and_micro_batches_alive(pool, mesh, config):
             assert found["inside"] == hidden + gradients  # backwards run inside of the forward
         if stages == 1 and "pp_schedule" not in config:
             assert found["alive"] <= min(micro, pp - place)
+
+
+def gathers(reshard: bool) -> tuple[int, int]:
+    """All-gathers over dp_shard of a step, and the FSDP units of this rank."""
+    model = model_on("2x1pp2", pp_microbatches=2, reshard_after_forward=reshard)
+    model(**{name: each[:2] for name, each in language().items()}).loss.backward()
+    with Traffic() as traffic:
+        model(**{name: each[:2] for name, each in language().items()}).loss.backward()
+    group = on_mesh("2x1pp2")[0].get_group("dp_shard")
+    return traffic.count("all_gather", group), sum(isinstance(each, FSDPModule) for each in model.modules())
+
+
+def test_weights_are_gathered_once_a_step_if_asked(pool):
+    """The root's weights are gathered once anyway; those of blocks for each forward and each backward, or once."""
+    for found, units in pool.run(4, gathers, False):
+        assert found == units
+    for found, units in pool.run(4, gathers, True):
+        assert found == 1 + 2 * 2 * (units - 1)
 
 
 def read(mesh: str, config: dict[str, Any], folder: str) -> tuple[int, int, int]:
