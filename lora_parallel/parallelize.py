@@ -226,14 +226,14 @@ def parallelize(
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
     hooks = StepHooks(
-        model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recover, stages is None
+        model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recover, stages is not None
     )
     if stages is not None:
         state.stage = stages.tensors
         clip_over_stages(model.parameters(), mesh["pp"])
         links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
         state.pipeline = Pipeline(
-            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks.watch
+            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks
         )
     verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)

@@ -13,6 +13,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 
 __all__ = [
+    "OTHER_STAGE",
     "AdapterPool",
     "ForwardCount",
     "ParallelState",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_lora_parallel_state"
+OTHER_STAGE = "_lora_parallel_other_stage"
+"""Name of an attribute of the modules that stand in for those of other pipeline stages."""
 
 
 @dataclass
@@ -154,9 +157,19 @@ def parallelized(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of the parallelized models in `module`, which all have the same; None if there are none."""
+    """Return the mesh of the parallelized models in `module`, which all have the same; None if there are none.
+
+    Raises:
+        ValueError: `module` is inside of a model of which this rank has pipeline stages.
+    """
     states = (state_of(each) for each in module.modules())
-    return next((state.mesh for state in states if state is not None), None)
+    found = next((state.mesh for state in states if state is not None), None)
+    if found is None and any(OTHER_STAGE in each.__dict__ for each in module.modules()):
+        raise ValueError(
+            f"this {type(module).__name__} is inside of a model with pipeline stages, of which this rank has some: "
+            "pass what parallelize returned."
+        )
+    return found
 
 
 def names_elsewhere(module: nn.Module) -> set[str]:

@@ -40,10 +40,17 @@ class UnusedParameters:
         partial_gradients: The model's gradients that are partial over tp; they are summed after the zeros of parameters
             that no rank has reached are removed.
         order: The order of the model's FSDP units; None if it has none.
+        root_is_called: True if FSDP2 gathers the root unit's weights around the model's forward. Otherwise `begin_root`
+            is called once they are gathered.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, partial_gradients: PartialGradients, order: ModelOrder | None
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        partial_gradients: PartialGradients,
+        order: ModelOrder | None,
+        root_is_called: bool = True,
     ) -> None:
         self._order = order
         self._groups = [mesh.get_group(axis) for axis in AXES if axis not in ("pp", "tp") and axis_size(mesh, axis) > 1]
@@ -60,7 +67,16 @@ class UnusedParameters:
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
         units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
         self._units = [unit for unit in units if unit.held]
+        self._root = next((unit for unit in self._units if cast(nn.Module, unit.module) is model), None)
+        for unit in self._units:
+            if unit is not self._root or root_is_called:
+                cast(nn.Module, unit.module).register_forward_pre_hook(unit.begin)
         partial_gradients.before_backward = self.begin
+
+    def begin_root(self) -> None:
+        """Watch the root unit's parameters, after FSDP2 has gathered them."""
+        if self._root is not None:
+            self._root.begin()
 
     def begin_forward(self) -> None:
         """Forget, as a forward with gradients begins after a finished step, which units ran in that step."""
@@ -152,11 +168,9 @@ class _Unit:
         self._gathered: list[Tensor | None] = [None] * len(self.held)
         self._reach = reach
         self._runs = False
-        if self.held:
-            cast(nn.Module, module).register_forward_pre_hook(self._begin)
 
     @torch.compiler.disable
-    def _begin(self, *call: Any) -> None:
+    def begin(self, *call: Any) -> None:
         """Watch the unit's parameters, as its forward begins and after FSDP2 has gathered them."""
         if not torch.is_grad_enabled():
             return

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lora_parallel.state import OTHER_STAGE
 from lora_parallel.tp.sequence import first_activations
 
 __all__ = ["OtherStageBlock", "OtherStageLayer", "OutputShape", "StageEnd", "StageRun"]
@@ -72,7 +73,7 @@ class _OtherStage(nn.Module):
         super().__init__()
         held = {key: value for key, value in vars(module).items() if key != "training" and not key.startswith("_")}
         plain = {key: value for key, value in held.items() if not isinstance(value, Tensor) and not callable(value)}
-        self.__dict__ |= {"_name": name, "_run": run, "_plain": plain}
+        self.__dict__ |= {"_name": name, "_run": run, "_plain": plain, OTHER_STAGE: True}
 
     def __getattr__(self, key: str) -> Any:
         plain = self.__dict__.get("_plain", {})

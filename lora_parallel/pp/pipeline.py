@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,16 @@ def refuse_outputs(model: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
+class StageHooks(Protocol):
+    """Define what a stage calls."""
+
+    def begin_stage(self) -> None:
+        """Note that a stage begins, whose weights are gathered."""
+
+    def watch(self, output: Any) -> None:
+        """Watch the backward pass that begins at the tensors of `output`."""
+
+
 class Pipeline:
     """Run the forwards of one model. It replaces the model's `forward`.
 
@@ -71,7 +81,7 @@ class Pipeline:
         count: Its count of forwards.
         links: Connects this rank with its neighbours.
         loss: The model's own loss function.
-        watch: Function that is called with what a stage returns, whose backward pass it watches.
+        hooks: What a stage calls as it begins, and with what it returns.
     """
 
     def __init__(
@@ -85,11 +95,11 @@ class Pipeline:
         count: ForwardCount,
         links: Links,
         loss: OwnLoss,
-        watch: Callable[[Any], None],
+        hooks: StageHooks,
     ) -> None:
         self._model, self._inner, self._stages, self._config = model, inner, stages, config
         self._gradients, self._count, self._links, self._loss = gradients, count, links, loss
-        self._device, self._watch = mesh.device_type, watch
+        self._device, self._hooks = mesh.device_type, hooks
         self._draws = OwnDraws(mesh.get_local_rank("pp"), model)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._descriptions = SharedOutputs(links, mesh.device_type)
@@ -254,6 +264,7 @@ class Pipeline:
 
     def _stage(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward; return what it returns on the last stage, and hidden states on the others."""
+        self._hooks.begin_stage()
         try:
             return self._own(*args, **kwargs)
         except StageEnd as end:
@@ -271,7 +282,7 @@ class Pipeline:
             is_end = action.stage < stages.count - 1
             stages.context.end(output if is_end else None)
         if torch.is_grad_enabled():
-            self._watch(output)
+            self._hooks.watch(output)
         return output
 
     def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], is_last: bool) -> None:

@@ -55,8 +55,8 @@ class StepHooks:
         order: The order of the model's FSDP units; None if it has none.
         first_batch_checks: Checks of the model's plan, each of which runs once, on the first batch.
         recover: Function that is called as a step begins, if the step before it has failed.
-        watches_outputs: True if the backward of a step begins at what the model returns. Otherwise `watch` is called
-            with the tensors at which a backward pass begins.
+        is_pipeline: True if the model's forward calls its stages. Then these call `begin_stage` as they begin, and
+            `watch` with the tensors at which their backward passes begin. Otherwise both are done around the forward.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class StepHooks:
         order: ModelOrder | None,
         first_batch_checks: Sequence[FirstBatchCheck] = (),
         recover: Callable[[], None] = lambda: None,
-        watches_outputs: bool = True,
+        is_pipeline: bool = False,
     ) -> None:
-        self._watches_outputs = watches_outputs
+        self._is_pipeline = is_pipeline
         self._first_batch_checks = list(first_batch_checks)
         self._recover_pool = recover
         self._mesh = mesh
@@ -82,7 +82,7 @@ class StepHooks:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._substitutes = Substitutes(model)
         self._unfinished = UnfinishedGradients(model, gradients.parameters)
-        self._unused = UnusedParameters(model, mesh, gradients, order)
+        self._unused = UnusedParameters(model, mesh, gradients, order, root_is_called=not is_pipeline)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._same_batch = SameBatch(mesh) if same_batch_groups(mesh) else None
@@ -133,10 +133,14 @@ class StepHooks:
         if output is None:  # the forward failed
             return
         self._in_forward = False
-        if self._watches_outputs:
+        if not self._is_pipeline:
             self.watch(output)
         if not torch.is_grad_enabled():
             self._reshard()  # no backward follows that would, and parameters() must give the sharded ones
+
+    def begin_stage(self) -> None:
+        """Watch the parameters of the root unit in a stage's forward, once FSDP2 has gathered them."""
+        self._unused.begin_root()
 
     def watch(self, output: Any) -> None:
         """Watch the backward pass that begins at the tensors of `output`."""

@@ -184,6 +184,7 @@ _TWO: dict[str, Any] = {
     "interleaved": LOOPED["interleaved"],
     "sequence_parallel": Run(config={**PP, "sequence_parallel": True}),
     "sequence_parallel, interleaved": Run(config={**INTERLEAVED, "sequence_parallel": True}),
+    "head, norm and embedding train": RUNS["head, norm and embedding train"],
     "weights stay gathered": Run(config={**PP, "reshard_after_forward": False}),
 }
 COMBINED = {

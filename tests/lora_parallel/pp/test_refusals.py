@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lora_parallel import ParallelConfig, TenantPool, parallelize
+from lora_parallel import ParallelConfig, TenantPool, parallelize, save_adapter
 from lora_parallel.pp.pipeline import Pipeline
 from lora_parallel.pp.schedule_run import ScheduleRun
 from lora_parallel.pp.split import balanced_bounds
@@ -142,6 +142,7 @@ def calls() -> dict[str, Any]:
         "forward": attempt(lambda: model.forward(**batch)),
         "the inside": attempt(lambda: model.get_base_model()(**batch)),
         "tenants": attempt(lambda: TenantPool(model)),
+        "saving the inside": attempt(save_adapter, model.base_model, "nowhere"),
     }
     output = model(**batch)
     both = output.loss + output.logits.square().mean()
@@ -168,6 +169,7 @@ CALLS = {
     "forward": "model.forward was called by itself",
     "the inside": "is on another pipeline stage|was called",
     "tenants": "a TenantPool needs the whole base",
+    "saving the inside": "is inside of a model with pipeline stages",
     "a gradient of logits": "a gradient came back through an output",
     "twice": "backward was called twice",
     "twice, without labels": "backward was called twice",
