@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from benchmarks.schedule_simulation import bubble_formula, order_of, simulate
+from lora_parallel import parallelize
 from lora_parallel.pp.schedules import Action, check_microbatches, one_forward_one_backward
+from lora_parallel.state import state_of
+from tests.lora_parallel.cp.runs import language
+from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run
+from tests.oracle import on_mesh
 
 SIZES = [(pp, microbatches) for pp in range(2, 9) for microbatches in range(1, 17)]
 KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3)]
@@ -125,3 +133,24 @@ def test_a_deadlock_is_seen():
     second[at[0]], second[at[1]] = second[at[1]], second[at[0]]
     with pytest.raises(RuntimeError, match="wait for each other"):
         simulate([first, second])
+
+
+def traced(config: dict[str, Any]) -> list[Action]:
+    """The actions that this rank begins in a step, in order."""
+    model: Any = parallelize(Run().model(), *on_mesh("1x1pp2", **config))
+    seen = []
+
+    @contextmanager
+    def trace(action: Action) -> Iterator[None]:
+        seen.append(action)
+        yield
+
+    state_of(model).pipeline.trace = trace  # type: ignore[union-attr]
+    model(**language()).loss.backward()
+    return seen
+
+
+@pytest.mark.parametrize("config", [PP, GPIPE, INTERLEAVED])
+def test_a_step_runs_the_order_of_its_schedule(pool, config):
+    want = order_of(config.get("pp_schedule", "1f1b"), 2, config.get("pp_stages_per_rank", 1), 4)
+    assert pool.run(2, traced, config) == want
