@@ -176,7 +176,7 @@ class ParallelConfig:
     def _check_pipeline(self) -> None:
         if self.pp_schedule not in ("1f1b", "gpipe", "interleaved"):
             raise ValueError(f'pp_schedule={self.pp_schedule!r}: give "1f1b", "gpipe" or "interleaved".')
-        if (self.pp_schedule == "interleaved") != (self.pp_stages_per_rank > 1):
+        if self.pp > 1 and (self.pp_schedule == "interleaved") != (self.pp_stages_per_rank > 1):
             raise ValueError(
                 f'pp_schedule="{self.pp_schedule}" with pp_stages_per_rank={self.pp_stages_per_rank}: "interleaved" is '
                 "for 2 stages or more on each rank, the other schedules are for 1."

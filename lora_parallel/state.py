@@ -186,6 +186,8 @@ def names_elsewhere(module: nn.Module) -> set[str]:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Accumulate gradients: within the context, `backward` reduces no gradient over any mesh axis.
 
+    It has no effect under pipeline parallelism, where each forward reduces its own gradients.
+
     `.grad` is unspecified until the next backward outside of the context, which finishes the whole sum. Finish the sum
     before `zero_grad`, which cannot reach gradients that have not been reduced.
 

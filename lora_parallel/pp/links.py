@@ -156,14 +156,14 @@ class Links:
         return held[0]
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a message of the pipeline.
+        """Wait for a message of the pipeline. On an accelerator its stream waits, and this process goes on.
 
         Raises:
-            StageFailedError: Another rank of the pipeline has failed.
+            StageFailedError: Another rank of the pipeline has failed; on the CPU only.
             RuntimeError: A rank has ended, or the message has not come in time.
         """
         if self._device != "cpu":
-            work.wait()  # the device's stream waits, and this process goes on
+            work.wait()
             return
         # Gloo closes its connections if a wait for a message times out, so this one is waited for in a thread.
         done, errors = Event(), list[BaseException]()

@@ -7,7 +7,8 @@
 - "gpipe" (https://arxiv.org/abs/1811.06965): all forwards, then all backwards. The activations of all micro-batches are
   kept, and the loss may be anything that is computed from the outputs of all of them.
 
-With M micro-batches and v stages on a rank, a rank waits for (P - 1) / (v M + P - 1) of the time.
+With M micro-batches and v stages on a rank, a rank waits for (P - 1) / (v M + P - 1) of the time; longer if M < P and
+v > 1.
 """
 
 from __future__ import annotations
