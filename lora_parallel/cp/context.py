@@ -96,9 +96,7 @@ class CPContext:
         finally:
             self.running, self.recomputes = before
 
-    def places(
-        self, rows: int, tokens: int, device: torch.device, share: int | Tensor
-    ) -> tuple[Tensor, Tensor] | None:
+    def places(self, rows: int, tokens: int, device: torch.device, share: int | Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the global row and token of each position of activations [rows, tokens, features].
 
         Args:

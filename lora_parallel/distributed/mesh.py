@@ -131,9 +131,7 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
 def possible_axes() -> list[tuple[str, ...]]:
     """Return the names of the axes that a mesh of `build_mesh` may have: with and without those that are not used."""
     used = (combinations(_ONLY_IF_USED, number) for number in range(len(_ONLY_IF_USED) + 1))
-    return [
-        tuple(axis for axis in AXES if axis not in _ONLY_IF_USED or axis in some) for each in used for some in each
-    ]
+    return [tuple(axis for axis in AXES if axis not in _ONLY_IF_USED or axis in some) for each in used for some in each]
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:

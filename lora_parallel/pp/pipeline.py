@@ -109,7 +109,7 @@ class Pipeline:
         """The largest number of micro-batches whose activations this rank kept at a time in the last forward."""
 
         self.trace: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
-        """Returns a context that an action runs in, to look at a schedule. It includes the wait for the action's input."""
+        """Returns a context that an action runs in, with the wait for its input, to look at a schedule."""
 
         model.__dict__["_pipeline_stage"] = self._stage
         if isinstance(model, FSDPModule):
