@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from lora_parallel.distributed.rank_checks import gather_numbers
 from lora_parallel.distributed.torch_private import default_store, one_gloo_thread
 
 __all__ = ["Links", "StageFailedError"]
@@ -34,6 +36,47 @@ _made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 class StageFailedError(RuntimeError):
     """Report that another rank of the pipeline failed while this one waited for it."""
+
+
+@dataclass
+class _Groups:
+    """Hold process groups over pp ranks, beside that of the mesh, which a failure leaves as it is."""
+
+    links: dict[tuple[bool, bool], Any] = field(default_factory=dict)
+    """The groups of messages between neighbours: of hidden states or gradients, and of the last rank and the first."""
+
+    outputs: Any = None
+    failure: str | None = None
+    """What has failed, after which messages may be lost: no forward is possible any more."""
+
+
+_groups: WeakKeyDictionary[Any, dict[Any, _Groups]] = WeakKeyDictionary()
+"""Process groups by default process group, mesh and kind: models share them, as each costs threads and connections."""
+
+
+def _groups_of(mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> _Groups:
+    """Return the process groups of a mesh, of an earlier model if none has failed. Collective over all ranks."""
+    pipelines = mesh.mesh.flatten(1).T.tolist()
+    known, key = _groups.setdefault(dist.group.WORLD, {}), (str(pipelines), timeout_seconds, has_ring)
+    found = known.get(key)
+    usable = found is not None and found.failure is None
+    if bool(gather_numbers([usable], mesh.device_type).all()):
+        assert found is not None
+        return found
+    known[key] = found = _Groups()
+    gloo = mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
+    backend = "gloo" if gloo else None  # as that of the mesh's own groups
+    kinds = [
+        (is_hidden, is_ring) for is_hidden in (True, False) for is_ring in ((False, True) if has_ring else (False,))
+    ]
+    with one_gloo_thread():
+        for kind in (*kinds, None):
+            group, _ = dist.new_subgroups_by_enumeration(pipelines, timedelta(seconds=timeout_seconds), backend)
+            if kind is None:
+                found.outputs = group
+            else:
+                found.links[kind] = group
+    return found
 
 
 class Links:
@@ -52,28 +95,19 @@ class Links:
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._awaited: dict[bool, deque[tuple[dist.Work, Tensor]]] = {True: deque(), False: deque()}
         self._dtypes: dict[str, torch.dtype] = {}
-        self.failure: str | None = None
-        """What has failed, after which messages may be lost: no forward is possible any more."""
-
+        self._groups = _Groups()
         self._timeout = timeout_seconds
         self._store: Any = None
-        self._groups: dict[tuple[bool, bool], Any] = {}
-        self._outputs: Any = None
-        """A process group of their own for outputs: a failure leaves the mesh's own group as it is."""
-
-        pipelines = mesh.mesh.flatten(1).T.tolist()
         if dist.get_backend() == "fake":
             return
         number = _made[dist.group.WORLD] = _made.get(dist.group.WORLD, 0) + 1  # the same on all ranks
+        self._groups = _groups_of(mesh, timeout_seconds, has_ring)
         self._store = dist.PrefixStore(f"lora_parallel/pipeline {number} of {self.ranks[0]}", default_store())
-        gloo = mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
-        backend = "gloo" if gloo else None  # as that of the mesh's own groups
-        with one_gloo_thread():
-            for is_hidden in (True, False):
-                for is_ring in (False, True) if has_ring else (False,):
-                    group, _ = dist.new_subgroups_by_enumeration(pipelines, timedelta(seconds=timeout_seconds), backend)
-                    self._groups[is_hidden, is_ring] = group
-            self._outputs, _ = dist.new_subgroups_by_enumeration(pipelines, timedelta(seconds=timeout_seconds), backend)
+
+    @property
+    def failure(self) -> str | None:
+        """Return what has failed before, in a forward of this model or of another one on the same mesh."""
+        return self._groups.failure
 
     def _next(self, is_hidden: bool) -> tuple[int, Any]:
         """Return the rank that this one sends to, and the process group of such messages."""
@@ -82,7 +116,7 @@ class Links:
     def _link(self, place: int, step: int, is_hidden: bool) -> tuple[int, Any]:
         other = (place + step) % len(self.ranks)
         is_ring = abs(other - place) != 1 or (step > 0) != (other > place)
-        return self.ranks[other], self._groups[is_hidden, is_ring]
+        return self.ranks[other], self._groups.links[is_hidden, is_ring]
 
     def send(self, tensor: Tensor, is_hidden: bool, key: str) -> None:
         """Send hidden states to the next rank, or their gradient to the one before, without waiting.
@@ -144,7 +178,7 @@ class Links:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Give all ranks of the pipeline the tensor of the last one, in place."""
-        work = dist.broadcast(tensor, self.ranks[-1], group=self._outputs, async_op=True)
+        work = dist.broadcast(tensor, self.ranks[-1], group=self._groups.outputs, async_op=True)
         assert work is not None
         self.wait(work)
         return tensor
@@ -152,7 +186,7 @@ class Links:
     def broadcast_object(self, value: Any) -> Any:
         """Return the object of the last rank, which is pickled."""
         held = [value]
-        dist.broadcast_object_list(held, self.ranks[-1], group=self._outputs)
+        dist.broadcast_object_list(held, self.ranks[-1], group=self._groups.outputs)
         return held[0]
 
     def wait(self, work: dist.Work) -> None:
@@ -188,7 +222,7 @@ class Links:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of the pipeline that this one has failed, and refuse further forwards."""
-        self.failure = f"{type(error).__name__}: {error}"
+        self._groups.failure = f"{type(error).__name__}: {error}"
         if isinstance(error, StageFailedError) or self._store is None:
             return
         self._store.compare_set(_FAILED, "", f"rank {dist.get_rank()} failed: {self.failure}")
