@@ -230,7 +230,7 @@ def parallelize(
     )
     if stages is not None:
         state.stage = stages.tensors
-        clip_over_stages(model.parameters(), mesh["pp"])
+        clip_over_stages(model, mesh["pp"])
         links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
         state.pipeline = Pipeline(
             model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks

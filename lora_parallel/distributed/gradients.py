@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,10 @@ from lora_parallel.distributed.torch_private import placed_as, queue_after_backw
 
 __all__ = ["PartialGradients", "clip_grad_norm_", "clip_over_stages", "refuse_clipping_if", "scale_gradient"]
 
-_ELSEWHERE, _STAGES = "_lora_parallel_gradient", "_lora_parallel_stages"
+_ELSEWHERE = "_lora_parallel_gradient"
+
+_staged: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
+"""The pp axis of each model that has pipeline stages. (An attribute of parameters would be lost in `model.to`.)"""
 
 
 def refuse_clipping_if(parameter: nn.Parameter, waits: Callable[[], str | None]) -> None:
@@ -41,15 +45,14 @@ def refuse_clipping_if(parameter: nn.Parameter, waits: Callable[[], str | None])
     setattr(parameter, _ELSEWHERE, waits)
 
 
-def clip_over_stages(parameters: Iterable[nn.Parameter], stages: DeviceMesh) -> None:
-    """Make clipping count the gradients of the other pipeline stages too, where it is given one of `parameters`.
+def clip_over_stages(model: nn.Module, stages: DeviceMesh) -> None:
+    """Make clipping count the gradients of the other pipeline stages too, where it is given a parameter of `model`.
 
     Args:
-        parameters: The parameters of this rank's pipeline stages, of which no other rank along `stages` has any.
+        model: The model, whose parameters that train are on no other rank along `stages`.
         stages: The pp axis of the mesh.
     """
-    for parameter in parameters:
-        setattr(parameter, _STAGES, stages)
+    _staged[model] = stages
 
 
 def _check_gradients(owners: Iterable[Tensor]) -> None:
@@ -253,7 +256,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         raise ValueError(f"norm_type={norm_type}: give a positive number or inf.")
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _check_gradients(owners)
-    stages = {owner: mesh for owner in owners if (mesh := getattr(owner, _STAGES, None)) is not None}
+    known: dict[Tensor, DeviceMesh] = {p: mesh for model, mesh in _staged.items() for p in model.parameters()}
+    stages = {owner: known[owner] for owner in owners if owner in known}
     counted = [owner for owner in owners if owner.grad is not None or owner in stages]
     if not counted:
         return torch.zeros(())

@@ -166,7 +166,7 @@ class StageTrace:
             if block not in own:
                 instead[twin_of[block]] = OtherStageBlock("", twin_of[block], run, index, layers.outputs[index])
         for layer in (*layers.before, *layers.after):
-            if layer not in own:
+            if layer not in own and layer in twin_of:  # others are around what is run
                 twin = twin_of[layer]
                 instead[twin] = OtherStageLayer("", twin, run, layers.before.get(layer), torch.float32)
         places = [
