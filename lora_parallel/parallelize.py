@@ -68,7 +68,7 @@ from lora_parallel.quantised.conversion import bare_states, check_quantised, hol
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
 from lora_parallel.runtime.generation import allow_generate, refuse_generate
 from lora_parallel.runtime.guards import verify
-from lora_parallel.runtime.optimizer_params import refuse_stale_steps
+from lora_parallel.runtime.optimizer_params import refuse_lbfgs, refuse_stale_steps
 from lora_parallel.runtime.refusals import seal
 from lora_parallel.runtime.step_hooks import StepHooks
 from lora_parallel.runtime.whole_compile import refuse_whole_compile
@@ -231,9 +231,10 @@ def parallelize(
     if stages is not None:
         state.stage = stages.tensors
         clip_over_stages(model, mesh["pp"])
+        refuse_lbfgs(model)
         links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
         state.pipeline = Pipeline(
-            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks
+            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks, order
         )
     verify(model, state, ties)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)

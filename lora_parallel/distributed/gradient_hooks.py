@@ -60,13 +60,17 @@ class UnfinishedGradients:
     Args:
         model: The sharded model.
         partial: The parameters of `model` whose gradients are partial sums over tp until a backward pass ends.
+        is_pipeline: True if the backwards of `model` are those of micro-batches in pipeline stages.
     """
 
-    def __init__(self, model: nn.Module, partial: Collection[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, partial: Collection[nn.Parameter], is_pipeline: bool) -> None:
         trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._gathered = trained if isinstance(model, FSDPModule) else {}
+        self._elsewhere = trained if is_pipeline or isinstance(model, FSDPModule) else {}
+        """Parameters to which a backward pass of the user's does not lead."""
+
+        self._is_pipeline = is_pipeline
         self._partial = {parameter: trained[parameter] for parameter in partial if parameter in trained}
-        self._watched = list((self._gathered or self._partial).items())
+        self._watched = list((self._elsewhere or self._partial).items())
         if self._watched:
             _MODELS.add(self)
             _watch_passes()
@@ -79,7 +83,9 @@ class UnfinishedGradients:
         """
         for parameter, name in self._watched:
             if gradient_hooks(parameter):
-                what = "would never be called" if self._gathered else "would be given this rank's part of a sum over tp"
+                what = "would be given this rank's part of a sum over tp"
+                if self._elsewhere:
+                    what = "would be called for each micro-batch" if self._is_pipeline else "would never be called"
                 raise RuntimeError(
                     f"{name} has a hook of register_hook (or register_multi_grad_hook), which {what}. Use "
                     "parameter.register_post_accumulate_grad_hook, which is called when parameter.grad is finished, or "
@@ -99,10 +105,15 @@ class UnfinishedGradients:
         for each in inputs:
             if not isinstance(each, nn.Parameter):
                 continue
-            if each in self._gathered:
+            if each in self._elsewhere:
+                why = (
+                    "a pipeline runs the backwards of micro-batches by itself"
+                    if self._is_pipeline
+                    else "FSDP2 computes with gathered parameters"
+                )
                 raise RuntimeError(
                     f"{'backward(inputs=...)' if accumulate else 'torch.autograd.grad'} is asked for the gradient of "
-                    f"{self._gathered[each]}, and would give none: FSDP2 computes with gathered parameters. {_REMEDY}"
+                    f"{self._elsewhere[each]}, and would give none: {why}. {_REMEDY}"
                 )
             if not accumulate and each in self._partial:
                 raise RuntimeError(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,10 +30,16 @@ class Drains(Protocol):
 
 
 class Held(torch.autograd.Function):
-    """Return the loss of a batch whose gradients are there already; backward gives them, times the loss's gradient."""
+    """Return the loss of a batch whose gradients are there already; backward gives them, times the loss's gradient.
+
+    The gradients are sums over data-parallel ranks, so `check` is given the factor first, to compare it between ranks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, held: list[Tensor | None], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, held: list[Tensor | None], check: Callable[[Tensor], None], *parameters: Tensor
+    ) -> Tensor:
+        ctx.check = check
         ctx.held, ctx.place = held, [placed_as(p) if isinstance(p, DTensor) else None for p in parameters]
         return loss.clone()
 
@@ -43,6 +49,7 @@ class Held(torch.autograd.Function):
         if ctx.held is None:
             raise RuntimeError(_TWICE)
         held, ctx.held = ctx.held, None
+        ctx.check(grads[0])
         found: list[Tensor | None] = []
         for gradient, place in zip(held, ctx.place, strict=True):
             if gradient is None:
@@ -50,7 +57,7 @@ class Held(torch.autograd.Function):
                 continue
             scaled = local(gradient).mul_(grads[0].to(local(gradient).device))
             found.append(scaled if place is None else place(scaled))
-        return None, None, *found
+        return None, None, None, *found
 
 
 _TWICE = (

@@ -183,6 +183,12 @@ class Links:
         self.wait(work)
         return tensor
 
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Take the largest of each element over the ranks of the pipeline, in place."""
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._groups.outputs, async_op=True)
+        assert work is not None
+        self.wait(work)
+
     def broadcast_object(self, value: Any) -> Any:
         """Return the object of the last rank, which is pickled."""
         held = [value]
@@ -228,7 +234,13 @@ class Links:
         self._store.compare_set(_FAILED, "", f"rank {dist.get_rank()} failed: {self.failure}")
 
     def _check(self) -> None:
-        if self._store.check([_FAILED]):
-            text = self._store.get(_FAILED).decode()
-            if not text.startswith(f"rank {dist.get_rank()} "):
-                raise StageFailedError(f"this rank waited for other pipeline stages, of which {text}")
+        try:
+            failed = self._store.check([_FAILED])
+            text = self._store.get(_FAILED).decode() if failed else ""
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} waited for the pipeline ranks {self.ranks}, and the process that keeps the "
+                f"store of the process group (rank 0, or the launcher) has ended. Cause: {error}"
+            ) from error
+        if failed and not text.startswith(f"rank {dist.get_rank()} "):
+            raise StageFailedError(f"this rank waited for other pipeline stages, of which {text}")

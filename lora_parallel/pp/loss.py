@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import find_labels
 
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.pp.microbatches import IGNORED, Microbatches, joined_arguments
@@ -36,6 +37,7 @@ class OwnLoss:
         self._is_replaced = self._model is not None and "forward" in self._model.__dict__  # by TRL, for example
         code = getattr(inspect.unwrap(type(self._model).forward), "__code__", None) if self._model is not None else None
         self._calls_it = code is not None and "loss_function" in code.co_names
+        self._labels = () if self._model is None else tuple(find_labels(type(self._model)))
 
     def check(self, kwargs: Mapping[str, Any], microbatches: int) -> None:
         """Check that a loss that is asked for can be computed from micro-batches.
@@ -45,7 +47,7 @@ class OwnLoss:
         """
         if self._model is None or self._is_replaced or self._calls_it:
             return
-        if kwargs.get("labels") is None or microbatches == 1:
+        if not self._asked(kwargs) or microbatches == 1:
             return
         raise ValueError(
             f"{type(self._model).__name__} computes its loss in its forward, without loss_function, so that those of "
@@ -53,9 +55,12 @@ class OwnLoss:
             "pp_microbatches=1."
         )
 
+    def _asked(self, kwargs: Mapping[str, Any]) -> bool:
+        return any(kwargs.get(name) is not None for name in self._labels)
+
     def begin(self, kwargs: Mapping[str, Any], batch: Microbatches) -> LossCalls:
         """Begin a forward with these arguments."""
-        is_own = kwargs.get("labels") is not None and self._calls_it and not self._is_replaced
+        is_own = self._asked(kwargs) and self._calls_it and not self._is_replaced
         return LossCalls(self._model if is_own else None, kwargs, batch)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from transformers import Cache
 from transformers.utils import ModelOutput
 
 from lora_parallel.distributed.pytree import tensors_in
@@ -44,6 +45,10 @@ class Microbatches:
         self.rows = _rows(args, kwargs)
         """The number of rows of the batch."""
 
+        if not self.rows:
+            raise ValueError(
+                "a batch has 0 rows: leave it out on all ranks (a dataloader with drop_last=True gives none)."
+            )
         if self.rows % count and not pads:
             raise ValueError(
                 f"a batch has {self.rows} rows, which pp_microbatches={count} does not divide: give each "
@@ -54,6 +59,8 @@ class Microbatches:
         """The number of rows of a micro-batch."""
 
         self._args, self._kwargs = args, dict(kwargs)
+        ignored = kwargs.get("ignore_index")
+        self._ignored = IGNORED if ignored is None else ignored
 
     def part(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of one micro-batch."""
@@ -75,7 +82,7 @@ class Microbatches:
             if not missing:
                 return real
             last = x.narrow(dim, self.rows - 1, 1)
-            more = torch.full_like(last, IGNORED) if name in _LABELS else last
+            more = torch.full_like(last, self._ignored) if name in _LABELS else last
             return torch.cat([real, *[more] * missing], dim)
 
         return tree_map_only(Tensor, cut, value)
@@ -108,7 +115,7 @@ class Nest:
             return cls(type(value), keys, tuple(cls.of(value[key], leaves) for key in keys))
         if type(value) in (list, tuple):
             return cls(type(value), (), tuple(cls.of(each, leaves) for each in value))
-        leaves.append(value)
+        leaves.append(None if isinstance(value, Cache) else value)  # each stage has a part of a cache
         return cls(None)
 
     def build(self, leaves: Iterator[Any]) -> Any:

@@ -7,6 +7,7 @@ block after the stage it ends: `StageEnd`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -136,9 +137,15 @@ class OtherStageLayer(_OtherStage):
         device: str = "cpu",
     ) -> None:
         super().__init__(name, layer, run)
-        self.__dict__ |= {"_output": output, "_dtype": dtype}
+        self.__dict__["_output"] = output
         # Models ask an embedding's weight for its device. It has no elements, so that nothing is computed with it.
         self.__dict__["_plain"]["weight"] = torch.empty(0, dtype=dtype, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherStageLayer:
+        """Follow `model.to(dtype)`, as the layer would."""
+        plain = self.__dict__["_plain"]
+        plain["weight"] = fn(plain["weight"])
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self.check_running()
@@ -146,4 +153,4 @@ class OtherStageLayer(_OtherStage):
         given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         if output is None or given is None:
             raise RuntimeError(f"{self.__dict__['_name']} was called on a pipeline stage that has no part of it.")
-        return torch.zeros(output.of(given), dtype=self.__dict__["_dtype"], device=given.device)
+        return torch.zeros(output.of(given), dtype=self.__dict__["_plain"]["weight"].dtype, device=given.device)

@@ -14,6 +14,7 @@ Each forward reduces its own gradients over the data-parallel ranks, once, after
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -28,10 +29,13 @@ from lora_parallel.distributed.fsdp_private import forward_by_method, last_backw
 from lora_parallel.distributed.gradient_hooks import PostponedHooks
 from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 from lora_parallel.distributed.pytree import tensors_in
+from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.layers.forward_arguments import asks_for, asks_for_cache
 from lora_parallel.pp.gradients import Drain, Drained, Held, Refused
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import LossCalls, OwnLoss
+from lora_parallel.pp.loss_factors import LossFactors
 from lora_parallel.pp.microbatches import Joined, Microbatches
 from lora_parallel.pp.other_stages import StageEnd
 from lora_parallel.pp.outputs import Outputs, SharedOutputs
@@ -61,6 +65,9 @@ def refuse_outputs(model: nn.Module, kwargs: dict[str, Any]) -> None:
 class StageHooks(Protocol):
     """Define what a stage calls."""
 
+    def begin_schedule(self) -> None:
+        """Check, before a forward with gradients, that the parameters are as they were when the model was sharded."""
+
     def begin_stage(self) -> None:
         """Note that a stage begins, whose weights are gathered."""
 
@@ -82,6 +89,7 @@ class Pipeline:
         links: Connects this rank with its neighbours.
         loss: The model's own loss function.
         hooks: What a stage calls as it begins, and with what it returns.
+        order: The order of the model's FSDP units; None if it has none.
     """
 
     def __init__(
@@ -96,7 +104,9 @@ class Pipeline:
         links: Links,
         loss: OwnLoss,
         hooks: StageHooks,
+        order: ModelOrder | None,
     ) -> None:
+        self._factors = LossFactors(mesh, links, order)
         self._model, self._inner, self._stages, self._config = model, inner, stages, config
         self._gradients, self._count, self._links, self._loss = gradients, count, links, loss
         self._device, self._hooks = mesh.device_type, hooks
@@ -104,6 +114,7 @@ class Pipeline:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._descriptions = SharedOutputs(links, mesh.device_type)
         self._own = model.forward
+        self._signature = inspect.signature(self._own)
         self._begun = len(stages.stages) == 1 or not isinstance(model, FSDPModule)
         self.most_alive = 0
         """The largest number of micro-batches whose activations this rank kept at a time in the last forward."""
@@ -134,6 +145,7 @@ class Pipeline:
             ValueError: The forward is asked for what stages cannot give; raised on all ranks before any of them begins.
             RuntimeError: The model's forward was called without the model, or an earlier forward failed.
         """
+        args, kwargs = _by_name(self._signature, args, kwargs)
         self._check(args, kwargs)
         grads = torch.is_grad_enabled()
         batch = Microbatches(args, kwargs, self._config.pp_microbatches, pads=not grads)
@@ -143,6 +155,8 @@ class Pipeline:
             make_root(self._model)
         device = torch.device(self._device)
         with self._failing_together():
+            if grads:
+                self._hooks.begin_schedule()
             self._draws.begin(device)
             try:
                 if grads and calls.adds_up and self._config.pp_schedule != "gpipe":
@@ -157,6 +171,11 @@ class Pipeline:
                 f"an earlier step of this pipeline failed ({self._links.failure}), and messages between its stages may "
                 "be lost: restart from a checkpoint."
             )
+        if in_backward():
+            raise RuntimeError(
+                "the model was called in a backward pass, as by a checkpoint around the whole model, and its pipeline "
+                "cannot run again there: checkpoint its blocks (activation_checkpointing=True)."
+            )
         if not self._count.running:
             raise RuntimeError(
                 "model.forward was called by itself: call the model (model(...)), whose hooks prepare the pipeline."
@@ -166,6 +185,11 @@ class Pipeline:
             raise ValueError(
                 "the model was given use_cache=True or a cache, of which each pipeline stage would have a part: leave "
                 "both out, or use pp=1."
+            )
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError(
+                "adapter_names: PEFT chooses the adapter of each row of the whole batch, and under pp blocks see "
+                "micro-batches. Leave it out (set_adapter before parallelize), or use pp=1."
             )
         for each in tensors_in([args, kwargs]):
             if each.requires_grad and torch.is_grad_enabled():
@@ -208,7 +232,7 @@ class Pipeline:
         for at in outputs.differentiable:
             value = outputs.values[at]
             if described.leaves[at].kind == "loss":
-                instead[at] = Held.apply(value, held, *self._trained)
+                instead[at] = Held.apply(value, held, self._factors.check, *self._trained)
             else:
                 instead[at] = Refused.apply(value, torch.empty(0, requires_grad=True))
         return outputs.build(instead)
@@ -310,3 +334,14 @@ class Pipeline:
                 yield
         finally:
             self._count.microbatch, self._count.microbatches = 0, 1
+
+
+def _by_name(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, those by name that have one, as labels may be given by position."""
+    names = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = dict(zip(names, args, strict=False))
+    if len(named) < len(args) or named.keys() & kwargs.keys():  # *args, or the model's own error
+        return args, kwargs
+    return (), {**named, **kwargs}

@@ -8,6 +8,7 @@ batch is compared as the next forward begins, so that no rank waits for its devi
 
 from __future__ import annotations
 
+import zlib
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
+from torch.utils._pytree import tree_flatten
 
 from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh, stage_mesh
 from lora_parallel.distributed.pytree import tensors_in
@@ -81,7 +83,11 @@ class SameBatch:
 
     def _message(self, inputs: Any, training: bool) -> Tensor:
         """Return a number of the inputs, and one that falls as the first rises: int64 [2]."""
-        total = torch.tensor(int(training), device=self._device)
+        leaves, _ = tree_flatten(dict(enumerate(inputs)))
+        names = sorted(key for each in inputs if isinstance(each, dict) for key in each)
+        plain = [each if isinstance(each, bool | int | float | str) else type(each).__name__ for each in leaves]
+        told = zlib.crc32(repr((training, torch.is_grad_enabled(), names, plain)).encode())
+        total = torch.tensor(told, device=self._device)
         for tensor in tensors_in(inputs):
             total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)
         return torch.stack([total, ~total])

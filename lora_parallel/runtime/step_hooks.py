@@ -43,6 +43,14 @@ def _refuse_attentions(model: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
+def _refuse_inference_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "a model under FSDP2 cannot run in torch.inference_mode(): its buffers could never be trained with again. "
+            "Use torch.no_grad()."
+        )
+
+
 class StepHooks:
     """Register hooks on the forward of one parallelized model, which run before FSDP2's own.
 
@@ -55,8 +63,9 @@ class StepHooks:
         order: The order of the model's FSDP units; None if it has none.
         first_batch_checks: Checks of the model's plan, each of which runs once, on the first batch.
         recover: Function that is called as a step begins, if the step before it has failed.
-        is_pipeline: True if the model's forward calls its stages. Then these call `begin_stage` as they begin, and
-            `watch` with the tensors at which their backward passes begin. Otherwise both are done around the forward.
+        is_pipeline: True if the model's forward calls its stages. Then it calls `begin_schedule` before them, and
+            these call `begin_stage` as they begin, and `watch` with the tensors at which their
+            backward passes begin. Otherwise both are done around the forward.
     """
 
     def __init__(
@@ -81,7 +90,7 @@ class StepHooks:
         self._order = order
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._substitutes = Substitutes(model)
-        self._unfinished = UnfinishedGradients(model, gradients.parameters)
+        self._unfinished = UnfinishedGradients(model, gradients.parameters, is_pipeline)
         self._unused = UnusedParameters(model, mesh, gradients, order, root_is_called=not is_pipeline)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -106,7 +115,9 @@ class StepHooks:
         self._reshard()  # gathered weights that an earlier forward left may be older than the last step
         self._substitutes.refuse(model)
         if isinstance(model, FSDPModule):
-            self._check_fsdp()
+            _refuse_inference_mode()
+            if torch.is_grad_enabled() and not self._is_pipeline:
+                self._check_frozen("FSDP2")
         if self._context is not None:
             _refuse_attentions(model, kwargs)
         with agreed() if self._first_batch_checks else nullcontext():
@@ -137,6 +148,11 @@ class StepHooks:
             self.watch(output)
         if not torch.is_grad_enabled():
             self._reshard()  # no backward follows that would, and parameters() must give the sharded ones
+
+    def begin_schedule(self) -> None:
+        """Check, before a pipeline's forward with gradients, that nothing trains or has hooks which it knows not of."""
+        self._check_frozen("the pipeline")
+        self._unfinished.check_hooks()
 
     def begin_stage(self) -> None:
         """Watch the parameters of the root unit in a stage's forward, once FSDP2 has gathered them."""
@@ -196,17 +212,10 @@ class StepHooks:
             for unit in self._units:
                 drop_gathered_gradients(unit)
 
-    def _check_fsdp(self) -> None:
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "a model under FSDP2 cannot run in torch.inference_mode(): its buffers could never be trained with "
-                "again. Use torch.no_grad()."
-            )
-        if not torch.is_grad_enabled():
-            return
+    def _check_frozen(self, what: str) -> None:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise RuntimeError(
-                    f"{name} was frozen when the model was parallelized and is not any more: FSDP2 would compute no "
+                    f"{name} was frozen when the model was parallelized and is not any more: {what} would compute no "
                     "gradient for it. Set requires_grad, and activate adapters (set_adapter), before parallelize."
                 )

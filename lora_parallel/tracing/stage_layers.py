@@ -85,12 +85,11 @@ class StageTrace:
         if not stacks:
             raise TraceError("it has no stack of blocks (modules with numbers, as in model.layers.0)")
         stack = tracer.twin.get_submodule(stacks.most_common(1)[0][0])
-        called = list(stack.children())
-        noted = _Noted(called, tracer)
-        noted.run()
-        self._places, self._inputs = noted.places, noted.inputs
-        found = StageLayers(real_of[stack], [real_of[each] for each in called], noted.outputs)
-        for module, phases in noted.layers():
+        self._blocks = list(stack.children())
+        noted = self._note()
+        self._phases = dict(noted.layers())
+        found = StageLayers(real_of[stack], [real_of[each] for each in self._blocks], noted.outputs)
+        for module, phases in self._phases.items():
             real = real_of[module]
             if "before" in phases:
                 found.before[real] = noted.output_of(module)
@@ -115,7 +114,7 @@ class StageTrace:
     # ------------------------------------------------------------------------ the runs of stages
 
     def prove(self, bounds: Bounds) -> None:
-        """Run the model as each stage would.
+        """Run the model as each stage would: as it was run to find layers, then in training mode on more rows.
 
         Raises:
             ValueError: A stage does not compute what the whole model computes.
@@ -123,6 +122,18 @@ class StageTrace:
         with torch.random.fork_rng(devices=[]), self._explained():
             for stage in range(len(bounds)):
                 self._run_stage(stage, bounds)
+            self._tracer.run_otherwise()
+            noted = self._note()
+            if dict(noted.layers()) != self._phases:
+                raise TraceError("its layers are called at other places in training mode")
+            for stage in range(len(bounds)):
+                self._run_stage(stage, bounds)
+
+    def _note(self) -> _Noted:
+        noted = _Noted(self._blocks, self._tracer)
+        noted.run()
+        self._places, self._inputs = noted.places, noted.inputs
+        return noted
 
     def _run_stage(self, stage: int, bounds: Bounds) -> None:
         tracer, layers, (first, last) = self._tracer, self.layers, bounds[stage]

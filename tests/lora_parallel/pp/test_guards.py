@@ -1,0 +1,308 @@
+"""What would be wrong without an error in pipeline stages, done on purpose: each is an error, or right."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lora_parallel import parallelize
+from lora_parallel.distributed.mesh import dp_rank
+from lora_parallel.layers.module_names import clean_names
+from lora_parallel.pp.loss_factors import LossFactors
+from lora_parallel.state import state_of
+from lora_parallel.tracing.stage_layers import StageTrace
+from tests.lora_parallel.cp.runs import ids, language
+from tests.lora_parallel.pp import models
+from tests.lora_parallel.pp.models import Own, adapted
+from tests.lora_parallel.pp.runs import GPIPE, PP, Run
+from tests.oracle import full, on_mesh, over_stages, relative_error, trained
+from tests.workers import Failure, attempt
+
+TWO = {"pp_microbatches": 2}
+
+
+def model_on(mesh: str, run: Run | None = None, **config: Any) -> Any:
+    device_mesh, settings = on_mesh(mesh, **{**PP, **config})
+    return parallelize((run or Run()).model(), device_mesh, settings)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(p.grad) for name, p in trained(model).items() if p.grad is not None}
+
+
+# ---------------------------------------------------------------------- factors of the loss
+
+WEIGHTS = (0.25, 1.75)
+
+
+def weighed(config: dict[str, Any], checked: bool) -> Any:
+    """Each data-parallel rank weighs the loss of its rows by a weight of its own."""
+    model = model_on("2x1pp2", **config)
+    mesh, _ = on_mesh("2x1pp2", **config)
+    place = dp_rank(mesh)
+    batch = {name: tensor.chunk(2)[place] for name, tensor in language().items()}
+
+    def step() -> dict[str, Tensor]:
+        (model(**batch).loss * WEIGHTS[place]).backward()
+        return over_stages(gradients(model), "2x1pp2")
+
+    with patch.object(LossFactors, "check", LossFactors.check if checked else lambda self, factor: None):
+        return attempt(step)
+
+
+def test_weights_of_data_parallel_ranks_are_refused_or_right(pool):
+    one, batch = Run().model(), language()
+    sum(
+        (one(**{name: each.chunk(2)[place] for name, each in batch.items()}).loss * WEIGHTS[place] / 2)
+        for place in range(2)
+    ).backward()
+    want = gradients(one)
+    for found in pool.run(4, weighed, {**GPIPE, **TWO}, True):
+        assert relative_error(found, want) < 1e-6
+    for found in pool.try_run(4, weighed, TWO, True):
+        assert isinstance(found, Failure)
+        assert "the gradient of the loss is" in found.message
+        assert 'pp_schedule="gpipe"' in found.message
+    for found in pool.run(4, weighed, TWO, False):  # without the guard it would be wrong, without an error
+        assert relative_error(found, want) > 1e-2
+
+
+def left_out(mesh: str, who: str) -> Any:
+    """One rank leaves a backward out, and goes on."""
+    model = model_on(mesh, **TWO)
+    device_mesh, _ = on_mesh(mesh, **TWO)
+    leaves = (dp_rank(device_mesh) if who == "dp" else device_mesh.get_local_rank("pp")) == 1
+    batch = {name: tensor.chunk(2)[dp_rank(device_mesh)] for name, tensor in language().items()}
+    model(**batch).loss.backward()
+
+    def steps() -> None:
+        for leave in (leaves, False):
+            loss = model(**batch).loss
+            if not leave:
+                loss.backward()
+
+    start = time.monotonic()
+    return attempt(steps), time.monotonic() - start
+
+
+@pytest.mark.parametrize(("mesh", "ranks", "who"), [("2x1pp2", 4, "dp"), ("1x1pp2", 2, "pp")])
+def test_a_backward_that_one_rank_leaves_out_is_an_error_of_all(impatient_pool, mesh, ranks, who):
+    for answer in impatient_pool.try_run(ranks, left_out, mesh, who):
+        assert not isinstance(answer, Failure), answer
+        failure, seconds = answer
+        assert isinstance(failure, Failure)
+        assert seconds < 40, failure
+
+
+def other_factors() -> Any:
+    model = model_on("1x1pp2")
+    return attempt(lambda: (model(**language()).loss * (1 + dist.get_rank())).backward())
+
+
+def test_another_factor_on_another_stage_is_refused(pool):
+    for failure in pool.try_run(2, other_factors):
+        assert "the gradient of the loss is" in failure.message
+
+
+# ---------------------------------------------------------------------- parameters and their gradients
+
+
+def begins_to_train(model: Any) -> None:
+    next(p for name, p in model.named_parameters() if "q_proj.base_layer" in name).requires_grad_()
+
+
+def hooked(model: Any) -> None:
+    next(iter(trained(model).values())).register_hook(lambda grad: grad * 2)
+
+
+CHANGES = {
+    "a parameter that begins to train": (begins_to_train, "was frozen when the model was parallelized"),
+    "register_hook": (hooked, "which would be called for each micro-batch"),
+}
+
+
+def changed(names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        model = model_on("1x1pp2")
+        if dist.get_rank() == 0:
+            CHANGES[name][0](model)
+        start = time.monotonic()
+        found[name] = attempt(lambda model=model: model(**language())), time.monotonic() - start
+    return found
+
+
+def test_parameters_that_change_after_parallelize_are_refused_on_all_stages(pool):
+    answers = pool.run(2, changed, list(CHANGES))
+    for found in answers:
+        for name, (_, text) in CHANGES.items():
+            failure, seconds = found[name]
+            assert isinstance(failure, Failure)
+            assert text in failure.message
+            assert seconds < 20
+
+
+def asked_for() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for schedule in (PP, GPIPE):
+        model = model_on("1x1pp2", **schedule)
+        inputs, kind = list(trained(model).values()), schedule.get("pp_schedule", "1f1b")
+        loss = model(**language()).loss
+        found[f"{kind} backward"] = attempt(lambda loss=loss, inputs=inputs: loss.backward(inputs=inputs))
+        found[f"{kind} grad"] = attempt(lambda loss=loss, inputs=inputs: torch.autograd.grad(loss, inputs))
+    return found
+
+
+def test_gradients_of_given_parameters_are_refused(pool):
+    for found in pool.run(2, asked_for):
+        for failure in found.values():
+            assert "a pipeline runs the backwards of micro-batches by itself" in failure.message
+
+
+def with_lbfgs() -> Any:
+    model = model_on("1x1pp2")
+    optimizer = torch.optim.LBFGS(list(trained(model).values()))
+    return attempt(lambda: optimizer.step(lambda: model(**language()).loss))
+
+
+def test_lbfgs_is_refused(pool):
+    for failure in pool.try_run(2, with_lbfgs):
+        assert "LBFGS computes one step from all parameters together" in failure.message
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def by_position(model: Any) -> dict[str, Any]:
+    batch = language()
+    model(batch["input_ids"], None, None, batch["labels"]).loss.backward()
+    return gradients(model)
+
+
+def as_tuples(model: Any) -> list[Any]:
+    with torch.no_grad():
+        return [each for each in model(**language(), return_dict=False) if isinstance(each, Tensor)]
+
+
+def ignoring_seven(model: Any) -> Tensor:
+    """Three rows, which four micro-batches fill up."""
+    batch = ids()[:3]
+    with torch.no_grad():
+        return model(input_ids=batch, labels=batch, ignore_index=7).loss
+
+
+def arguments() -> dict[str, Any]:
+    model, found = model_on("1x1pp2"), {}
+    found["by position"] = over_stages(by_position(model), "1x1pp2"), state_of(model).pipeline.most_alive
+    found["tuple"] = [each + 0 for each in as_tuples(model)]
+    found["ignored"] = ignoring_seven(model)
+    batch = language()
+    found["adapter names"] = attempt(lambda: model(**batch, adapter_names=["default"] * 4))
+    found["no rows"] = attempt(lambda: model(**{name: each[:0] for name, each in batch.items()}))
+    found["recomputed"] = attempt(
+        lambda: checkpoint(
+            lambda ids: model(input_ids=ids).logits.square().mean(), batch["input_ids"], use_reentrant=False
+        ).backward()
+    )
+    model = model_on("1x1pp2")
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        found["mode"] = attempt(lambda: model(**batch))
+    model = model_on("1x1pp2")
+    model(**batch)
+    found["number"] = attempt(lambda: model(**batch, num_items_in_batch=50 + dist.get_rank()))
+    return found
+
+
+def test_arguments(pool):
+    one = Run().model()
+    want = by_position(one)
+    for found in pool.run(2, arguments):
+        got, alive = found["by position"]
+        assert relative_error(got, want) < 1e-12
+        assert alive < 4  # 1f1b: the labels were seen
+        for mine, theirs in zip(found["tuple"], as_tuples(one), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found["ignored"], ignoring_seven(one), rtol=2e-6, atol=0)
+        assert found["adapter names"].message.startswith("adapter_names: PEFT chooses")
+        assert "a batch has 0 rows" in found["no rows"].message
+        assert "checkpoint its blocks" in found["recomputed"].message
+        assert "were fed different batches" in found["mode"].message
+        assert "were fed different batches" in found["number"].message
+
+
+def questions() -> dict[str, Tensor]:
+    return {"input_ids": ids(), "start_positions": torch.arange(4), "end_positions": torch.arange(4) + 2}
+
+
+def to_float32() -> Any:
+    model = model_on("1x1pp2").to(torch.float32)
+    model(**language()).loss.backward()
+    return over_stages(gradients(model), "1x1pp2")
+
+
+def test_a_model_is_cast(pool):
+    one = Run().model().to(torch.float32)
+    one(**language()).loss.backward()
+    want = gradients(one)
+    for found in pool.run(2, to_float32):
+        assert all(each.dtype is torch.float32 for each in found.values())
+        assert relative_error(found, want) < 1e-5
+
+
+QUESTIONS = Run(
+    kind="LlamaForQuestionAnswering",
+    batch=questions,
+    loss=lambda model, batch: model(**batch).loss,
+    lora={"task_type": "QUESTION_ANS"},
+    tolerance=1e-6,
+)
+
+
+def answered() -> Any:
+    return QUESTIONS.on("1x1pp2")
+
+
+def test_a_loss_of_positions(pool):
+    loss, want = QUESTIONS.step(QUESTIONS.model())
+    for mine, found in pool.run(2, answered):
+        assert abs(mine - loss) < 2e-6 * loss
+        assert relative_error(found, want) < QUESTIONS.tolerance
+
+
+# ---------------------------------------------------------------------- what stages are proven on
+
+
+class WithSideOutputInTraining(Own):
+    """In training mode the embedding goes to every block."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, first) if self.training else block(x)
+        return self.head(self.norm(x))
+
+
+class WithSideOutputOfTwoRows(Own):
+    """The embedding goes to every block if there are several rows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, first) if len(ids) > 1 else block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [WithSideOutputInTraining, WithSideOutputOfTwoRows])
+def test_stages_are_proven_in_training_too(kind):
+    model = adapted(kind)
+    with pytest.raises(ValueError, match="is not fed the same by a stage"):
+        StageTrace(model, clean_names(model), 2).prove([(0, 2), (2, 4)])
+    own = adapted(models.Own)
+    StageTrace(own, clean_names(own), 2).prove([(0, 2), (2, 4)])
