@@ -27,11 +27,13 @@ def test_auto_takes_what_the_others_leave():
         assert tuple(found) == AXES
         return tuple(found.values())
 
-    assert sizes(6) == (1, 6, 1, 1)
-    assert sizes(12, tp=2, dp_replicate=3) == (3, 2, 1, 2)
-    assert sizes(8, tp=2, dp_shard=2, dp_replicate=2) == (2, 2, 1, 2)
-    assert sizes(8, tp=2, cp=2) == (1, 2, 2, 2)
+    assert sizes(6) == (1, 1, 6, 1, 1)
+    assert sizes(12, tp=2, dp_replicate=3) == (1, 3, 2, 1, 2)
+    assert sizes(8, tp=2, dp_shard=2, dp_replicate=2) == (1, 2, 2, 1, 2)
+    assert sizes(8, tp=2, cp=2) == (1, 1, 2, 2, 2)
+    assert sizes(8, tp=2, pp=2) == (2, 1, 2, 1, 2)
     assert mesh_axes(mesh_sizes(ParallelConfig(cp=2), 2)) == {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
+    assert "pp" not in mesh_axes(mesh_sizes(ParallelConfig(), 2))
     assert "cp" not in mesh_axes(mesh_sizes(ParallelConfig(), 2))
 
 
@@ -81,7 +83,7 @@ def test_tp_is_innermost_and_dp_rank_counts_replicas_and_shards(pool):
     for rank, found in enumerate(pool.run(8, layout, "2x2x2")):
         assert found["names"] == ("dp_replicate", "dp_shard", "tp")
         assert found["ranks"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-        assert found["coordinate"] == (rank // 4, rank // 2 % 2, 0, rank % 2)
+        assert found["coordinate"] == (0, rank // 4, rank // 2 % 2, 0, rank % 2)
         assert found["dp"] == (rank // 2, 4)
         assert found["fsdp axes"] == ("dp_replicate", "dp_shard")
 
@@ -89,10 +91,17 @@ def test_tp_is_innermost_and_dp_rank_counts_replicas_and_shards(pool):
 def test_cp_is_between_dp_and_tp_and_fsdp_shards_over_both(pool):
     for rank, found in enumerate(pool.run(8, layout, "2x1x2cp2")):
         assert found["names"] == ("dp_replicate", "dp_shard", "cp", "tp")
-        assert found["coordinate"] == (rank // 4, 0, rank // 2 % 2, rank % 2)
+        assert found["coordinate"] == (0, rank // 4, 0, rank // 2 % 2, rank % 2)
         assert found["dp"] == (rank // 4, 2)
         assert found["fsdp axes"] == ("dp_replicate", "dp_shard_cp")
         assert found["same batch"] == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+
+
+def test_pp_is_outermost_and_dp_ranks_are_those_of_a_stage(pool):
+    for rank, found in enumerate(pool.run(8, layout, "2x2pp2")):
+        assert found["names"] == ("pp", "dp_replicate", "dp_shard", "tp")
+        assert found["coordinate"] == (rank // 4, 0, rank // 2 % 2, 0, rank % 2)
+        assert found["dp"] == (rank // 2 % 2, 2)
 
 
 def test_a_replicate_axis_of_one_stays_out_of_fsdp(pool):

@@ -66,9 +66,11 @@ def calls(mesh_text: str, folder: Path) -> dict[str, Any]:
         load_adapter(model, folder / "normal")  # the numbers are in step all the same
         meet("the end")
         found["told otherwise"] = told[:]
+    meetings = rendezvous._current()
+    assert meetings is not None
     keys = [
         f"lora_parallel/{number}/{key}"
-        for number in range(rendezvous._meetings.number - 1)
+        for number in range(meetings.number - 1)
         for key in (*range(4), "call", "arrived", "open")
     ]
     dist.barrier()
