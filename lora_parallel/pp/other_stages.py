@@ -80,6 +80,14 @@ class _OtherStage(nn.Module):
         plain = self.__dict__.get("_plain", {})
         return plain[key] if key in plain else super().__getattr__(key)
 
+    def __delattr__(self, key: str) -> None:
+        """Delete an attribute, as Trainer does with `neftune_noise_alpha` of the embedding after training."""
+        plain = self.__dict__["_plain"]
+        if key in plain and key not in self.__dict__:
+            del plain[key]
+        else:
+            super().__delattr__(key)
+
     def check_running(self) -> None:
         """Check that the parallelized model runs.
 

@@ -49,9 +49,9 @@ class Steps:
     def __enter__(self) -> Steps:
         self._own, unit_order.PATIENCE = (unit_order.meet, unit_order.PATIENCE), 0.2
 
-        def meet(step: str, remedy: str) -> None:
+        def meet(step: str, *more: Any) -> None:
             self.compared.append(step)
-            self._own[0](step, remedy)
+            self._own[0](step, *more)
 
         unit_order.meet = meet
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.layers.module_names import clean_names
 from lora_parallel.pp.loss_factors import LossFactors
+from lora_parallel.pp.other_stages import OtherStageLayer, OutputShape
 from lora_parallel.state import state_of
 from lora_parallel.tracing.stage_layers import StageTrace
 from tests.lora_parallel.cp.runs import ids, language
@@ -306,3 +307,17 @@ def test_stages_are_proven_in_training_too(kind):
         StageTrace(model, clean_names(model), 2).prove([(0, 2), (2, 4)])
     own = adapted(models.Own)
     StageTrace(own, clean_names(own), 2).prove([(0, 2), (2, 4)])
+
+
+def test_an_attribute_of_a_layer_of_another_stage_is_deleted():
+    """As transformers' Trainer does at the end of training with neftune_noise_alpha."""
+    embedding = nn.Embedding(3, 4)
+    embedding.neftune_noise_alpha = 5.0
+    instead = OtherStageLayer("embed_tokens", embedding, MagicMock(), OutputShape(4, looks_up=True), torch.float32)
+    assert instead.neftune_noise_alpha == 5.0
+    del instead.neftune_noise_alpha
+    instead.own = 1
+    del instead.own
+    for name in ("neftune_noise_alpha", "own"):
+        with pytest.raises(AttributeError):
+            delattr(instead, name)
