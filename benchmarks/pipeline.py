@@ -248,7 +248,7 @@ def draw(found: dict[str, list[Any]], path: Path) -> None:
 
 
 def measured(hidden: int, tokens: int, rounds: int) -> dict[str, list[tuple[float, int]]]:
-    """Of each side and round: seconds, and the most bytes of a process that hold weights or are added by a step."""
+    """Return, for each side and round, the seconds, and the most bytes that a process holds and a step adds."""
     sides = {}
     for name, options in SIDES.items():
         config = ParallelConfig(**options)

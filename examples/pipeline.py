@@ -66,7 +66,7 @@ def train(model: nn.Module, batches: list[Tensor], clip: Callable[[Any, float], 
 
 
 def held(model: nn.Module) -> tuple[str, int, int]:
-    """What this rank holds: its layers in words, bytes of the base, bytes that train."""
+    """Return what this rank holds: its layers in words, the bytes of the base, and the bytes that train."""
     blocks, others, sizes = set(), set(), {False: 0, True: 0}
     for name, parameter in model.named_parameters():
         found = re.search(r"layers\.(\d+)\.", name)

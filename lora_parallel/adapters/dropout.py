@@ -50,7 +50,7 @@ def _keys(seed: int, name: str, forward_number: int) -> tuple[int, int, int]:
 
 
 Keys = Sequence[int] | Sequence[Tensor]
-"""What decides about the rows of one module in one forward: ints, or int32 tensors without dims.
+"""Keys that decide which elements one module drops in one forward: ints, or int32 tensors without dims.
 
 They are the three keys of the hash (row, token, feature), and the index of the rows among all shares as large.
 """

@@ -27,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 __all__ = [
+    "MEMORY_READERS",
     "all_gather_stacked",
     "all_reduce_sum",
     "all_to_all",
@@ -322,6 +323,17 @@ def storageless(
         kind, tuple(shape), strides=strides, dtype=dtype, device=device or torch.device("cpu")
     )
 
+
+MEMORY_READERS = {
+    Tensor.numpy,
+    Tensor.tolist,
+    Tensor.__array__,
+    Tensor.__deepcopy__,
+    Tensor.__reduce_ex__,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+}
+"""Functions that read a tensor's memory without an operation of torch, which a tensor without memory must handle."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """Value of `__torch_function__` for a tensor subclass that handles operations in `__torch_dispatch__` only.

@@ -9,20 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lora_parallel.distributed.torch_private import no_torch_function, storageless
+from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 
 __all__ = ["LastStageTensor"]
-
-_OF_MEMORY = {
-    Tensor.numpy,
-    Tensor.tolist,
-    Tensor.__array__,
-    Tensor.__deepcopy__,
-    Tensor.__reduce_ex__,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-}
-"""Functions that read a tensor's memory without an operation of torch."""
 
 
 class _Held:
@@ -67,7 +56,7 @@ class LastStageTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OF_MEMORY:
+        if func in MEMORY_READERS:
             args = tree_map_only(LastStageTensor, lambda each: each.held.whole(), args)
         return no_torch_function(func, types, args, kwargs or {})
 

@@ -47,7 +47,7 @@ class _Groups:
 
     outputs: Any = None
     failure: str | None = None
-    """What has failed, after which messages may be lost: no forward is possible any more."""
+    """The error after which messages may be lost, so that no forward is possible any more; None if there is none."""
 
 
 _groups: WeakKeyDictionary[Any, dict[Any, _Groups]] = WeakKeyDictionary()

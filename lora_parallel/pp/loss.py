@@ -85,7 +85,7 @@ class LossCalls:
 
         self._number = _number_of_labels(kwargs) if self.adds_up else None
         self.losses: list[Tensor] = []
-        """What the loss function, or what stands for it, returned for each micro-batch."""
+        """Losses of the micro-batches; zeros where the loss of the batch is computed from all of them at the end."""
 
         self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._leaves: list[list[Tensor]] = []

@@ -75,7 +75,7 @@ class ScheduleRun:
         self._awaited: dict[bool, int] = {}
         self._taken = 0
         self.outputs: dict[int, Any] = {}
-        """What the model returned for each micro-batch, on the last stage's rank."""
+        """Outputs of the model for each micro-batch, on the last stage's rank."""
 
         self.most_alive = 0
         """The largest number of micro-batches whose activations were kept at a time."""

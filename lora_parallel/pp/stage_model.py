@@ -30,7 +30,7 @@ class _Place:
     """The module, if this rank holds it."""
 
     other: nn.Module
-    """What stands in for it."""
+    """The module that stands in for it on other stages."""
 
     stages: frozenset[int]
     """The stages that compute it."""

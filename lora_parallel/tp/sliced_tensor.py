@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lora_parallel.distributed.torch_private import no_torch_function, storageless
+from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 from lora_parallel.tp.slicing import Slicing
 from lora_parallel.tp.vocabulary_loss import check_labels, cross_entropy_of_slices
 
@@ -100,7 +100,7 @@ class SlicedTensor(Tensor):
             result = _FUNCTIONS[func](*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        if func in _OF_MEMORY:
+        if func in MEMORY_READERS:
             args = tree_map_only(SlicedTensor, lambda each: each.gathered(func), args)
         return no_torch_function(func, types, args, kwargs or {})
 
@@ -350,13 +350,3 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten._to_copy.default: _cast,
 }
-_OF_MEMORY = {
-    Tensor.numpy,
-    Tensor.tolist,
-    Tensor.__array__,
-    Tensor.__deepcopy__,
-    Tensor.__reduce_ex__,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-}
-"""Functions that read a tensor's memory without an operation of torch."""

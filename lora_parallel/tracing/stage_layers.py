@@ -120,14 +120,16 @@ class StageTrace:
             ValueError: A stage does not compute what the whole model computes.
         """
         with torch.random.fork_rng(devices=[]), self._explained():
-            for stage in range(len(bounds)):
-                self._run_stage(stage, bounds)
+            self._run_stages(bounds)
             self._tracer.run_otherwise()
             noted = self._note()
             if dict(noted.layers()) != self._phases:
                 raise TraceError("its layers are called at other places in training mode")
-            for stage in range(len(bounds)):
-                self._run_stage(stage, bounds)
+            self._run_stages(bounds)
+
+    def _run_stages(self, bounds: Bounds) -> None:
+        for stage in range(len(bounds)):
+            self._run_stage(stage, bounds)
 
     def _note(self) -> _Noted:
         noted = _Noted(self._blocks, self._tracer)

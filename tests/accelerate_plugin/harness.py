@@ -72,7 +72,10 @@ def _forget() -> None:
 
 
 def environment(mesh: str, precision: str = "no", **others: str) -> dict[str, str]:
-    """What `accelerate launch` sets for a file with this mesh, and `accelerate-lora launch` of a pp axis."""
+    """Return the environment that `accelerate launch` makes of a file with this mesh.
+
+    For a mesh with a pp axis it is that of `accelerate-lora launch`.
+    """
     sizes = parse_mesh(mesh)
     more = {"PARALLELISM_CONFIG_PP_MICROBATCHES": "2"} if "pp" in sizes else {}
     return {
