@@ -26,7 +26,7 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def impatient_pool() -> Iterator[WorkerPool]:
     """The same, for what leaves a rank waiting for a peer that does not come."""
-    workers = WorkerPool(timeout=10)
+    workers = WorkerPool(timeout=20)
     yield workers
     workers.close()
 

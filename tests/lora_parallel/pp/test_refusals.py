@@ -282,8 +282,8 @@ def one_rank_ends(place: int) -> Any:
 
 
 @pytest.mark.parametrize("place", [1])
-def test_a_rank_that_ends_in_a_schedule_is_an_error_of_the_others(impatient_pool, place):
-    answers = impatient_pool.try_run(2, one_rank_ends, place)
+def test_a_rank_that_ends_in_a_schedule_is_an_error_of_the_others(pool, place):
+    answers = pool.try_run(2, one_rank_ends, place)
     assert isinstance(answers[place], Death)
     failure, seconds = answers[1 - place]
     assert isinstance(failure, Failure)
