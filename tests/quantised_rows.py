@@ -53,9 +53,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def quantised(kind: str, name: str = "LlamaForCausalLM", settings: Any = None, dtype: Any = torch.float32) -> nn.Module:
     """A base with random weights, by way of a file."""
-    path = Path(_folder().name) / f"{name} {dtype}"
+    model: Any = base_model(name, settings or SIZES)
+    path = Path(_folder().name) / f"{name} {dtype} {model.config.num_hidden_layers}"
     if not path.exists():
-        model: Any = base_model(name, settings or SIZES)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 2:
@@ -74,6 +74,9 @@ def _adapted(targets: list[str], *args: Any, **kwargs: Any) -> nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(kwargs.get("dtype", torch.float32))
     fill(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data *= 0.3  # at these widths `fill` makes updates larger than the base, and blocks amplify rounding
     return model.train()
 
 
