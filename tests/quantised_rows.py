@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.oracle import SEVEN
-from tests.rows import DECODER, FUSED_SEVEN, Row, base_model, fill
+from tests.rows import DECODER, FUSED_SEVEN, Row, base_model, deeper, fill
 
 # Widths that eight ranks can cut between blocks of 64.
 SIZES = {**DECODER, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
@@ -53,9 +53,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def quantised(kind: str, name: str = "LlamaForCausalLM", settings: Any = None, dtype: Any = torch.float32) -> nn.Module:
     """A base with random weights, by way of a file."""
-    model: Any = base_model(name, settings or SIZES)
-    path = Path(_folder().name) / f"{name} {dtype} {model.config.num_hidden_layers}"
+    path = Path(_folder().name) / f"{name} {dtype} {deeper(settings or SIZES)['num_hidden_layers']}"
     if not path.exists():
+        model: Any = base_model(name, settings or SIZES)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 2:
@@ -76,7 +76,7 @@ def _adapted(targets: list[str], *args: Any, **kwargs: Any) -> nn.Module:
     fill(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data *= 0.3  # at these widths `fill` makes updates larger than the base, and blocks amplify rounding
+            parameter.data *= 0.3  # `fill` makes updates larger than the base here, and blocks amplify rounding then
     return model.train()
 
 

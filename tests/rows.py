@@ -35,7 +35,7 @@ def base_model(name: str, settings: dict[str, Any], change: Callable[[Any], None
     Embeddings are larger, or the blocks of these sizes make all tokens alike and gradients of attention vanish.
     """
     kind = getattr(transformers, name)
-    model = kind(kind.config_class(**_deeper(settings)))
+    model = kind(kind.config_class(**deeper(settings)))
     if change is not None:
         change(model)
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +67,8 @@ def deep_for(column: str) -> Iterator[None]:
         _layers = before
 
 
-def _deeper(settings: dict[str, Any]) -> dict[str, Any]:
+def deeper(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a model of this context's depth (see `deep_for`)."""
     if _layers is None:
         return settings
     more = {key: _layers for key in ("num_hidden_layers", "n_layer", "n_layers") if settings.get(key) == 2}
