@@ -55,6 +55,7 @@ from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same_files, share_random_state, tensors_of
 from lora_parallel.loading.transformers_quantisers import check_loaded
+from lora_parallel.optimizers.step import let_optimizers_step
 from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
 from lora_parallel.pp.context import Entry, StageContext
 from lora_parallel.pp.links import Links
@@ -68,7 +69,7 @@ from lora_parallel.quantised.conversion import bare_states, check_quantised, hol
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
 from lora_parallel.runtime.generation import allow_generate, refuse_generate
 from lora_parallel.runtime.guards import verify
-from lora_parallel.runtime.optimizer_params import refuse_lbfgs, refuse_stale_steps
+from lora_parallel.runtime.optimizer_params import refuse_joined_steps, refuse_stale_steps
 from lora_parallel.runtime.refusals import seal
 from lora_parallel.runtime.step_hooks import StepHooks
 from lora_parallel.runtime.whole_compile import refuse_whole_compile
@@ -231,7 +232,7 @@ def parallelize(
     if stages is not None:
         state.stage = stages.tensors
         clip_over_stages(model, mesh["pp"])
-        refuse_lbfgs(model)
+        refuse_joined_steps(model)
         links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
         state.pipeline = Pipeline(
             model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks, order
@@ -241,6 +242,7 @@ def parallelize(
     if materialize:
         state.fingerprints = base_fingerprints(model, mesh, stage=state.stage)
     refuse_stale_steps(before, model)
+    let_optimizers_step()
     state.attach(model)
     seal(model, mesh.size())
     if mesh.size() > 1:

@@ -35,6 +35,10 @@ def optimizer_of(name: str) -> Any:
     return lambda parameters: torch.optim.AdamW(parameters, lr=RATES[name])
 
 
+def with_optimizer(name: str, kind: type[torch.optim.Optimizer] | None) -> Any:
+    return optimizer_of(name) if kind is None else lambda parameters: kind(parameters, lr=RATES[name])
+
+
 def batch(name: str, step: int) -> Tensor:
     """The rows of a tenant's step."""
     generator = torch.Generator().manual_seed(100 * SEEDS[name] + step)
@@ -46,7 +50,13 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 @cache
-def alone(name: str, steps: int = STEPS, backwards: int = 1, clip: float | None = None) -> dict[str, Tensor]:
+def alone(
+    name: str,
+    steps: int = STEPS,
+    backwards: int = 1,
+    clip: float | None = None,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+) -> dict[str, Tensor]:
     """Plain PEFT on this tenant's samples, with the project's dropout.
 
     Args:
@@ -54,13 +64,14 @@ def alone(name: str, steps: int = STEPS, backwards: int = 1, clip: float | None 
         steps: Of its optimizer.
         backwards: Before each step.
         clip: The largest norm of its gradients.
+        optimizer: Another optimizer than the tenant's, with that one's rate.
     """
     base = causal_lm()
     torch.manual_seed(SEEDS[name])
     model = get_peft_model(base, config_of(name)).train()
     count = ForwardCount(running=True)
     adapt_dropout(model, SEEDS[name], count, 0)
-    optimizer = optimizer_of(name)(list(trained(model).values()))
+    made = with_optimizer(name, optimizer)(list(trained(model).values()))
     for number in range(steps * backwards):
         count.advance(True)
         ids = batch(name, number)
@@ -68,8 +79,8 @@ def alone(name: str, steps: int = STEPS, backwards: int = 1, clip: float | None 
         if (number + 1) % backwards == 0:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(trained(model).values(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            made.step()
+            made.zero_grad()
     return plain(trained(model))
 
 

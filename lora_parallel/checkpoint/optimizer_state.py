@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lora_parallel.distributed.gather import local, region_of
 from lora_parallel.distributed.stages import over_stages
+from lora_parallel.optimizers.kinds import StepsOn, joins_parameters, steps_on
 from lora_parallel.storage.weights_only import without_numpy
 
 __all__ = ["OptimizerState", "check_optimizer", "group_names", "merged_records", "optimizer_state", "restored"]
@@ -56,6 +57,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     tensors: Tensors = {}
     values: dict[str, dict[str, Any]] = {}
     kind = type(optimizer).__name__
+    whole = steps_on(optimizer) is StepsOn.FULL
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -67,19 +69,17 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     tensors.setdefault(name, {})[key] = value.detach()
-                elif any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
+                elif not whole and any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
                     raise ValueError(
                         f"{kind} keeps the state {key!r} of {name} in a {type(value).__name__} that is not of the "
                         f"parameter's shape {tuple(parameter.shape)}, and the parameter is sharded: it cannot be told "
                         "what of it belongs to which rank, so it cannot be saved."
                     )
                 else:
-                    values.setdefault(name, {})[key] = (
-                        value.cpu().clone() if isinstance(value, Tensor) else without_numpy(value)
-                    )
-    shared = {key: without_numpy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+                    values.setdefault(name, {})[key] = _copied(value)
+    shared = {key: _copied(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for key, value in shared.items():
-        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+        if not whole and any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise ValueError(
                 f"{kind} keeps a state {key!r} of no parameter that holds a tensor: it cannot be told what of it "
                 "belongs to which rank, so it cannot be saved. Keep plain values there."
@@ -100,6 +100,10 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 _OF_PARAMETERS = ("params", "param_names")
+
+
+def _copied(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.cpu().clone() if isinstance(leaf, Tensor) else without_numpy(leaf), value)
 
 
 def _is_part(value: Any, parameter: nn.Parameter) -> bool:
@@ -182,6 +186,15 @@ def check_optimizer(
                 f"(first: {sorted(mine - theirs)[:1]}) and lacks {len(theirs - mine)} of it (first: "
                 f"{sorted(theirs - mine)[:1]}): make it with the same groups."
             )
+    if joins_parameters(optimizer):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            if [names[parameter] for parameter in group["params"]] != saved["parameters"]:
+                raise ValueError(
+                    f"the {kind} that was saved has its parameters in another order, and keeps states of all of them "
+                    "together: make it with the parameters in the order of the model."
+                )
+    if steps_on(optimizer) is StepsOn.FULL:
+        return
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         name = names[parameter]
         for key, value in record["values"].get(name, {}).items():
@@ -251,8 +264,8 @@ def _on_device(key: str, value: Any, parameter: nn.Parameter, settings: Mapping[
     Step counts stay on the CPU unless the optimizer's kernels need them on the device ("capturable" or "fused"). The
     saved settings decide that, since the optimizer continues with them.
     """
-    if not isinstance(value, Tensor):
-        return value
     if key == "step" and not (settings.get("capturable") or settings.get("fused")):
-        return value.clone()
-    return value.to(parameter.device, copy=True)
+        return copy.deepcopy(value)
+    return tree_map(
+        lambda leaf: leaf.to(parameter.device, copy=True) if isinstance(leaf, Tensor) else leaf, copy.deepcopy(value)
+    )

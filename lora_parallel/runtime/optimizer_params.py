@@ -12,15 +12,16 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.distributed.gradients import refuse_clipping_if
 from lora_parallel.distributed.rendezvous import place_of_call
 from lora_parallel.distributed.stages import over_stages
+from lora_parallel.optimizers.kinds import joins_parameters
 from lora_parallel.state import mesh_of, names_elsewhere
 
-__all__ = ["HeldByName", "check_not_stale", "describe_optimizer", "refuse_lbfgs", "refuse_stale_steps"]
+__all__ = ["HeldByName", "check_not_stale", "describe_optimizer", "refuse_joined_steps", "refuse_stale_steps"]
 
 _REPLACED, _LIVE = "_lora_parallel_replaced", "_lora_parallel_live"
 _REMEDY = (
@@ -80,29 +81,29 @@ _staged: WeakSet[nn.Module] = WeakSet()
 """Models of whose parameters each rank has those of its pipeline stages."""
 
 
-def refuse_lbfgs(model: nn.Module) -> None:
-    """Make LBFGS raise an error when it steps with parameters of `model`, which is divided into pipeline stages.
+def refuse_joined_steps(model: nn.Module) -> None:
+    """Make an optimizer that joins parameters raise an error when it steps with some of `model`, which has stages.
 
     LBFGS takes its direction and the length of its step from inner products over all parameters, and each rank has
-    those of its stages.
+    those of its pipeline stages.
     """
     _staged.add(model)
-    _watch_lbfgs()
+    _watch_joined_steps()
 
 
 @cache
-def _watch_lbfgs() -> None:
-    register_optimizer_step_pre_hook(_refuse_lbfgs)
+def _watch_joined_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_joined_step)
 
 
-def _refuse_lbfgs(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not isinstance(optimizer, LBFGS):
+def _refuse_joined_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not joins_parameters(optimizer):
         return
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if any(not held.isdisjoint(model.parameters()) for model in _staged):
         raise RuntimeError(
-            "LBFGS computes one step from all parameters together, and under pp each rank has those of its stages "
-            "only: use an optimizer that works on each parameter by itself (AdamW, SGD), or pp=1."
+            f"{type(optimizer).__name__} computes one step from all parameters together, and under pp each rank has "
+            "those of its stages only: use an optimizer that works on each parameter by itself (AdamW, SGD), or pp=1."
         )
 
 

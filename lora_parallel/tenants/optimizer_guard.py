@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lora_parallel.distributed.gradients import clip_grad_norm_, refuse_clipping_if
+from lora_parallel.optimizers.kinds import StepsOn, steps_on
 
 __all__ = ["OptimizerGuard", "settings_of"]
 
@@ -47,6 +48,12 @@ class OptimizerGuard:
         for parameter in parameters:
             refuse_clipping_if(parameter, lambda: None if (guard := this()) is None else guard._not_clipped())
 
+    @property
+    def gathers(self) -> bool:
+        """Return True if a step of the optimizer gathers parameters, so that all ranks step it at the same time."""
+        sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        return sharded and steps_on(self.optimizer) is StepsOn.FULL
+
     def step(self, gradients: Sequence[Tensor | None], max_norm: float | None) -> Tensor | None:
         """Step the optimizer with `gradients`; without any gradient it takes no step.
 
@@ -57,9 +64,6 @@ class OptimizerGuard:
 
         Returns:
             The norm of the gradients before clipping; None without `max_norm`.
-
-        Raises:
-            RuntimeError: The optimizer does not take parameters that are on a mesh (DTensors).
         """
         self._steps = True
         try:
@@ -67,24 +71,12 @@ class OptimizerGuard:
                 parameter.grad = gradient if gradient is None or max_norm is None else gradient.clone()
             norm = None if max_norm is None else clip_grad_norm_(self._parameters, max_norm)
             if any(gradient is not None for gradient in gradients):
-                self._step()
+                self.optimizer.step()
         finally:
             self._steps = False
             for parameter in self._parameters:
                 parameter.grad = None  # the caller still has the gradients if the step failed
         return norm
-
-    def _step(self) -> None:
-        try:
-            self.optimizer.step()
-        except _OF_TORCH as error:
-            on_mesh = any(isinstance(parameter, DTensor) for parameter in self._parameters)
-            if not on_mesh or type(error) not in _OF_TORCH:  # out of memory, say
-                raise
-            raise RuntimeError(
-                f"step({self._tenant!r}): its {type(self.optimizer).__name__} failed. The tenant's parameters are "
-                f"DTensors, as under tp or shard=True, which most optimizers of torch take, but not all: {error}"
-            ) from error
 
     def _check_driven(self) -> None:
         if not self._steps:
@@ -98,10 +90,6 @@ class OptimizerGuard:
         if self._steps or waits is None or not waits():
             return None
         return f"gradients of {self._tenant!r} wait in the pool: clip with pool.step({self._tenant!r}, max_norm=...)."
-
-
-_OF_TORCH = (RuntimeError, NotImplementedError, IndexError)
-"""Errors that torch's operators raise if they do not take DTensors."""
 
 
 def _check_made(made: Any, parameters: Sequence[nn.Parameter]) -> None:

@@ -354,13 +354,13 @@ class TenantPool:
         Raises:
             ValueError: There is no such tenant; the call is inside a backward, `train()` or `route()`; or `max_norm` is
                 not positive.
-            RuntimeError: The optimizer does not take parameters that are on a mesh (DTensors).
         """
         self.recover()
         waiting = self._unsummed()
         there = [tenant.name for tenant in self._tenants.values() if tenant in waiting or tenant.has_sums]
         call = f"step({name!r}, max_norm={max_norm}) with gradients of {there}"
-        with self._calls.together(call) if waiting or max_norm is not None else self._calls.apart(call):
+        gathers = name in self._tenants and self._tenants[name].gathers
+        with self._calls.together(call) if waiting or max_norm is not None or gathers else self._calls.apart(call):
             self._check_idle("step")
             tenant = self._tenant(name)
             if max_norm is not None and not max_norm > 0:

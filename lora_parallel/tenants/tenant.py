@@ -115,6 +115,11 @@ class Tenant:
         assert self.guard is not None
         return self.guard.optimizer
 
+    @property
+    def gathers(self) -> bool:
+        """Return True if a step gathers parameters, so that all ranks step at the same time."""
+        return self.guard is not None and self.guard.gathers
+
     def step(self, max_norm: float | None) -> Tensor | None:
         """Step the optimizer with the summed gradients, clipped to `max_norm`; return the norm before clipping."""
         assert self.guard is not None

@@ -97,7 +97,7 @@ def of_torch(parameters):
 
 
 def looked_at(mesh_text):
-    """The gradients after each way of clipping; then what single numbers and a step of Adafactor give."""
+    """The gradients after each way of clipping; then what single numbers give."""
     model, batches = built(mesh_text)
     parameters = trained(model)
     model(input_ids=batches[0], labels=batches[0]).loss.backward()
@@ -115,21 +115,19 @@ def looked_at(mesh_text):
         norm, value = grad.norm(), full(grad)
         asked = [attempt(norm.item), attempt(float, grad.sum()), attempt(bool, grad.max()), attempt(int, grad.min())]
         numbers[name] = whole, asked, [value.norm().item(), value.sum().item(), True, int(value.min())]
-    adafactor = attempt(torch.optim.Adafactor(parameters.values()).step)
-    return clipped, numbers, adafactor
+    return clipped, numbers
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_clipping_by_hand_is_one_processs_or_refused(pool, mesh):
-    want, _, _ = looked_at(None)
-    for clipped, numbers, adafactor in pool.run(ranks_of(mesh), looked_at, mesh):
+    want, _ = looked_at(None)
+    for clipped, numbers in pool.run(ranks_of(mesh), looked_at, mesh):
         for way in [*RIGHT, of_torch]:
             assert not isinstance(clipped[way.__name__], Failure), clipped[way.__name__].trace
             assert relative_error(clipped[way.__name__], want[way.__name__]) <= 1e-12, way.__name__
         for way in LOUD:
             assert isinstance(clipped[way.__name__], Failure), way.__name__
         assert "clip_grad_norm_" in clipped["by_item"].message
-        assert adafactor.kind == "RuntimeError"  # torch's divides by .item() of norms
         assert any(not whole for whole, _, _ in numbers.values())
         for whole, asked, values in numbers.values():
             if whole:

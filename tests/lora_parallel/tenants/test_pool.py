@@ -47,6 +47,7 @@ from tests.tenant_rows import (
     plain,
     pool_of,
     values,
+    with_optimizer,
 )
 from tests.workers import Failure, attempt
 
@@ -62,6 +63,27 @@ def train_in_turn(mesh_text: str) -> dict[str, dict[str, Tensor]]:
                 loss_of(model(input_ids=ids).logits, ids).backward()
             pool.step(name)
     return {name: values(model, name) for name in CONFIGS}
+
+
+def train_with(mesh_text: str, shard: bool) -> dict[str, dict[str, Tensor]]:
+    mesh, model, pool = pool_of(mesh_text, shard=shard)
+    pool.add("ada", config_of("ada"), with_optimizer("ada", torch.optim.Adafactor), SEEDS["ada"])
+    pool.add("bea", config_of("bea"), with_optimizer("bea", torch.optim.Rprop), SEEDS["bea"])
+    for step in range(STEPS):
+        for name in ("ada", "bea"):
+            ids = batch(name, step).chunk(dp_size(mesh))[dp_rank(mesh)]
+            with pool.train(name):
+                loss_of(model(input_ids=ids).logits, ids).backward()
+        for name in ("ada", "bea"):
+            pool.step(name)
+    return {name: values(model, name) for name in ("ada", "bea")}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_steps_on_full_tensors_and_on_shards_are_those_of_one_process(pool, shard):
+    for found in pool.run(4, train_with, "2x2", shard):
+        assert relative_error(found["ada"], alone("ada", optimizer=torch.optim.Adafactor)) <= 1e-10
+        assert relative_error(found["bea"], alone("bea", optimizer=torch.optim.Rprop)) <= 1e-10
 
 
 def train_batched(mesh_text: str) -> dict[str, dict[str, Tensor]]:
@@ -423,9 +445,6 @@ def refused(folder: str) -> dict[str, Any]:
     add(pool, "ada")
     ids = batch("ada", 0)
     found["an optimizer by itself"] = attempt(pool.optimizer("ada").step)
-    pool.add("odd", config_of("cyd"), partial(torch.optim.Rprop, lr=1e-3), 0)
-    found["an optimizer that takes no DTensors"] = attempt(lambda: stepped(pool, model, ids, "odd", "odd"))
-    pool.remove("odd")
     with pool.train("ada"):
         loss = loss_of(model(input_ids=ids).logits, ids)
         found["inside"] = attempt(pool.remove, "ada")
@@ -540,7 +559,6 @@ REFUSED = {
     "inside": "remove was called inside of train() or route()",
     "in a backward": "remove was called during a backward",
     "an optimizer by itself": "the optimizer of the tenant 'ada' was told to step, but gradients are in the pool",
-    "an optimizer that takes no DTensors": "step('odd'): its Rprop failed. The tenant's parameters are DTensors",
     "clipped": "gradients of 'ada' wait in the pool: clip with pool.step('ada', max_norm=...)",
     "waiting": "save: gradients of 'ada' wait for a step",
     "waiting to load": "load: gradients of 'ada' wait for a step",
