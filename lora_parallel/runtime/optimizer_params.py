@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any
 from weakref import WeakSet, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -169,7 +169,7 @@ class HeldByName:
     """Remember an optimizer's parameters by name while sharding replaces the parameters of its model.
 
     Args:
-        optimizer: An optimizer that has not stepped.
+        optimizer: An optimizer that has not stepped. State that its class makes in the beginning is made anew.
         module: The model before it is sharded.
         sharded: Parameters of models that are sharded already, which the optimizer may hold too.
         remedy: The end of the error for an optimizer that has state: a sentence that says what to do.
@@ -180,7 +180,8 @@ class HeldByName:
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, sharded: Collection[nn.Parameter], remedy: str) -> None:
         kind = type(optimizer).__name__
-        if optimizer.state:
+        self._has_state = bool(optimizer.state)  # Adagrad makes its state with the optimizer
+        if optimizer.state and _has_stepped(optimizer):
             raise ValueError(
                 f"{kind} has state for {len(optimizer.state)} parameters already, which would stay with the unsharded "
                 f"ones: {remedy}"
@@ -205,6 +206,7 @@ class HeldByName:
             # In place: an optimizer may keep the list itself elsewhere too.
             kept = [each for each in held if each not in elsewhere]
             group["params"][:] = [parameters[each] if isinstance(each, str) else each for each in kept]
+        self._make_state()
 
     def restore_adapted(self, module: nn.Module) -> None:
         """Put the trained parameters of `module` in the place of the old ones, if adapters were injected meanwhile.
@@ -231,3 +233,18 @@ class HeldByName:
             taken[found].append(parameter)
         for group, held, new in zip(self._optimizer.param_groups, self._held, taken, strict=True):
             group["params"][:] = [*new, *(each for each in held if not isinstance(each, str))]
+        self._make_state()
+
+    def _make_state(self) -> None:
+        """Make the state of the parameters that the optimizer holds now, as its class does in the beginning."""
+        if self._has_state:
+            own = self._optimizer
+            made = type(own)([dict(group) for group in own.param_groups], **own.defaults)
+            own.state.clear()
+            own.state.update(made.state)
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Return False if each state counts no steps yet."""
+    counts = [states.get("step", 1) for states in optimizer.state.values()]
+    return any(not (isinstance(count, Tensor) and count.is_meta) and count != 0 for count in counts)
