@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test test-fast matrix faults oracle-table: export OMP_NUM_THREADS := 1
+demo test test-fast matrix faults oracle-table optimizer-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table optimizer-table bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instan
 
 oracle-table: $(VENV)/.dev ## hold every model family and feature against one process, into docs/oracle.md
 	$(BIN)/python -m benchmarks.oracle $(ARGS)
+
+optimizer-table: $(VENV)/.dev ## hold every kind of optimizer against one process, into docs/optimizers.md
+	$(BIN)/python -m benchmarks.optimizers $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

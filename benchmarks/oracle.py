@@ -68,7 +68,7 @@ A cell is one of
 - **FAILED**: anything else. The command then ends with an error.
 
 """
-NOISY = """A `~` before a number: {note} There rounding is not that of float64, and the bound is {bound:.0e}.
+NOISY = """A `~` before a number: {note} There rounding is not that of float64, and the bound is {bound:.0e}{deep}.
 
 """
 
@@ -123,8 +123,10 @@ def page(cells: dict[tuple[str, str], Cell], chosen: list[Row], meshes: list[str
         if refusals:
             lines += [f"{number}. {said}" for said, number in refusals.items()] + [""]
         text += "\n".join(lines) + "\n"
-    noisy = {row.note: row.tolerance for row in chosen if row.tolerance > 1e-12}
-    text += "".join(NOISY.format(note=note, bound=bound) for note, bound in noisy.items())
+    noisy = {row.note: row for row in chosen if row.tolerance > 1e-12}
+    for note, row in noisy.items():
+        deep = f" ({row.deep_tolerance:.0e} with eight blocks, which amplify it)" if row.deep_tolerance else ""
+        text += NOISY.format(note=note, bound=row.tolerance, deep=deep)
     return text + f"With {versions}.\n"
 
 

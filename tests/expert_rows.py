@@ -10,7 +10,12 @@ STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SHARED = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 BY_EXPERTS = {"tp_plan": {"*.experts": "ep_dispatch_experts"}}
-ROUTED_IN_FLOAT32: dict[str, Any] = {"tolerance": 1e-6, "note": "the router computes in float32."}
+ROUTED_IN_FLOAT32: dict[str, Any] = {
+    "tolerance": 1e-6,
+    # DeepSeek-V2 of eight blocks in one process, its embeddings moved by 1e-9: gradients differ by 1.7e-6.
+    "deep_tolerance": 5e-6,
+    "note": "the router computes in float32.",
+}
 
 MIXTRAL = {**DECODER, "num_local_experts": 8, "num_experts_per_tok": 2}
 EAGER = {**MIXTRAL, "experts_implementation": "eager"}

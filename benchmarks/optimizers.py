@@ -1,0 +1,86 @@
+"""The table of optimizers: adapters after some steps on 2x2, and after more on 1x2, against one process.
+
+    python -m benchmarks.optimizers                  # two minutes on 2 cores; writes the table into docs/optimizers.md
+    python -m benchmarks.optimizers --rows 'Muon*'   # a look, without writing
+
+The rows are data, in `tests/optimizer_rows.py`; the processes are those of the tests. A cell above its bound says
+FAILED, and then so does the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+import torch
+from tqdm import tqdm
+
+from lora_parallel.optimizers.kinds import steps_on
+from tests.optimizer_rows import CASE, MAKES, MORE, STEPS, bound, on_ranks, one_process
+from tests.oracle import ranks_of, relative_error
+from tests.workers import Failure, WorkerPool
+
+PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
+MARK = "<!-- written by make optimizer-table -->"
+FIRST, SECOND = "2x2", "1x2"
+
+
+def table(names: list[str]) -> tuple[str, bool]:
+    """Return the table in Markdown, and whether all cells are within their bounds."""
+    lines = [
+        f"| | steps on | {STEPS} steps on {FIRST} | {MORE} more on {SECOND}, resumed | bound |",
+        "|---|---|---|---|---|",
+    ]
+    good = True
+    pool = WorkerPool()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in tqdm(names):
+            want = one_process(name)
+            cells = []
+            for part, mesh in enumerate((FIRST, SECOND)):
+                steps = range(STEPS, STEPS + MORE) if part else range(STEPS)
+                found = [
+                    each[name]
+                    for each in pool.run(ranks_of(mesh), on_ranks, [name], mesh, steps, Path(folder), part == 1)
+                ]
+                failures = [each for each in found if isinstance(each, Failure)]
+                if failures:
+                    tqdm.write(f"{name} on {mesh}: {failures[0].trace}")
+                error = (
+                    1.0 if failures else max(relative_error(each, want[part], rounding_counts=True) for each in found)
+                )
+                good = good and error <= bound(name)
+                cells.append(f"{error:.0e}" if error <= bound(name) else "**FAILED**")
+            kind = steps_on(MAKES[name](CASE.model())).value
+            lines.append(f"| {name} | {kind} | {' | '.join(cells)} | {bound(name):.0e} |")
+    pool.close()
+    return "\n".join(lines), good
+
+
+def main() -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="*", metavar="GLOB", help="optimizers by name")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [name for name in MAKES if fnmatch(name, args.rows)]
+    if not names:
+        parser.error(f"no row is called {args.rows!r}; there are {', '.join(MAKES)}")
+    text, good = table(names)
+    print(text)
+    if args.rows == "*":
+        before, _, after = PAGE.read_text().split(MARK)
+        PAGE.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
