@@ -60,6 +60,18 @@ def lora_fa(model: nn.Module) -> Optimizer:
     return create_lorafa_optimizer(model, r=8, lora_alpha=6, lr=LR)
 
 
+def lion(model: nn.Module) -> Optimizer:
+    from lion_pytorch import Lion
+
+    return Lion(trained(model).values(), lr=1e-3)
+
+
+def prodigy(model: nn.Module) -> Optimizer:
+    from prodigyopt import Prodigy
+
+    return Prodigy(trained(model).values(), d0=1e-4)
+
+
 def torchao(model: nn.Module) -> Optimizer:
     from torchao.optim import AdamW8bit
 
@@ -103,6 +115,8 @@ MAKES: dict[str, Callable[[nn.Module], Optimizer]] = {
     "bitsandbytes AdEMAMix": of_bitsandbytes("AdEMAMix"),
     "bitsandbytes LAMB": of_bitsandbytes("LAMB"),
     "torchao AdamW 8-bit": torchao,
+    "lion-pytorch Lion": lion,
+    "prodigyopt Prodigy": prodigy,
     "one that nobody knows": lambda model: TwoNorms(trained(model).values()),
 }
 KEPT_IN_FLOAT32 = 1e-6

@@ -59,10 +59,11 @@ TOGETHER = "LBFGS computes one step from all parameters together"
 
 
 def test_steps_under_pp(pool, tmp_path):
-    names = [*BY_PARAMETER, "LBFGS"]
+    names = [*BY_PARAMETER, "LBFGS", "prodigyopt Prodigy"]
     want = {name: one_process(name) for name in BY_PARAMETER}
     for found in pool.run(2, on_ranks, names, "1x1pp2", range(STEPS), tmp_path, False):
         assert TOGETHER in found.pop("LBFGS").message
+        assert "Prodigy computes one step from all" in found.pop("prodigyopt Prodigy").message
         check(found, want, 0)
 
 
