@@ -12,7 +12,8 @@ by the environment, trains with `lora_parallel`. Other Accelerators stay as they
 
 from accelerate_plugin.patches import activate
 from accelerate_plugin.plugin import LoRAParallelPlugin
+from lora_parallel import __version__
 
-__all__ = ["LoRAParallelPlugin"]
+__all__ = ["LoRAParallelPlugin", "__version__"]
 
 activate()

@@ -1,7 +1,6 @@
-"""Run `accelerate-lora`, which does what Accelerate's commands do, with this package in the right places.
+"""Run the commands of `accelerate-lora`: what Accelerate's commands do, with this package in the right places.
 
-accelerate-lora config                     asks a few questions and writes a file that `accelerate` reads too
-accelerate-lora launch [options] train.py  `accelerate launch [options] -m accelerate_plugin.launch train.py`
+The console script begins in the module `accelerate_lora`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from lora_parallel import ParallelConfig
 __all__ = ["main"]
 
 
-def main() -> None:
-    """Run the console script `accelerate-lora` with the arguments of the command line."""
-    arguments = sys.argv[1:]
-    command = arguments[0] if arguments else ""
+def main(command: str, arguments: list[str]) -> None:
+    """Run a command of `accelerate-lora`.
+
+    Args:
+        command: "launch" or "config".
+        arguments: What follows the command on the command line.
+
+    Raises:
+        SystemExit: The command cannot do what it was asked; the text says why.
+    """
     try:
-        if command == "launch":
-            launch(arguments[1:])
-        elif command == "config":
-            config(arguments[1:])
-        else:
-            print(__doc__, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
-            sys.exit(0 if command in ("-h", "--help") else 2)
+        {"launch": launch, "config": config}[command](arguments)
     except (ValueError, OSError) as error:
         sys.exit(f"accelerate-lora {command}: {error}")
 
@@ -91,10 +90,49 @@ def config(arguments: list[str]) -> None:
         ValueError: An answer cannot work.
         FileExistsError: The file exists already, and `--force` was not given.
     """
-    parser = argparse.ArgumentParser(prog="accelerate-lora config", description=config.__doc__)
+    given = _parser().parse_args(arguments)
+    path = Path(given.config_file)
+    if path.exists() and not given.force:
+        raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
+
+    def ask(name: str, question: str, default: Any, convert: Callable[[str], Any]) -> None:
+        if getattr(given, name) is None:
+            answer = input(f"{question} [{default}]: ").strip()
+            setattr(given, name, convert(answer) if answer else default)
+
+    ask("num_processes", "How many processes in all, one a GPU?", 4, _positive)
+    ask("num_machines", "On how many machines?", 1, _positive)
+    if given.num_machines > 1:
+        ask("machine_rank", "Which of them is this one (0 is the first)?", 0, _natural)
+        ask("main_process_ip", "What is the address of machine 0, as the others reach it?", "", str)
+        ask("main_process_port", "On which free port of it do the processes meet?", 29500, _positive)
+    ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1, _positive)
+    ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1, _positive)
+    ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", str)
+    ask(
+        "activation_checkpointing",
+        "Recompute activations in backward (no, if the script enables gradient checkpointing, as TRL does)?",
+        "no",
+        str,
+    )
+    _write(path, given)
+    print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
+    if given.num_machines > 1:
+        print("On each other machine, run the same with --machine_rank 1, 2, ... after launch.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelerate-lora config",
+        description="Ask for the settings that matter, and write them to a configuration file. A question that an "
+        "option answers is not asked.",
+    )
     parser.add_argument("--config_file", default=default_config_file, help="where to write (%(default)s)")
     parser.add_argument("--num_processes", type=int, help="processes in all, one a GPU")
     parser.add_argument("--num_machines", type=int, help="machines")
+    parser.add_argument("--machine_rank", type=int, help="which machine this is, from 0 (asked if there are several)")
+    parser.add_argument("--main_process_ip", help="address of machine 0 (asked if there are several)")
+    parser.add_argument("--main_process_port", type=int, help="free port of machine 0 (asked if there are several)")
     parser.add_argument("--tp_size", type=int, help="processes that share each layer")
     parser.add_argument("--cp_size", type=int, default=1, help="processes that share the tokens of a batch (not asked)")
     parser.add_argument("--pp_size", type=int, default=1, help="processes that share the model's blocks (not asked)")
@@ -105,32 +143,7 @@ def config(arguments: list[str]) -> None:
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), help="precision to compute in")
     parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    given = parser.parse_args(arguments)
-    path = Path(given.config_file)
-    if path.exists() and not given.force:
-        raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
-
-    def ask(name: str, question: str, default: Any, convert: Callable[[str], Any]) -> Any:
-        value = getattr(given, name)
-        if value is not None:
-            return value
-        answer = input(f"{question} [{default}]: ").strip()
-        return convert(answer) if answer else default
-
-    processes = ask("num_processes", "How many processes in all, one a GPU?", 4, _positive)
-    machines = ask("num_machines", "On how many machines?", 1, _positive)
-    tp = ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1, _positive)
-    replicate = ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1, _positive)
-    precision = ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", str)
-    recompute = ask(
-        "activation_checkpointing",
-        "Recompute activations in backward (no, if the script enables gradient checkpointing, as TRL does)?",
-        "no",
-        str,
-    )
-    pipeline = {name: getattr(given, f"pp_{name}") for name in ("size", "microbatches", "schedule", "stages_per_rank")}
-    _write(path, processes, machines, tp, given.cp_size, replicate, precision, recompute, pipeline)
-    print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
+    return parser
 
 
 def _positive(answer: str) -> int:
@@ -139,18 +152,16 @@ def _positive(answer: str) -> int:
     return int(answer)
 
 
-def _write(
-    path: Path,
-    processes: int,
-    machines: int,
-    tp: int,
-    cp: int,
-    replicate: int,
-    precision: str,
-    recompute: str,
-    pipeline: dict[str, Any],
-) -> None:
-    pp = pipeline["size"]
+def _natural(answer: str) -> int:
+    if not answer.isdigit():
+        raise ValueError(f"{answer!r}: give a whole number from 0 on.")
+    return int(answer)
+
+
+def _write(path: Path, given: argparse.Namespace) -> None:
+    processes, tp, cp, pp = given.num_processes, given.tp_size, given.cp_size, given.pp_size
+    replicate, precision, recompute = given.dp_replicate_size, given.mixed_precision, given.activation_checkpointing
+    pipeline = {name: getattr(given, f"pp_{name}") for name in ("size", "microbatches", "schedule", "stages_per_rank")}
     fixed = tp * cp * pp * replicate
     if min(processes, tp, cp, pp, replicate) < 1 or processes % fixed:
         raise ValueError(
@@ -159,9 +170,9 @@ def _write(
         )
     ParallelConfig(
         pp=pp,
-        pp_microbatches=pipeline["microbatches"],
-        pp_schedule=pipeline["schedule"],
-        pp_stages_per_rank=pipeline["stages_per_rank"],
+        pp_microbatches=given.pp_microbatches,
+        pp_schedule=given.pp_schedule,
+        pp_stages_per_rank=given.pp_stages_per_rank,
     )  # bad options are an error here
     if precision not in ("no", "bf16") or recompute not in ("yes", "no"):
         raise ValueError(
@@ -181,8 +192,7 @@ def _write(
         use_cpu=False,
         debug=False,
         num_processes=processes,
-        num_machines=machines,
-        same_network=True,
+        **_machines(given),
         fsdp_config={
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -206,5 +216,32 @@ def _write(
     os.replace(beside, path)
 
 
-if __name__ == "__main__":
-    main()
+def _machines(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of Accelerate that say how processes of several machines find each other.
+
+    Raises:
+        ValueError: One of them is missing, or cannot work.
+    """
+    machines = given.num_machines
+    if machines < 1 or given.num_processes % machines:
+        raise ValueError(
+            f"num_processes {given.num_processes} on num_machines {machines}: each machine runs as many, so give a "
+            "multiple of the machines."
+        )
+    if machines == 1:
+        return {"num_machines": 1, "same_network": True}
+    rank, address, port = given.machine_rank, given.main_process_ip, given.main_process_port
+    if not 0 <= rank < machines:
+        raise ValueError(f"machine_rank {rank} of {machines} machines: give 0 to {machines - 1}.")
+    if not address:
+        raise ValueError("main_process_ip is missing: give the address of machine 0, as the others reach it.")
+    if not 0 < port < 65536:
+        raise ValueError(f"main_process_port {port}: give a free port of machine 0, 1 to 65535.")
+    return {
+        "num_machines": machines,
+        "machine_rank": rank,
+        "main_process_ip": address,
+        "main_process_port": port,
+        "rdzv_backend": "static",
+        "same_network": True,
+    }

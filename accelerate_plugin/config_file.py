@@ -147,12 +147,15 @@ def _launched_with() -> Path | None:
     return None
 
 
+_LAUNCHERS = ("accelerate", "accelerate-lora", "accelerate_lora", "accelerate_lora.py")
+
+
 def _launcher_arguments(words: list[str]) -> list[str] | None:
     """Return the words after `accelerate launch` in a command line; None if the command is another one."""
     for index, word in enumerate(words):
         name = Path(word).name
         if name in ("accelerate-launch", "accelerate.commands.launch"):
             return words[index + 1 :]
-        if name in ("accelerate", "accelerate-lora", "accelerate_plugin.cli") and words[index + 1 :][:1] == ["launch"]:
+        if name in _LAUNCHERS and words[index + 1 :][:1] == ["launch"]:
             return words[index + 2 :]
     return None

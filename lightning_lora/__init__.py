@@ -4,17 +4,18 @@
     Trainer(strategy="lora_fsdp2_tp", devices=4)
     Fabric(strategy="lora_fsdp2_tp", devices=4)
 
-The import registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" (tp 2), "lora_fsdp2_tp4" and "lora_fsdp2_tp8" with
-`lightning`, and with `pytorch_lightning` and `lightning_fabric` if these are installed (`lightning_lora.legacy` has the
-strategy classes for them).
+The import registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" and "lora_fsdp2_tp2" (tp 2), "lora_fsdp2_tp4" and
+"lora_fsdp2_tp8" with `lightning`, and with `pytorch_lightning` and `lightning_fabric` if these are installed
+(`lightning_lora.legacy` has the strategy classes for them).
 """
 
 from lightning_lora.compiled_modules import accept_compiled_modules
 from lightning_lora.loading import load_folders
 from lightning_lora.registry import register_strategies
 from lightning_lora.strategy import FabricLoRAParallelStrategy, LoRAParallelStrategy
+from lora_parallel import __version__
 
-__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
+__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy", "__version__"]
 
 register_strategies()
 load_folders()

@@ -27,10 +27,13 @@ from lora_parallel.state import no_sync
 if TYPE_CHECKING:
     from lora_parallel.tenants.pool import TenantPool
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ParallelConfig",
     "Read",
     "TenantPool",
+    "__version__",
     "attach_checkpoint",
     "build_mesh",
     "clip_grad_norm_",

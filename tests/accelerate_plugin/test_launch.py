@@ -112,6 +112,36 @@ def test_the_method_of_context_parallelism_is_handed_on(tmp_path, monkeypatch):
     assert os.environ["PARALLELISM_CONFIG_CP_METHOD"] == "all_gather"
 
 
+SEVERAL = ["--num_processes", "16", "--num_machines", "2", "--tp_size", "8", "--dp_replicate_size", "1"]
+REST = ["--mixed_precision", "bf16", "--activation_checkpointing", "no"]
+
+
+def test_config_asks_how_several_machines_meet(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "config.yaml"
+    answers = iter(["1", "10.0.0.1", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    cli.config(["--config_file", str(path), *SEVERAL, *REST])
+    read = ClusterConfig.from_yaml_file(str(path))
+    assert (read.num_machines, read.machine_rank, read.num_processes) == (2, 1, 16)
+    assert (read.main_process_ip, read.main_process_port, read.rdzv_backend) == ("10.0.0.1", 29500, "static")
+    assert "--machine_rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--machine_rank", "2", "--main_process_ip", "a", "--main_process_port", "1"], "machine_rank 2 of 2 machines"),
+        (["--machine_rank", "0", "--main_process_ip", "", "--main_process_port", "1"], "main_process_ip is missing"),
+        (["--machine_rank", "0", "--main_process_ip", "a", "--main_process_port", "70000"], "main_process_port 70000"),
+        (["--num_machines", "3", "--machine_rank", "0", "--main_process_ip", "a", "--main_process_port", "1"], "16 on"),
+    ],
+)
+def test_machines_that_cannot_meet(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        cli.config(["--config_file", str(tmp_path / "config.yaml"), *SEVERAL, *REST, *given])
+    assert not (tmp_path / "config.yaml").exists()
+
+
 def test_config_writes_a_cp_axis(tmp_path):
     path = tmp_path / "config.yaml"
     answers = ["--num_processes", "8", "--num_machines", "1", "--tp_size", "2", "--dp_replicate_size", "1"]

@@ -25,7 +25,8 @@ def namespace(request):
 
 
 def test_names():
-    assert NAMES == {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp4": 4, "lora_fsdp2_tp8": 8}
+    sizes = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp2": 2, "lora_fsdp2_tp4": 4, "lora_fsdp2_tp8": 8}
+    assert sizes == NAMES
 
 
 @pytest.mark.parametrize("name", [*NAMES, "LoRA_FSDP2_TP"])

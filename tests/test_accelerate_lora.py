@@ -1,0 +1,56 @@
+"""The console script: what needs no torch imports none, and every command is reached through it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import accelerate_lora
+import accelerate_plugin
+import lightning_lora
+import lora_parallel
+
+
+def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it, and print whether torch was imported."""
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print("torch" in sys.modules, file=sys.stderr))
+sys.argv = ["accelerate-lora", *{arguments!r}]
+import accelerate_lora
+accelerate_lora.main()
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--help"], 0, "usage: accelerate-lora"),
+        (["-h"], 0, "usage: accelerate-lora"),
+        (["--version"], 0, f"lightning-lora {lora_parallel.__version__}"),
+        ([], 2, "usage: accelerate-lora"),
+        (["lanch"], 2, "'lanch' is no command of accelerate-lora"),
+    ],
+)
+def test_what_needs_no_torch_imports_none(arguments, code, text):
+    answer = called(*arguments)
+    assert answer.returncode == code, answer.stderr
+    assert text in (answer.stderr if code else answer.stdout)
+    assert answer.stderr.endswith("False\n")
+
+
+def test_commands_are_reached(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["accelerate-lora", "launch", "--config_file", str(tmp_path / "no"), "train.py"])
+    with pytest.raises(SystemExit, match=r"accelerate-lora launch: .*no is not there"):
+        accelerate_lora.main()
+    monkeypatch.setattr(sys, "argv", ["accelerate-lora", "config", "--help"])
+    with pytest.raises(SystemExit):
+        accelerate_lora.main()
+    assert "--main_process_ip" in capsys.readouterr().out
+
+
+def test_versions_agree():
+    assert accelerate_plugin.__version__ == lightning_lora.__version__ == lora_parallel.__version__
