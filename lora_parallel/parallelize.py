@@ -194,11 +194,11 @@ def parallelize(
         compile_blocks(model, blocks, mesh.device_type, context, chunk, config.compile_arguments)
     if context is not None:
         for sequence in plan.sequences:
-            entries += run_on_chunks(sequence, context.group, context.tokens)
+            entries += run_on_chunks(sequence, context.group, context.tokens, count)
     if config.loss_parallel and (stages is None or stages.is_last):
         keep_logits_sliced(head_of(model))
     if places is not None and chunk is not None:
-        entries.insert(0, run_on_token_chunks(model, places, chunk))
+        entries.insert(0, run_on_token_chunks(model, places, chunk, count))
     if config.activation_checkpointing:
         _checkpoint_activations(model, blocks)
     order = None

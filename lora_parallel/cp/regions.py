@@ -28,6 +28,7 @@ from lora_parallel.cp.replicated import refuse_gradients, replicated, run_replic
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.forward_arguments import asks_for, asks_for_cache, without_cache, without_caches
+from lora_parallel.state import ForwardCount
 from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
 from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
 from lora_parallel.tp.slicing import Slicing
@@ -112,13 +113,14 @@ class ChunkEntry:
         self._draws.end(device)
 
 
-def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) -> ChunkEntry:
+def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> ChunkEntry:
     """Make a model compute on chunks of the tokens, in place.
 
     Args:
         model: The model that the user calls.
         places: Where its tokens are cut.
         context: The chunks.
+        count: Counts the forwards of the model.
 
     Returns:
         What a pipeline stage without the first block calls in its place.
@@ -131,7 +133,7 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext) ->
         for module in part.modules():
             if isinstance(module, TopologyInvariantDropout):
                 module.chunk = context
-    draws = OwnDraws(context.chunks.rank, model)
+    draws = OwnDraws(context.chunks.rank, model, count)
     entry = ChunkEntry(context, draws)
     context.sums_gradients = bool(places.replicated)
     for block in blocks:

@@ -110,7 +110,7 @@ class Pipeline:
         self._model, self._inner, self._stages, self._config = model, inner, stages, config
         self._gradients, self._count, self._links, self._loss = gradients, count, links, loss
         self._device, self._hooks = mesh.device_type, hooks
-        self._draws = OwnDraws(mesh.get_local_rank("pp"), model)
+        self._draws = OwnDraws(mesh.get_local_rank("pp"), model, count)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._descriptions = SharedOutputs(links, mesh.device_type)
         self._own = model.forward

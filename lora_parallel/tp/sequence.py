@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from lora_parallel.distributed.collectives import gather_tokens, split_tokens, whole_tokens
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.forward_arguments import asks_for
+from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import Tokens
 
 __all__ = [
@@ -69,7 +70,7 @@ class SequenceEntry:
     leave: Callable[[torch.device], None]
 
 
-def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> list[SequenceEntry]:
+def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count: ForwardCount) -> list[SequenceEntry]:
     """Make a model compute on chunks of the tokens, in place.
 
     The first block of each stack splits its input, the last block gathers its output, and the modules in
@@ -79,13 +80,14 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens) -> li
         sequence: The places of the model where tokens are split and gathered.
         group: The process group of the tp axis.
         tokens: Holds the number of all tokens of each forward.
+        count: Counts the forwards of the model.
 
     Returns:
         For each stack, what a pipeline stage without the first block calls in its place.
     """
     entries = []
-    for first, last in sequence.stacks.items():
-        draws = OwnDraws(group.rank(), sequence.model or first)
+    for index, (first, last) in enumerate(sequence.stacks.items()):
+        draws = OwnDraws(group.rank() + index * group.size(), sequence.model or first, count)
         split = _splitting(group, tokens, type(first).__name__, draws)
         _around(last, after=_gathering(group, tokens, type(last).__name__, draws))
         _around(first, before=split)
@@ -105,32 +107,42 @@ def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[
         )
 
 
+_APART = 1_000_003
+"""Difference between the seeds of a rank in two forwards: more than there are ranks."""
+
+
 class OwnDraws:
     """Give each rank random numbers of its own while it computes on its chunk, and restore the shared state after.
 
     With a shared random state, the model's dropout would draw the same numbers for each chunk. Also the states would
-    differ afterwards, as a rank with one token more draws more numbers.
+    differ afterwards, as a rank with one token more draws more numbers. The shared state is left as it was before, as a
+    model without dropout leaves it in one process: the order of the data may be drawn from it. So the seed of the own
+    numbers depends on the number of the forward too.
 
     Args:
         rank: This rank, of those that compute on chunks of one batch.
         model: The model. Nothing is done while it is in evaluation mode.
+        count: Counts the forwards of the model.
     """
 
-    def __init__(self, rank: int, model: nn.Module) -> None:
+    def __init__(self, rank: int, model: nn.Module, count: ForwardCount) -> None:
         self._rank = rank
         self._model = model
+        self._count = count
         self._shared: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
         self.end(device)  # in case an earlier forward failed before it came to `end`
         if not self._model.training:
             return
+        shared = torch.get_rng_state()
         seed = int(torch.randint(2**62, ()).item())  # the same on all of these ranks
         if not in_backward():  # recomputing activations, torch's checkpoint restores the state itself
-            self._shared = [torch.get_rng_state()]
+            self._shared = [shared]
             if device.type != "cpu":
                 self._shared.append(torch.get_device_module(device).get_rng_state(device))
-        torch.manual_seed(seed + self._rank)
+        forward = self._count.current * self._count.microbatches + self._count.microbatch
+        torch.manual_seed((seed + self._rank + forward * _APART) % 2**63)
 
     def end(self, device: torch.device) -> None:
         if not self._shared or in_backward():

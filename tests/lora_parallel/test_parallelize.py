@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import IA3Config, LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -375,3 +376,31 @@ def test_what_cannot_be_parallelized_is_refused_on_every_rank(pool):
             assert message in error.message, (case, error.message)
             assert untouched, case
             assert ("on rank 1: " in error.message) == (case == "only rank 1" and rank == 0)
+
+
+def random_states(mesh_text: str, own_dropout: float, settings: dict[str, Any]) -> tuple[bool, list[Tensor]]:
+    """Whether training forwards leave the shared random state as it was, and the losses of three of the same batch."""
+    mesh, config = on_mesh(mesh_text, **settings)
+    model = parallelize(Case(sizes={"attention_dropout": own_dropout}).model(), mesh, config)
+    torch.manual_seed(7)
+    before, ids = torch.get_rng_state(), Case().batches()[0]
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.detach().clone())
+    return torch.equal(torch.get_rng_state(), before), losses
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [("1x2", {"sequence_parallel": True}), ("1x1cp2", {}), ("1x1pp2", {"pp_microbatches": 2})],
+)
+def test_forwards_leave_the_shared_random_state(pool, mesh, settings):
+    """The order of the data may be drawn from it (`LengthGroupedSampler`); a model's own dropout draws anew."""
+    for same, losses in pool.run(2, random_states, mesh, 0.0, settings):
+        assert same
+        assert torch.equal(losses[0], losses[1])
+    for same, losses in pool.run(2, random_states, mesh, 0.5, settings):
+        assert same
+        assert len({loss.item() for loss in losses}) == 3
