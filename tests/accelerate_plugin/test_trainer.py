@@ -135,6 +135,33 @@ def test_trainer_trains_as_in_one_process(pool, base, tmp_path, one_process, mes
         compare(got, one_process)
 
 
+def by_name(base: Path, output: Path, mesh: str, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        with launched(**(environment(mesh) if mesh else {})):
+            settings: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "learning_rate": 1e-3}
+            trainer = make(base, output, dp_of(mesh) if mesh else 1, optim=name, max_grad_norm=1.0, **settings)
+            trainer.train()
+            found[name] = {each: summary(trainer)[each] for each in ("loss", "adapters")}
+    return found
+
+
+OPTIMIZERS = """
+    adamw_torch_fused adafactor adamw_torch_4bit adamw_torch_8bit ademamix sgd adagrad adamw_bnb_8bit ademamix_8bit
+    lion_8bit lion_32bit paged_adamw_32bit paged_adamw_8bit paged_ademamix_8bit paged_lion_32bit paged_lion_8bit rmsprop
+    rmsprop_bnb rmsprop_bnb_8bit schedule_free_radam schedule_free_adamw schedule_free_sgd
+""".split()
+
+
+@pytest.mark.parametrize("names", cases(["adafactor", "adagrad", "adamw_bnb_8bit"], matrix=[(OPTIMIZERS,)]))
+def test_optimizers_by_name_step_as_in_one_process(pool, base, tmp_path, names):
+    want = by_name(base, tmp_path / "one", "", names)
+    for got in pool.run(4, by_name, base, tmp_path, "2x2", names):
+        for name in names:
+            assert got[name]["loss"] == pytest.approx(want[name]["loss"], abs=1e-5), name
+            assert relative_error(got[name]["adapters"], want[name]["adapters"]) < 1e-5, name
+
+
 def compiled(base: Path, output: Path) -> dict[str, Any]:
     return trains(base, output, "1x2", torch_compile=True, torch_compile_backend="aot_eager")
 
