@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo test test-fast matrix faults oracle-table optimizer-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table optimizer-table bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table optimizer-table bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,20 @@ lint: $(VENV)/.dev ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+dist: $(VENV)/.installed ## build wheel and sdist into dist/, check them, and try both flags in a bare environment
+	rm -rf build dist
+	$(INSTALL) build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv dist/bare
+	dist/bare/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt dist/*.whl
+	cd dist && bare/bin/python -c "import lightning, lightning_lora; \
+		print(lightning.Trainer(strategy='lora_fsdp2_tp', accelerator='cpu', devices=2).strategy)"
+	cd dist && echo "from accelerate import Accelerator; print(Accelerator().state.fsdp_plugin.__class__)" > flag.py && \
+		bare/bin/accelerate-lora config --config_file mesh.yaml --num_processes 2 --num_machines 1 --tp_size 2 \
+			--dp_replicate_size 1 --mixed_precision no --activation_checkpointing no && \
+		bare/bin/accelerate-lora launch --config_file mesh.yaml flag.py
 
 docs: $(VENV)/.docs ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
