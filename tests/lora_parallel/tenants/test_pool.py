@@ -86,6 +86,24 @@ def test_steps_on_full_tensors_and_on_shards_are_those_of_one_process(pool, shar
         assert relative_error(found["bea"], alone("bea", optimizer=torch.optim.Rprop)) <= 1e-10
 
 
+def stepped_in_other_orders() -> Any:
+    mesh, model, pool = pool_of("1x2")
+    for name in ("ada", "bea", "cyd"):
+        pool.add(name, config_of(name), with_optimizer(name, torch.optim.Adafactor), SEEDS[name])
+        with pool.train(name):
+            loss_of(model(input_ids=batch(name, 0)).logits, batch(name, 0)).backward()
+    pool.step("ada")  # it sums the gradients of all: later steps would wait for no other rank
+    names = ["cyd", "bea"] if mesh.get_local_rank("tp") else ["bea", "cyd"]
+    return attempt(lambda: [pool.step(name) for name in names])
+
+
+def test_ranks_that_step_full_tensors_of_other_tenants_are_told(pool):
+    for failure in pool.try_run(2, stepped_in_other_orders):
+        assert isinstance(failure, Failure)
+        assert "step('bea'" in failure.message
+        assert "step('cyd'" in failure.message
+
+
 def train_batched(mesh_text: str) -> dict[str, dict[str, Tensor]]:
     """All tenants' rows in one forward, dealt out unevenly: the last data-parallel rank has none of the first's."""
     mesh, model, pool = pool_of(mesh_text)
