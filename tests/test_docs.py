@@ -1,4 +1,4 @@
-"""What the documentation shows: Python that compiles, commands that exist, scripts of the quick start that run."""
+"""Check what the documentation shows: Python compiles, commands exist, scripts of the quick start run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_quick_start_runs(tmp_path, name):
 
 
 def test_two_agents_of_torchrun(tmp_path):
-    """As on two machines, with two processes each, in an empty folder; PEFT loads what comes out."""
+    """Run as on two machines, with two processes each, in an empty folder; PEFT loads what comes out."""
     environment = prepared(tmp_path, "torchrun_train.py", "use_adapter.py")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.torch_private import local_region
 
-__all__ = ["class_of", "gather_on_rank_zero", "local", "persistent_buffers", "region_of", "reshard"]
+__all__ = ["class_of", "gather_on_rank_zero", "local", "persistent_buffers", "region_of", "reshard", "sharded_as"]
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -23,6 +23,13 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, detached from autograd; it shares the memory of `tensor`."""
     with torch.no_grad():  # autograd would note it as an operation on a DTensor, which costs more than all the rest
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def sharded_as(part: Tensor, tensor: DTensor) -> DTensor:
+    """Return a DTensor with the shape and layout of `tensor`, of which this rank holds `part`, without a copy."""
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def reshard(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from lora_parallel.distributed.gather import local, region_of
+from lora_parallel.distributed.gather import local, region_of, sharded_as
 from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Derived, Leaf, Node, Piece, Region, describe, read_blocks
 from lora_parallel.lazy.tracking import forget, lazy_tensors_of
@@ -215,12 +215,5 @@ def _like(tensor: Tensor, filled: Tensor) -> Tensor:
     data = filled
     sharded = tensor.detach()
     if isinstance(sharded, DTensor):
-        data = DTensor.from_local(
-            filled,
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=sharded.shape,
-            stride=sharded.stride(),
-        )
+        data = sharded_as(filled, sharded)
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lora_parallel.distributed.gather import local, region_of
+from lora_parallel.distributed.gather import local, region_of, sharded_as
 from lora_parallel.optimizers.kinds import StepsOn, compares_losses, steps_on
 
 __all__ = ["let_optimizers_step"]
@@ -42,11 +42,11 @@ def let_optimizers_step() -> None:
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return None
     kind = steps_on(optimizer)
     if kind is StepsOn.DTENSORS:
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return None
     step = (_FullStep if kind is StepsOn.FULL else _ShardStep)(optimizer, parameters)
     given = args[1:]
@@ -151,7 +151,7 @@ class _ShardStep:
     def _sharded(self, value: Any, parameter: Tensor) -> Any:
         """Return a state as it is kept between steps."""
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == local(parameter).shape:
-            return _as_sharded(value, parameter)
+            return sharded_as(value, parameter)
         return value
 
 
@@ -182,19 +182,8 @@ class _FullStep(_ShardStep):
 
     def _sharded(self, value: Any, parameter: Tensor) -> Any:
         if isinstance(parameter, DTensor) and type(value) is Tensor and value.shape == parameter.shape:
-            return _as_sharded(value[region_of(parameter)].clone(), parameter)
+            return sharded_as(value[region_of(parameter)].clone(), parameter)
         return value
-
-
-def _as_sharded(value: Tensor, parameter: DTensor) -> DTensor:
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 _told: set[type[Optimizer]] = set()

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import refuse_merge, sum_weight_norm
 from lora_parallel.distributed.collectives import all_reduce, unless_compiled
+from lora_parallel.distributed.gather import sharded_as
 from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, layer_tensors
 from lora_parallel.layers.row_partition import RowPartition, set_partition
@@ -175,9 +176,7 @@ def _merge_whole(module: Any) -> None:
         if not isinstance(weight, DTensor):
             return whole
         part = whole[local_region(weight)].contiguous()
-        return DTensor.from_local(
-            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
+        return sharded_as(part, weight)
 
     module.get_delta_weight = get_delta_weight
 

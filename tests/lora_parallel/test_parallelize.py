@@ -379,7 +379,7 @@ def test_what_cannot_be_parallelized_is_refused_on_every_rank(pool):
 
 
 def random_states(mesh_text: str, own_dropout: float, settings: dict[str, Any]) -> tuple[bool, list[Tensor]]:
-    """Whether training forwards leave the shared random state as it was, and the losses of three of the same batch."""
+    """Return whether training forwards leave the shared random state alone, and the losses of three of one batch."""
     mesh, config = on_mesh(mesh_text, **settings)
     model = parallelize(Case(sizes={"attention_dropout": own_dropout}).model(), mesh, config)
     torch.manual_seed(7)

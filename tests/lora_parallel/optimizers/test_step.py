@@ -27,7 +27,7 @@ EACH_KIND = [
     "torchao AdamW 8-bit",
     "one that nobody knows",
 ]
-"""What `make test` runs: one for each way of stepping and of keeping states."""
+"""Name the optimizers that `make test` runs: one for each way of stepping and of keeping states."""
 
 
 def check(found: dict[str, Any], want: dict[str, Any], part: int) -> None:

@@ -310,7 +310,7 @@ def test_stages_are_proven_in_training_too(kind):
 
 
 def test_an_attribute_of_a_layer_of_another_stage_is_deleted():
-    """As transformers' Trainer does at the end of training with neftune_noise_alpha."""
+    """Delete an attribute, as Trainer does at the end of training with neftune_noise_alpha."""
     embedding = nn.Embedding(3, 4)
     embedding.neftune_noise_alpha = 5.0
     instead = OtherStageLayer("embed_tokens", embedding, MagicMock(), OutputShape(4, looks_up=True), torch.float32)
