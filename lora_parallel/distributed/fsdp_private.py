@@ -20,6 +20,7 @@ __all__ = [
     "gathered_parameters",
     "last_backward",
     "make_root",
+    "parameters_on_meta",
     "reduces_gradients",
 ]
 
@@ -108,3 +109,16 @@ def last_backward(model: torch.nn.Module, is_last: bool, keeps_gathered: bool) -
     finally:
         model.set_is_last_backward(True)
         model.set_reshard_after_backward(True)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within the context, let FSDP2 run with parameters on meta, which it refuses: a simulated rank has no values."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    own = FSDPParamGroup._validate_no_meta_params
+    FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPParamGroup._validate_no_meta_params = own  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from lora_parallel.distributed.torch_private import default_store
+from lora_parallel.distributed.torch_private import default_store, is_simulated
 
 __all__ = ["collective_call", "is_awaited_by", "is_done", "limit_waiting", "meet", "place_of_call", "wait_for"]
 
@@ -116,7 +116,7 @@ _inside: ContextVar[bool] = ContextVar("inside a collective call", default=False
 def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
     """Return the meetings of some ranks, of all if `ranks` is None; None if this rank has no other rank to meet."""
     # A fake group has one process, whatever its size.
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
         return None
     world = range(dist.get_world_size())
     which = tuple(world if ranks is None else ranks)

@@ -35,12 +35,15 @@ __all__ = [
     "compute_for_dtensors",
     "default_store",
     "drop_compiled_call",
+    "fake_process_group",
     "file_of",
     "flatten_axes",
     "gradient_hooks",
+    "group_of_collective",
     "has_compiled_call",
     "in_backward",
     "is_rectangle",
+    "is_simulated",
     "local_region",
     "no_torch_function",
     "on_gradients_of",
@@ -340,3 +343,40 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 torch's documentation assigns it so.
 """
+
+
+@contextmanager
+def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
+    """Make this process one of `world_size` ranks, whose collectives send nothing and return at once.
+
+    Torch has the backend "fake" for its own tests, and no public one.
+
+    Raises:
+        RuntimeError: This process has a process group already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group already, and a simulated rank needs one of its own.")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_simulated() -> bool:
+    """Return True within `fake_process_group`: collectives send nothing, and parameters need no values."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
+def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Return the process group in the arguments of an operator of c10d, or None if there is none.
+
+    Functional collectives are given its name, the others the group in a script object.
+    """
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in each._type().name():  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(each)  # type: ignore[attr-defined,no-any-return]
+    name = next((each for each in reversed(args) if isinstance(each, str)), None)
+    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[arg-type]

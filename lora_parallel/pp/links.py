@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from lora_parallel.distributed.rank_checks import gather_numbers
-from lora_parallel.distributed.torch_private import default_store, one_gloo_thread
+from lora_parallel.distributed.torch_private import default_store, is_simulated, one_gloo_thread
 
 __all__ = ["Links", "StageFailedError"]
 
@@ -98,7 +98,7 @@ class Links:
         self._groups = _Groups()
         self._timeout = timeout_seconds
         self._store: Any = None
-        if dist.get_backend() == "fake":
+        if is_simulated():
             return
         number = _made[dist.group.WORLD] = _made.get(dist.group.WORLD, 0) + 1  # the same on all ranks
         self._groups = _groups_of(mesh, timeout_seconds, has_ring)

@@ -18,7 +18,7 @@ from lora_parallel.distributed.gradients import PartialGradients
 from lora_parallel.distributed.mesh import same_batch_groups
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
-from lora_parallel.distributed.torch_private import backward_pass, in_backward, queue_after_backward
+from lora_parallel.distributed.torch_private import backward_pass, in_backward, is_simulated, queue_after_backward
 from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.layers.forward_arguments import asks_for
@@ -107,7 +107,8 @@ class StepHooks:
         if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
             return
         if not self._has_values:
-            check_values(model)
+            if not is_simulated():
+                check_values(model)
             self._has_values = True
         if self._in_forward or self._backward is not None:
             self._recover(model)

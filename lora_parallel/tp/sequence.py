@@ -139,7 +139,7 @@ class OwnDraws:
         seed = int(torch.randint(2**62, ()).item())  # the same on all of these ranks
         if not in_backward():  # recomputing activations, torch's checkpoint restores the state itself
             self._shared = [shared]
-            if device.type != "cpu":
+            if device.type not in ("cpu", "meta"):
                 self._shared.append(torch.get_device_module(device).get_rng_state(device))
         forward = self._count.current * self._count.microbatches + self._count.microbatch
         torch.manual_seed((seed + self._rank + forward * _APART) % 2**63)
@@ -148,7 +148,7 @@ class OwnDraws:
         if not self._shared or in_backward():
             return
         torch.set_rng_state(self._shared[0])
-        if device.type != "cpu":
+        if device.type not in ("cpu", "meta"):
             torch.get_device_module(device).set_rng_state(self._shared[1], device)
         self._shared = []
 

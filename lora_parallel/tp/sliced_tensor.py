@@ -304,7 +304,12 @@ def _cross_entropy(
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
-    return losses if torch.is_autocast_enabled(input.device.type) else losses.to(input.dtype)
+    return losses if _autocasts(input) else losses.to(input.dtype)
+
+
+def _autocasts(tensor: Tensor) -> bool:
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _cross_entropy_of_chunks(
@@ -329,7 +334,7 @@ def _cross_entropy_of_chunks(
             slicing.name,
         )
     everyone = chunks.whole(losses.view(mine.shape), slicing.tokens, slicing.name).flatten()
-    everyone = everyone if torch.is_autocast_enabled(logits.device.type) else everyone.to(logits.dtype)
+    everyone = everyone if _autocasts(logits) else everyone.to(logits.dtype)
     if reduction == "none":
         return everyone
     # torch's own sum and mean, in the order of one process.

@@ -1,0 +1,124 @@
+"""Build a model on meta from its config alone, with adapters, quantised or not: no weights are downloaded or read."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lora_parallel.cost.blocks import Stack, find_stack, shorten
+from lora_parallel.loading.meta_init import meta_init
+
+__all__ = ["DescribedModel"]
+
+
+@dataclass
+class DescribedModel:
+    """Describe a model by files that hold no weights.
+
+    Args:
+        config: A folder with a config.json, or that file.
+        lora: Folder with an adapter_config.json; None trains all parameters.
+        dtype: Name of the dtype of the weights: "bfloat16".
+        quantization: Settings of the quantisation, as in a config's `quantization_config`; None quantises nothing.
+    """
+
+    config: str
+    lora: str | None
+    dtype: str
+    quantization: dict[str, Any] | None = None
+
+    def stack(self) -> Stack:
+        """Return the model's blocks and their kinds.
+
+        Raises:
+            ValueError: The config describes no causal language model with one list of blocks.
+        """
+        return find_stack(self._base())
+
+    def build(self, stack: Stack, keep: list[int]) -> tuple[nn.Module, list[nn.Module]]:
+        """Return the model on meta with the blocks `keep` only, and these blocks."""
+        model = self._base()
+        shorten(model, stack, keep)
+        blocks = [*model.get_submodule(stack.name).children()]
+        if self.lora is None:
+            return model, blocks
+        peft_config = LoraConfig.from_pretrained(self.lora)
+        return get_peft_model(model, peft_config, low_cpu_mem_usage=True), blocks  # type: ignore[arg-type]
+
+    def _base(self) -> PreTrainedModel:
+        config = AutoConfig.from_pretrained(self.config)
+        config.use_cache = False
+        config.__dict__.pop("quantization_config", None)
+        kind = _class_of(config)
+        dtype = getattr(torch, self.dtype)
+        with meta_init():
+            model: PreTrainedModel = (
+                kind.from_config(config, dtype=dtype) if kind is AutoModelForCausalLM else kind._from_config(config, dtype=dtype)
+            )
+        if self.quantization is None:
+            return model
+        folder = self._checkpoint.name
+        if not any(Path(folder).iterdir()):
+            _write_without_values(model, Path(folder))
+        with meta_init():
+            return kind.from_pretrained(folder, dtype=dtype, quantization_config=self._quantization())  # type: ignore[no-any-return]
+
+    @cached_property
+    def _checkpoint(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory()
+
+    def _quantization(self) -> Any:
+        from transformers.quantizers.auto import AutoQuantizationConfig
+
+        return AutoQuantizationConfig.from_dict(dict(self.quantization or {}))
+
+
+def _class_of(config: PretrainedConfig) -> Any:
+    """Return the class of model that a config describes.
+
+    Raises:
+        ValueError: It is no causal language model of transformers.
+    """
+    name = (config.architectures or [""])[0]
+    if not name:
+        return AutoModelForCausalLM
+    found = getattr(transformers, name, None)
+    if found is None or not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        raise ValueError(
+            f"architectures: {name}: a plan can be made for causal language models that transformers "
+            f"{transformers.__version__} has."
+        )
+    return found
+
+
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+
+
+def _write_without_values(model: PreTrainedModel, folder: Path) -> None:
+    """Write a checkpoint of a model on meta: its header, and a hole of the size of its tensors, which takes no disk.
+
+    Format: https://huggingface.co/docs/safetensors, "Format".
+    """
+    model.config.save_pretrained(folder)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in model.state_dict().items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        kind = _NAMES.get(tensor.dtype) or f"I{8 * tensor.element_size()}"
+        header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)

@@ -1,0 +1,103 @@
+"""Runs whose memory is predicted from a config and measured on ranks: kinds of training, and meshes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3MoeConfig
+
+from benchmarks.meters import metered_step
+from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
+from lora_parallel.cost.described_model import DescribedModel
+from lora_parallel.distributed.gather import local
+
+ROWS, TOKENS = 2, 256
+LLAMA = LlamaConfig(
+    **{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 4096},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4},
+)
+MIXTURE = Qwen3MoeConfig(
+    **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 4096},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128, "num_experts": 8},
+    **{"num_experts_per_tok": 2, "head_dim": 32},
+)
+FOUR_BITS = {
+    **{"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    **{"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True},
+}
+LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A kind of training; picklable."""
+
+    config: Any
+    lora: bool = True
+    dtype: str = "bfloat16"
+    quantization: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def parallel(self, mesh: dict[str, Any]) -> ParallelConfig:
+        return ParallelConfig(require_adapters=self.lora, **{**self.options, **mesh})
+
+    def described(self, folder: Path) -> DescribedModel:
+        self.config.save_pretrained(folder)
+        LORA.save_pretrained(str(folder / "lora"))
+        lora = str(folder / "lora") if self.lora else None
+        return DescribedModel(str(folder), lora, self.dtype, self.quantization)
+
+
+KINDS = {
+    "LoRA": Run(LLAMA),
+    "LoRA, float32": Run(LLAMA, dtype="float32"),
+    "LoRA, recomputed": Run(LLAMA, options={"activation_checkpointing": True}),
+    "full": Run(LLAMA, lora=False),
+    "QLoRA": Run(LLAMA, quantization=FOUR_BITS),
+    "experts": Run(MIXTURE),
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "4x1": {"tp": 1},
+    "2x2": {"tp": 2},
+    "1x4": {"tp": 4},
+    "1x2cp2": {"tp": 2, "cp": 2},
+}
+
+
+def measure(run: Run, checkpoint: Path, mesh: dict[str, Any]) -> dict[str, float]:
+    """On a rank: bytes that it holds, and the most that a step adds; of the second step, as the first makes states."""
+    parallel = run.parallel(mesh)
+    with meta_init():
+        given = BitsAndBytesConfig(**run.quantization) if run.quantization else None
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=getattr(torch, run.dtype), quantization_config=given, use_cache=False
+        )
+        if run.lora:
+            model = get_peft_model(model, LORA)
+    parallelize(model, build_mesh(parallel, "cpu"), parallel)
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    ids = torch.randint(run.config.vocab_size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with metered_step("cpu") as meter:
+        step()
+    size = [
+        sum(each.numel() * each.element_size() for each in map(local, model.parameters()) if each.requires_grad is train)
+        for train in (False, True)
+    ]
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    return {
+        "weights": sum(local(p).numel() * p.element_size() for p in model.parameters()),
+        "states": sum(local(each).numel() * each.element_size() for each in states),
+        "step": meter.memory,
+    }
