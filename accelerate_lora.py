@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["main"]
 
-USAGE = """usage: accelerate-lora [-h] [--version] {config,launch} ...
+USAGE = """usage: accelerate-lora [-h] [--version] {config,launch,plan} ...
 
 Train LoRA under FSDP2 and tensor parallelism with Accelerate, transformers' Trainer and TRL.
 
@@ -18,6 +18,8 @@ commands:
   config                ask a few questions, and write a file that `accelerate launch` reads too
   launch [options] script.py [arguments of the script]
                         run a script as `accelerate launch [options] -m accelerate_plugin.launch script.py` does
+  plan MODEL --gpus N --seq TOKENS
+                        predict what each mesh costs a GPU, from a model's config alone, and recommend one
 
 options:
   -h, --help            show this text; after a command, that of the command
@@ -29,7 +31,7 @@ A first run, on four GPUs of one machine:
 
 Documentation: docs/accelerate.md
 """
-_COMMANDS = ("config", "launch")
+_COMMANDS = ("config", "launch", "plan")
 _DISTRIBUTIONS = ("lightning-lora", "torch", "peft", "transformers", "accelerate", "lightning", "trl")
 
 

@@ -17,6 +17,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
 from accelerate_plugin.config_file import check_config, config_file_of, own_keys
+from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
 
 __all__ = ["main"]
@@ -26,14 +27,14 @@ def main(command: str, arguments: list[str]) -> None:
     """Run a command of `accelerate-lora`.
 
     Args:
-        command: "launch" or "config".
+        command: "launch", "config" or "plan".
         arguments: What follows the command on the command line.
 
     Raises:
         SystemExit: The command cannot do what it was asked; the text says why.
     """
     try:
-        {"launch": launch, "config": config}[command](arguments)
+        {"launch": launch, "config": config, "plan": plan}[command](arguments)
     except (ValueError, OSError) as error:
         sys.exit(f"accelerate-lora {command}: {error}")
 

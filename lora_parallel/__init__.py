@@ -15,6 +15,7 @@ from lora_parallel.checkpoint.background import wait_for_save
 from lora_parallel.checkpoint.retention import latest_checkpoint
 from lora_parallel.checkpoint.save_load import load_checkpoint, save_checkpoint
 from lora_parallel.config import ParallelConfig
+from lora_parallel.cost.plan import MemoryPlan, plan_memory
 from lora_parallel.distributed.gradients import clip_grad_norm_
 from lora_parallel.distributed.mesh import build_mesh
 from lora_parallel.export.merged import export_merged
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "MemoryPlan",
     "ParallelConfig",
     "Read",
     "TenantPool",
@@ -44,6 +46,7 @@ __all__ = [
     "meta_init",
     "no_sync",
     "parallelize",
+    "plan_memory",
     "read_plan",
     "save_adapter",
     "save_checkpoint",

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from benchmarks.meters import metered_step
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
-from lora_parallel.cost.described_model import DescribedModel
+from lora_parallel.cost.mesh_cost import MeshCost
+from lora_parallel.cost.plan import plan_memory
 from lora_parallel.distributed.gather import local
 
-ROWS, TOKENS = 2, 256
+RANKS, ROWS, TOKENS, STEPS = 4, 2, 256, 3
 LLAMA = LlamaConfig(
     **{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 4096},
     **{"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -45,11 +46,23 @@ class Run:
     def parallel(self, mesh: dict[str, Any]) -> ParallelConfig:
         return ParallelConfig(require_adapters=self.lora, **{**self.options, **mesh})
 
-    def described(self, folder: Path) -> DescribedModel:
-        self.config.save_pretrained(folder)
-        LORA.save_pretrained(str(folder / "lora"))
-        lora = str(folder / "lora") if self.lora else None
-        return DescribedModel(str(folder), lora, self.dtype, self.quantization)
+    def predicted(self, mesh: dict[str, Any]) -> MeshCost:
+        config = self.parallel(mesh)
+        batch = ROWS * config.pp_microbatches * RANKS // (config.pp * config.cp * config.tp)
+        plan = plan_memory(
+            self.config,
+            config,
+            gpus=RANKS,
+            sequence_length=TOKENS,
+            batch_size=batch,
+            rows=ROWS,
+            lora_config=LORA if self.lora else None,
+            full=not self.lora,
+            quantization_config=self.quantization,
+            dtype=getattr(torch, self.dtype),
+            progress=False,
+        )
+        return plan.meshes[0]
 
 
 KINDS = {
@@ -65,11 +78,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "2x2": {"tp": 2},
     "1x4": {"tp": 4},
     "1x2cp2": {"tp": 2, "cp": 2},
+    "2x1pp2": {"pp": 2, "pp_microbatches": 4},
+    "1x2pp2": {"pp": 2, "tp": 2, "pp_microbatches": 4},
 }
 
 
 def measure(run: Run, checkpoint: Path, mesh: dict[str, Any]) -> dict[str, float]:
-    """On a rank: bytes that it holds, and the most that a step adds; of the second step, as the first makes states."""
+    """On a rank: bytes of parameters and states, and the most that a step after the first one adds."""
     parallel = run.parallel(mesh)
     with meta_init():
         given = BitsAndBytesConfig(**run.quantization) if run.quantization else None
@@ -81,7 +96,9 @@ def measure(run: Run, checkpoint: Path, mesh: dict[str, Any]) -> dict[str, float
     parallelize(model, build_mesh(parallel, "cpu"), parallel)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    ids = torch.randint(run.config.vocab_size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        run.config.vocab_size, (ROWS * parallel.pp_microbatches, TOKENS), generator=torch.Generator().manual_seed(0)
+    )
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -89,15 +106,11 @@ def measure(run: Run, checkpoint: Path, mesh: dict[str, Any]) -> dict[str, float
         optimizer.zero_grad()
 
     step()
-    with metered_step("cpu") as meter:
-        step()
-    size = [
-        sum(each.numel() * each.element_size() for each in map(local, model.parameters()) if each.requires_grad is train)
-        for train in (False, True)
-    ]
+    peaks = []
+    for _ in range(STEPS):  # the smallest: a thread of gloo may hold what it has sent for a moment longer
+        with metered_step("cpu") as meter:
+            step()
+        peaks.append(meter.memory)
     states = [each for state in optimizer.state.values() for each in state.values()]
-    return {
-        "weights": sum(local(p).numel() * p.element_size() for p in model.parameters()),
-        "states": sum(local(each).numel() * each.element_size() for each in states),
-        "step": meter.memory,
-    }
+    held = sum(local(each).numel() * each.element_size() for each in (*model.parameters(), *states))
+    return {"held": held, "step": min(peaks)}

@@ -33,18 +33,15 @@ class Stack:
         first = {kind: index for index, kind in reversed([*enumerate(self.kinds)])}
         return sorted({*first.values(), *range(max(0, len(self.kinds) - _LAST), len(self.kinds))})
 
-    def one_more(self) -> dict[int, list[int]]:
-        """Map each kind of which `few` lacks blocks to the blocks of a model that has one more of that kind."""
-        left: dict[int, int] = {}
+    def pairs(self) -> dict[int, tuple[list[int], list[int]]]:
+        """Map each kind to the blocks of two models, of which the first has one more of that kind: one is `few`."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
         for index, kind in enumerate(self.kinds):
             if index not in self.few:
-                left.setdefault(kind, index)
-        return {kind: sorted([*self.few, index]) for kind, index in left.items()}
-
-    def missing(self, kind: int) -> int:
-        """Return the number of blocks of a kind that `few` lacks."""
-        few = self.few
-        return sum(each == kind and index not in few for index, each in enumerate(self.kinds))
+                found.setdefault(kind, (sorted([*self.few, index]), self.few))
+        for index in self.few if len(self.few) > 1 else ():
+            found.setdefault(self.kinds[index], (self.few, [each for each in self.few if each != index]))
+        return found
 
 
 def find_stack(model: nn.Module) -> Stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 import tempfile
@@ -38,6 +39,11 @@ class DescribedModel:
     dtype: str
     quantization: dict[str, Any] | None = None
 
+    def widths(self) -> dict[str, int]:
+        """Return the width of the hidden states between blocks, and that of the logits."""
+        config: Any = AutoConfig.from_pretrained(self.config).get_text_config()
+        return {"hidden": int(config.hidden_size), "vocabulary": int(config.vocab_size)}
+
     def stack(self) -> Stack:
         """Return the model's blocks and their kinds.
 
@@ -48,13 +54,27 @@ class DescribedModel:
 
     def build(self, stack: Stack, keep: list[int]) -> tuple[nn.Module, list[nn.Module]]:
         """Return the model on meta with the blocks `keep` only, and these blocks."""
-        model = self._base()
-        shorten(model, stack, keep)
+        model = self._short(stack, keep)
         blocks = [*model.get_submodule(stack.name).children()]
         if self.lora is None:
             return model, blocks
         peft_config = LoraConfig.from_pretrained(self.lora)
-        return get_peft_model(model, peft_config, low_cpu_mem_usage=True), blocks  # type: ignore[arg-type]
+        return get_peft_model(model, peft_config, low_cpu_mem_usage=True), blocks
+
+    def _short(self, stack: Stack, keep: list[int]) -> PreTrainedModel:
+        if self.quantization is not None:  # such a model remembers the files of its weights, which no copy does
+            model = self._base()
+            shorten(model, stack, keep)
+            return model
+        key = tuple(keep)
+        if key not in self._built:
+            self._built[key] = self._base()
+            shorten(self._built[key], stack, keep)
+        return copy.deepcopy(self._built[key])
+
+    @cached_property
+    def _built(self) -> dict[tuple[int, ...], PreTrainedModel]:
+        return {}
 
     def _base(self) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(self.config)
@@ -62,17 +82,16 @@ class DescribedModel:
         config.__dict__.pop("quantization_config", None)
         kind = _class_of(config)
         dtype = getattr(torch, self.dtype)
+        make = kind.from_config if kind is AutoModelForCausalLM else kind._from_config
         with meta_init():
-            model: PreTrainedModel = (
-                kind.from_config(config, dtype=dtype) if kind is AutoModelForCausalLM else kind._from_config(config, dtype=dtype)
-            )
+            model: PreTrainedModel = make(config, dtype=dtype)
         if self.quantization is None:
             return model
         folder = self._checkpoint.name
         if not any(Path(folder).iterdir()):
             _write_without_values(model, Path(folder))
         with meta_init():
-            return kind.from_pretrained(folder, dtype=dtype, quantization_config=self._quantization())  # type: ignore[no-any-return]
+            return kind.from_pretrained(folder, dtype=dtype, quantization_config=self._quantization())
 
     @cached_property
     def _checkpoint(self) -> tempfile.TemporaryDirectory[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.cost.blocks import Stack
@@ -15,15 +16,18 @@ from lora_parallel.cost.described_model import DescribedModel
 from lora_parallel.cost.simulated_step import SimulatedStep, simulated_step
 from lora_parallel.distributed.fsdp_private import parameters_on_meta
 from lora_parallel.distributed.gather import local
-from lora_parallel.distributed.mesh import build_mesh
+from lora_parallel.distributed.mesh import build_mesh, groups_of_axes
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.torch_private import fake_process_group, in_backward
 from lora_parallel.parallelize import parallelize
 
-__all__ = ["PHASES", "Numbers", "cost_of_a_step"]
+__all__ = ["PHASES", "Numbers", "StepCost", "added", "cost_of_a_step"]
 
 Numbers = dict[str, float]
 """What a step of a rank takes: bytes, operations and messages by name. Each is a constant and a share of each block."""
+
+HELD = ("base", "trained", "embedding", "head", "buffers")
+"""Bytes that a rank holds between steps: frozen parameters, those that train, and of both those around the blocks."""
 
 PHASES = ("forward", "head", "last blocks", "other blocks", "optimizer")
 """Phases of a step, each with a peak of its own: a longer model adds the same bytes to a phase with each block.
@@ -32,12 +36,36 @@ The head's phase is from the end of the last block's forward to the beginning of
 """
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """Hold what a step takes of a rank, as shares that add up."""
+
+    around: Numbers
+    """What the parts around the blocks take, and what a step takes once, however many blocks there are."""
+
+    blocks: list[Numbers]
+    """What each block adds."""
+
+    def total(self, first: int = 0, last: int | None = None) -> Numbers:
+        """Return what a model with the blocks `first` to `last` (left out) takes."""
+        return added([(self.around, 1), *((each, 1) for each in self.blocks[first:last])])
+
+
+def added(parts: Iterable[tuple[Numbers, float]]) -> Numbers:
+    """Return the sum of numbers, each times a factor."""
+    total: Numbers = {}
+    for numbers, factor in parts:
+        for name, value in numbers.items():
+            total[name] = total.get(name, 0.0) + factor * value
+    return total
+
+
 def cost_of_a_step(
     model: DescribedModel, stack: Stack, config: ParallelConfig, ranks: int, rows: int, tokens: int, optimizer: str
-) -> Numbers:
+) -> StepCost:
     """Return what a step takes of the first rank of a mesh, which holds the largest shards.
 
-    The step is run for a short model, and once more for each kind of block with one block more.
+    The step is run for a short model, and once more for each kind of block with one block more or less.
 
     Args:
         model: The model.
@@ -52,18 +80,18 @@ def cost_of_a_step(
         ValueError: The model cannot be cut in this way; the text is that of the run itself.
     """
 
-    def run(keep: list[int]) -> Numbers:
+    @cache
+    def run(keep: tuple[int, ...]) -> Numbers:
         with fake_process_group(ranks, 0):
-            return _run(model, stack, keep, config, rows, tokens, optimizer)
+            return _run(model, stack, [*keep], config, rows, tokens, optimizer)
 
-    total = run(stack.few)
-    short = dict(total)
-    for kind, keep in stack.one_more().items():
-        longer = run(keep)
-        for name in {*longer, *short}:
-            more = longer.get(name, 0) - short.get(name, 0)
-            total[name] = total.get(name, 0) + stack.missing(kind) * more
-    return total
+    shares = {
+        kind: added([(run(tuple(longer)), 1), (run(tuple(shorter)), -1)])
+        for kind, (longer, shorter) in stack.pairs().items()
+    }
+    blocks = [shares.get(kind, {}) for kind in stack.kinds]
+    around = added([(run(tuple(stack.few)), 1), *((blocks[index], -1) for index in stack.few)])
+    return StepCost(around, blocks)
 
 
 def _run(
@@ -82,7 +110,7 @@ def _run(
     numbers = _held(model, blocks)
     held = [*map(local, (*model.parameters(), *model.buffers()))]
     ids = torch.zeros(rows, tokens, dtype=torch.long)
-    with parameters_on_meta(), simulated_step(held) as step:
+    with parameters_on_meta(), simulated_step(held, groups_of_axes(mesh)) as step:
         _note_phases(blocks, step)
         model(input_ids=ids, labels=ids).loss.backward()
         step.enter("optimizer")
@@ -100,18 +128,17 @@ def _run(
 
 
 def _held(model: nn.Module, blocks: Sequence[nn.Module]) -> Numbers:
-    """Return the bytes that a rank holds between steps, and those that FSDP2 gathers for what lies around the blocks."""
+    """Return the bytes that a rank holds between steps."""
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
-    held = {"base": 0, "trained": 0, "around": 0, "gathered around": 0, "first around": 0}
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    numbers = dict.fromkeys(HELD, 0.0)
     for parameter in model.parameters():
         size = _bytes([parameter])
-        held["trained" if parameter.requires_grad else "base"] += size
+        numbers["trained" if parameter.requires_grad else "base"] += size
         if id(parameter) not in in_blocks:
-            held["around"] += size
-    embedding = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    held["first around"] = _bytes({p for m in embedding for p in m.parameters()})
-    held["buffers"] = _bytes(model.buffers())
-    return dict(held)
+            numbers["embedding" if id(parameter) in embeddings else "head"] += size
+    numbers["buffers"] = _bytes(model.buffers())
+    return numbers
 
 
 def _note_phases(blocks: Sequence[nn.Module], step: SimulatedStep) -> None:

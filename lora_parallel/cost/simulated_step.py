@@ -8,7 +8,7 @@ goes to) are real, as models look at their values. Memory is counted as torch's 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -63,10 +63,12 @@ class SimulatedStep(TorchDispatchMode):
 
     Args:
         held: Tensors that are alive before the step and all through it; their memory is not counted.
+        axes: Names of mesh axes by the process group of each.
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, held: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> None:
         super().__init__()
+        self._axes = axes or {}
         self.counts = Counts()
         self.alive = 0
         """Bytes that are alive, of those that operations returned since this mode began."""
@@ -98,7 +100,7 @@ class SimulatedStep(TorchDispatchMode):
             self.counts.flops += count(*args, **(kwargs or {}), out_val=out)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_message(func, args, given, out)
-        # A tensor that is made on meta by that name may serve for its shape alone: it counts once an operation reads it.
+        # A tensor made on the device "meta" may serve for its shape alone: it counts once an operation reads it.
         is_shape = not given and (kwargs or {}).get("device") == _META
         for each in ([] if func.is_view else given) + ([] if is_shape else tree_leaves(out)):
             if type(each) is Tensor:
@@ -113,11 +115,15 @@ class SimulatedStep(TorchDispatchMode):
             if name == "copy_":
                 return func(*args, **kwargs) if given[0].is_meta else given[0]
             on_meta = {**kwargs, "device": _META} if kwargs.get("device") is not None else kwargs
-            args, on_meta = tree_map_only(Tensor, lambda each: each if each.is_meta else each.to(_META), (args, on_meta))
+            args, on_meta = tree_map_only(
+                Tensor, lambda each: each if each.is_meta else each.to(_META), (args, on_meta)
+            )
             out = func(*args, **on_meta)
             return (out[0], _in_turn(out[1], given[0].shape[-1])) if name == "topk" else out
         if given and kwargs.get("device") is None:
-            if func is torch.ops.aten.histc.default and not given[0].is_floating_point():  # the CPU has none of integers
+            if (
+                func is torch.ops.aten.histc.default and not given[0].is_floating_point()
+            ):  # the CPU has none of integers
                 return func(given[0].float(), *args[1:], **kwargs).to(given[0].dtype)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -146,9 +152,11 @@ class SimulatedStep(TorchDispatchMode):
     def _note_message(self, func: Any, args: Any, given: list[Tensor], out: Any) -> None:
         name = func._overloadpacket.__name__.strip("_")
         rule = next((rule for kind, rule in _SENT.items() if name.startswith(kind)), None)
-        if rule is None or not (group := group_of_collective(args)):
+        if rule is None or (group := group_of_collective(args)) is None:
             return
-        axis = group.group_desc.removeprefix("mesh_")
+        axis = self._axes.get(group.group_name)
+        if axis is None or group.size() == 1:  # a check of all ranks, of the first step
+            return
         size = max(map(_bytes, given), default=0)  # of the larger side, where outputs are given too
         received = max([size, *(_bytes(each) for each in tree_leaves(out) if isinstance(each, Tensor))])
         self.counts.messages[axis] = self.counts.messages.get(axis, 0) + 1
@@ -183,7 +191,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 @contextmanager
-def simulated_step(held: Iterable[Tensor] = ()) -> Iterator[SimulatedStep]:
+def simulated_step(held: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> Iterator[SimulatedStep]:
     """Within the context, run on tensors without memory, and count.
 
     `scaled_dot_product_attention` takes the memory of the fused kernels of accelerators; on meta torch has none.
@@ -191,7 +199,10 @@ def simulated_step(held: Iterable[Tensor] = ()) -> Iterator[SimulatedStep]:
     Yields:
         The counts so far.
     """
-    step, own_resize, own_attention = SimulatedStep(held), torch.UntypedStorage.resize_, functional.scaled_dot_product_attention
+    step = SimulatedStep(held, axes)
+    storages: Any = torch.UntypedStorage
+    functions: Any = functional
+    own_resize, own_attention = storages.resize_, functions.scaled_dot_product_attention
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = own_resize(storage, size)
@@ -201,11 +212,9 @@ def simulated_step(held: Iterable[Tensor] = ()) -> Iterator[SimulatedStep]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _FusedAttention.apply(query, key, value, step)
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    storages.resize_, functions.scaled_dot_product_attention = resize, attention
     try:
         with step:
             yield step
     finally:
-        torch.UntypedStorage.resize_ = own_resize  # type: ignore[method-assign]
-        functional.scaled_dot_product_attention = own_attention
+        storages.resize_, functions.scaled_dot_product_attention = own_resize, own_attention

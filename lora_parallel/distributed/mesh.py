@@ -27,6 +27,7 @@ __all__ = [
     "dp_mesh",
     "dp_rank",
     "dp_size",
+    "groups_of_axes",
     "mesh_axes",
     "mesh_sizes",
     "possible_axes",
@@ -171,6 +172,15 @@ def same_batch_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """
     groups = [same_batch_mesh(mesh).get_group()] if same_batch_mesh(mesh).size() > 1 else []
     return groups + ([mesh.get_group("pp")] if axis_size(mesh, "pp") > 1 else [])
+
+
+def groups_of_axes(mesh: DeviceMesh) -> dict[str, str]:
+    """Map names of process groups to the axis of each: "dp_shard" also where FSDP2 shards over dp_shard and cp."""
+    names = [*(mesh.mesh_dim_names or ())]
+    found: dict[str, str] = {mesh.get_group(name).group_name: name for name in names}
+    if axis_size(mesh, "cp") > 1:
+        found[dp_mesh(mesh).get_group(-1 if dp_mesh(mesh).ndim > 1 else None).group_name] = "dp_shard"
+    return found
 
 
 def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:

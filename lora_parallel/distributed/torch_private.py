@@ -377,6 +377,6 @@ def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:
     """
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in each._type().name():  # type: ignore[attr-defined]
-            return dist.ProcessGroup.unbox(each)  # type: ignore[attr-defined,no-any-return]
+            return dist.ProcessGroup.unbox(each)
     name = next((each for each in reversed(args) if isinstance(each, str)), None)
     return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[arg-type]

@@ -1,0 +1,279 @@
+"""Run `accelerate-lora plan`: print what each mesh costs, and what to write to get the recommended one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.utils import DistributedType
+from peft import LoraConfig
+from rich.console import Console
+from rich.table import Table
+
+from lora_parallel import MemoryPlan, plan_memory
+
+__all__ = ["plan"]
+
+_QUANTIZATIONS = {
+    "4bit": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    },
+    "8bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+}
+_SHOWN = 12
+"""Number of meshes in the printed table; `--all` prints every one."""
+
+
+def plan(arguments: list[str]) -> None:
+    """Print a plan for a model.
+
+    Args:
+        arguments: The command line after `plan`.
+
+    Raises:
+        ValueError, OSError: An argument cannot work, or there is no config.
+    """
+    given = _parser().parse_args(arguments)
+    if given.plot is not None:
+        import matplotlib  # noqa: F401  the error comes before the work
+    found = plan_memory(
+        given.model,
+        gpus=given.gpus,
+        gpu_memory=given.gpu_memory,
+        sequence_length=given.seq,
+        batch_size=given.batch,
+        rows=given.rows,
+        hardware=given.hardware,
+        full=given.full,
+        lora_config=None
+        if given.full
+        else LoraConfig(r=given.r, target_modules=given.target_modules or "all-linear", task_type="CAUSAL_LM"),
+        quantization_config=_QUANTIZATIONS.get(given.quantization),
+        dtype=getattr(torch, given.dtype),
+        optimizer=given.optimizer,
+    )
+    if given.json:
+        print(json.dumps({**found.to_json(), "recommended": _json_of(found)}, indent=2))
+    else:
+        _print(found, None if given.all else _SHOWN)
+    if given.plot is not None:
+        _plot(found, Path(given.plot))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelerate-lora plan",
+        description="Predict, from a model's config alone, what each mesh costs a GPU in bytes, messages and time, and "
+        "recommend one. Nothing is downloaded but the config, and no GPU is needed.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name on the model hub")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of a GPU (that of --hardware)")
+    parser.add_argument("--seq", type=int, required=True, help="tokens of a row")
+    parser.add_argument("--batch", type=int, help="rows of a step, over all GPUs (one for each GPU)")
+    parser.add_argument("--rows", type=int, default=1, help="rows of one forward on one GPU (%(default)s)")
+    parser.add_argument("--hardware", default="H100", help="A100-40, A100, H100, H200 or B200 (%(default)s)")
+    parser.add_argument("--r", type=int, default=16, help="rank of the adapter (%(default)s)")
+    parser.add_argument("--target-modules", nargs="+", help="layers that the adapter is on (all linear layers)")
+    parser.add_argument("--full", action="store_true", help="train all parameters, without an adapter")
+    parser.add_argument("--quantization", choices=sorted(_QUANTIZATIONS), help="hold the base in 4 or 8 bits (QLoRA)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="dtype of the weights")
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (%(default)s)")
+    parser.add_argument("--all", action="store_true", help=f"print every mesh, not the first {_SHOWN}")
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, every mesh")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory of each mesh (needs matplotlib)")
+    return parser
+
+
+# --------------------------------------------------------------------- as text
+
+
+def _print(plan: MemoryPlan, shown: int | None) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    memory = plan.hardware.gpu_memory
+    table = Table(
+        title=f"{plan.model}, {plan.training}: {plan.batch_size} rows of {plan.sequence_length} tokens a step on "
+        f"{plan.gpus} GPUs of {memory:g} GiB",
+        caption="Of the GPU that holds most, in GiB: trained parameters with gradients and optimizer; what forward and "
+        "backward of the blocks add; what logits and loss add. Forwards, seconds (a rough guide) and GiB sent are of a "
+        "step. ! does not fit.",
+    )
+    table.add_column("mesh", min_width=24)
+    for name in ("forwards", "weights", "trained", "blocks", "logits", "total", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("sent")
+    costs = [each for each in plan.meshes if not each.refused]
+    for each in costs[:shown]:
+        table.add_row(
+            f"{mesh_text(each.sizes)} {_options_text(each.options)}".rstrip(),
+            str(each.microbatches),
+            _gib(each.weights),
+            _gib(each.trained + each.gradients + each.states),
+            _gib(each.activations),
+            _gib(each.logits),
+            _gib(each.total) if each.fits else f"{_gib(each.total)} !",
+            f"{each.seconds:.2f}",
+            ", ".join(f"{axis} {_gib(size)}" for axis, size in each.sent.items()),
+            style="" if each.fits else "dim",
+        )
+    console.print(table)
+    if shown is not None and len(costs) > shown:
+        console.print(f"{len(costs) - shown} more meshes: --all prints them.")
+    refusals = {each.refused: mesh_text(each.sizes) for each in plan.meshes if each.refused}
+    for text, mesh in refusals.items():
+        console.print(f"not possible, {mesh}: {text}", style="dim")
+    if plan.recommended is None:
+        least = min((each.total for each in costs), default=0)
+        console.print(
+            f"No mesh fits. The smallest needs {_gib(least)} GiB of {memory:g} GiB, of which 8 % are left free: take "
+            "more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
+        )
+        return
+    best = plan.recommended
+    console.print(f"\nRecommended: {mesh_text(best.sizes)} {_options_text(best.options)}".rstrip(), style="bold")
+    for title, text in snippets(plan).items():
+        console.print(f"\n{title}", style="bold")
+        print(text)
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Return a mesh as text: "dp_shard 4 x tp 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one GPU"
+
+
+def _options_text(options: Mapping[str, Any]) -> str:
+    short = {"activation_checkpointing": "recompute"}
+    return ", ".join(short.get(name, name) for name, value in options.items() if value)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}" if size >= 2**30 / 10 else f"{size / 2**30:.2f}"
+
+
+def _json_of(plan: MemoryPlan) -> Any:
+    return None if plan.recommended is None else plan.meshes.index(plan.recommended)
+
+
+# ------------------------------------------------------- what a user writes for it
+
+
+def snippets(plan: MemoryPlan) -> dict[str, str]:
+    """Return what to write for the recommended mesh: options, a file and Python, each under its title."""
+    best = plan.recommended
+    assert best is not None
+    sizes, options = best.sizes, {name: value for name, value in best.options.items() if value}
+    pipeline = sizes["pp"] > 1
+    batch = best.rows * (best.microbatches if pipeline else 1)
+    accumulation = 1 if pipeline else best.microbatches
+    trainer = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
+    machines = -(-plan.gpus // plan.hardware.gpus_per_node)
+    flags = f"accelerate-lora config --config_file mesh.yaml --num_processes {plan.gpus} --num_machines {machines}"
+    flags += f" --tp_size {sizes['tp']} --dp_replicate_size {sizes['dp_replicate']} --mixed_precision no"
+    flags += f" --cp_size {sizes['cp']}" if sizes["cp"] > 1 else ""
+    if pipeline:
+        flags += f" --pp_size {sizes['pp']} --pp_microbatches {best.microbatches}"
+    recompute = options.pop("activation_checkpointing", False)
+    flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
+    if options:  # which no key of the file stands for
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({given}))"
+    return {
+        "Commands": f"{flags}\naccelerate-lora launch --config_file mesh.yaml train.py {trainer}",
+        "mesh.yaml": yaml.safe_dump(_yaml(plan), sort_keys=False).rstrip(),
+        "Python": _python(plan),
+    }
+
+
+def _yaml(plan: MemoryPlan) -> dict[str, Any]:
+    best = plan.recommended
+    assert best is not None
+    sizes, machines = best.sizes, -(-plan.gpus // plan.hardware.gpus_per_node)
+    more = {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}
+    if sizes["pp"] > 1:
+        more |= {"pp_size": sizes["pp"], "pp_microbatches": best.microbatches}
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": DistributedType.FSDP.value,
+        "mixed_precision": "no",
+        "num_machines": machines,
+        "num_processes": plan.gpus,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_activation_checkpointing": bool(best.options.get("activation_checkpointing", False)),
+        },
+        "parallelism_config": {
+            f"parallelism_config_{name}": value
+            for name, value in {
+                "dp_replicate_size": sizes["dp_replicate"],
+                "dp_shard_size": sizes["dp_shard"],
+                "tp_size": sizes["tp"],
+                **more,
+            }.items()
+        },
+    }
+
+
+def _python(plan: MemoryPlan) -> str:
+    best = plan.recommended
+    assert best is not None
+    sizes = best.sizes
+    given = {
+        "tensor_parallel_size": sizes["tp"],
+        "replicate_size": sizes["dp_replicate"],
+        "context_parallel_size": sizes["cp"],
+        "pipeline_parallel_size": sizes["pp"],
+        "pipeline_microbatches": best.microbatches if sizes["pp"] > 1 else 1,
+    }
+    changed = {name: value for name, value in given.items() if value > 1}
+    changed |= {name: value for name, value in best.options.items() if value}
+    strategy = f"LoRAParallelStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+    accumulation = 1 if sizes["pp"] > 1 else best.microbatches
+    trainer = f"Trainer(devices={min(plan.gpus, plan.hardware.gpus_per_node)}"
+    machines = -(-plan.gpus // plan.hardware.gpus_per_node)
+    trainer += f", num_nodes={machines}" if machines > 1 else ""
+    trainer += f", accumulate_grad_batches={accumulation}" if accumulation > 1 else ""
+    return (
+        "from lightning import Trainer\nfrom lightning_lora import LoRAParallelStrategy\n\n"
+        f"{trainer}, strategy={strategy})"
+    )
+
+
+def _plot(plan: MemoryPlan, path: Path) -> None:
+    """Draw the memory of the meshes that were printed, as stacked bars."""
+    from matplotlib import pyplot as plt
+
+    costs = [each for each in plan.meshes if not each.refused][:_SHOWN][::-1]
+    names = [f"{mesh_text(each.sizes)}\n{_options_text(each.options)}".strip() for each in costs]
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.5 * len(costs)), layout="constrained")
+    left = [0.0] * len(costs)
+    parts = {
+        "weights": [each.weights for each in costs],
+        "adapters": [each.trained for each in costs],
+        "optimizer": [each.states for each in costs],
+        "activations, gradients": [each.activations for each in costs],
+        "logits": [each.logits for each in costs],
+    }
+    for name, sizes in parts.items():
+        widths = [size / 2**30 for size in sizes]
+        axis.barh(names, widths, left=left, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.axvline(plan.hardware.gpu_memory, color="black", linestyle="--", label="a GPU's memory")
+    axis.set(xlabel="GiB on the GPU that holds most", title=f"{plan.model}, {plan.training}, {plan.gpus} GPUs")
+    axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

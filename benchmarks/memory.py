@@ -1,0 +1,85 @@
+"""The table of predicted and measured memory: `plan_memory` from a config, against ranks that train.
+
+    python -m benchmarks.memory                # six minutes on 2 cores; writes the table into docs/choosing_a_mesh.md
+    python -m benchmarks.memory --kinds 'full' # a look, without writing
+
+The rows are data, in `tests/cost_rows.py`; the processes are those of the tests. What is measured is what torch's
+allocator of the CPU gave out in a step, by torch's profiler, and what parameters and the optimizer's states take before
+it, on the rank where the sum is largest. A cell that is off by more than 5 % says FAILED, and then so does the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from tests.cost_rows import KINDS, MESHES, RANKS, measure
+from tests.workers import Failure, WorkerPool
+
+PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
+MARK = "<!-- written by make memory-table -->"
+BOUND = 0.05
+
+
+def table(kinds: list[str]) -> tuple[str, bool]:
+    """Return the table in Markdown, and whether all predictions are within the bound."""
+    lines = [f"| MiB predicted, measured (error) | {' | '.join(MESHES)} |", "|---|" + "---|" * len(MESHES)]
+    good = True
+    pool = WorkerPool()
+    for kind in tqdm(kinds):
+        run = KINDS[kind]
+        cells = []
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            dtype = getattr(torch, run.dtype)
+            AutoModelForCausalLM.from_config(run.config, dtype=dtype).save_pretrained(folder)
+            for mesh in MESHES.values():
+                predicted = run.predicted(mesh)
+                found = pool.run(RANKS, measure, run, Path(folder), mesh)
+                failures = [each.trace for each in found if isinstance(each, Failure)]
+                if failures or predicted.refused:
+                    tqdm.write(predicted.refused or failures[0])
+                    cells, good = [*cells, "**FAILED**"], False
+                    continue
+                measured = max(each["held"] + each["step"] for each in found)
+                error = predicted.total / measured - 1
+                good = good and abs(error) <= BOUND
+                text = f"{predicted.total / 2**20:.1f}, {measured / 2**20:.1f} ({100 * error:+.1f} %)"
+                cells.append(text if abs(error) <= BOUND else f"**FAILED** {text}")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+        tqdm.write(lines[-1])
+    pool.close()
+    return "\n".join(lines), good
+
+
+def main() -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default="*", metavar="GLOB", help="kinds of training by name")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds = [name for name in KINDS if fnmatch(name, args.kinds)]
+    if not kinds:
+        parser.error(f"no kind is called {args.kinds!r}; there are {', '.join(KINDS)}")
+    text, good = table(kinds)
+    print(text)
+    if args.kinds == "*":
+        before, _, after = PAGE.read_text().split(MARK)
+        PAGE.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Put together what a step costs on a mesh, from the cost of one micro-batch without pipeline parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_parallel.cost.hardware import Hardware, predicted_seconds
+from lora_parallel.cost.simulated_rank import PHASES, Numbers, StepCost, added
+
+__all__ = ["MeshCost", "cost_of_mesh"]
+
+_RESERVED = 0.08
+"""Share of a GPU's memory that is left for CUDA's context, NCCL's buffers and what the allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class MeshCost:
+    """Say what a step costs a rank of a mesh: the rank that holds most."""
+
+    sizes: dict[str, int]
+    """Size of each mesh axis."""
+
+    options: dict[str, Any]
+    """Fields of `ParallelConfig` besides those sizes."""
+
+    rows: int
+    """Rows of a micro-batch, on each data-parallel rank."""
+
+    microbatches: int
+    """Micro-batches of a step, on each data-parallel rank: of a pipeline, or forwards that accumulate gradients."""
+
+    weights: int = 0
+    """Bytes of frozen parameters and buffers."""
+
+    trained: int = 0
+    """Bytes of the parameters that train: of the adapters, or of all."""
+
+    gradients: int = 0
+    """Bytes of gradients as the optimizer steps."""
+
+    states: int = 0
+    """Bytes of the optimizer's states."""
+
+    activations: int = 0
+    """Most bytes that forward and backward of the blocks add: activations, gathered weights, gradients so far."""
+
+    logits: int = 0
+    """Bytes by which logits and loss exceed `activations`."""
+
+    total: int = 0
+    """Most bytes that a rank holds at a time."""
+
+    messages: dict[str, int] = field(default_factory=dict)
+    """Messages of a step, for each axis."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes that the rank sends in a step, for each axis."""
+
+    seconds: float = 0.0
+    """Predicted seconds of a step."""
+
+    fits: bool = False
+    """True if `total` fits the GPU's memory, of which 8 % are left free."""
+
+    refused: str = ""
+    """The error with which `parallelize` refuses this mesh; empty if it does not."""
+
+
+def cost_of_mesh(
+    step: StepCost,
+    sizes: Mapping[str, int],
+    options: Mapping[str, Any],
+    simulated: Mapping[str, int],
+    stages: list[tuple[int, int]],
+    hidden_bytes: int,
+    logits_bytes: int,
+    rows: int,
+    microbatches: int,
+    hardware: Hardware,
+) -> MeshCost:
+    """Return the cost of a mesh.
+
+    Args:
+        step: What one micro-batch takes of a rank of a smaller mesh with the same tp and cp.
+        sizes: Sizes of the mesh's axes.
+        options: Fields of `ParallelConfig` besides the sizes.
+        simulated: Sizes of the smaller mesh.
+        stages: The blocks of each pipeline stage: first, and last (left out).
+        hidden_bytes: Bytes of the hidden states between blocks, of one micro-batch.
+        logits_bytes: Bytes of the logits of one micro-batch, of which a pipeline keeps those of all micro-batches.
+        rows: Rows of a micro-batch.
+        microbatches: Micro-batches of a step.
+        hardware: The cluster.
+    """
+    pp, last = sizes["pp"], len(stages) - 1
+    in_flight = [min(pp - index, microbatches) if pp > 1 else 1 for index in range(pp)]  # 1F1B
+    parts = [
+        _stage(
+            step,
+            bounds,
+            (index == 0, index == last),
+            (in_flight[index] - 1, logits_bytes * microbatches if pp > 1 and index == last else 0),
+            sizes,
+            simulated,
+        )
+        for index, bounds in enumerate(stages)
+    ]
+    largest = max(parts, key=lambda part: part["total"])
+    busiest = max(parts, key=lambda part: part["flops"])
+    sent = {axis: microbatches * busiest.get(f"sent {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
+    messages = {axis: microbatches * busiest.get(f"messages {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
+    if sizes["dp_replicate"] > 1:
+        n = sizes["dp_replicate"]
+        sent["dp_replicate"] = 2 * largest["trained"] * (n - 1) / n
+        messages["dp_replicate"] = len(step.blocks) / pp + 1
+    if pp > 1:
+        sent["pp"], messages["pp"] = 2.0 * microbatches * hidden_bytes, 2.0 * microbatches
+    seconds = predicted_seconds(hardware, sizes, microbatches * busiest["flops"], sent, messages, microbatches)
+    return MeshCost(
+        sizes=dict(sizes),
+        options=dict(options),
+        rows=rows,
+        microbatches=microbatches,
+        weights=round(largest["base"] + largest["buffers"]),
+        trained=round(largest["trained"]),
+        gradients=round(largest["trained"]),
+        states=round(largest["states"]),
+        activations=round(largest["activations"]),
+        logits=round(max(0.0, largest["peak"] - largest["activations"])),
+        total=round(largest["total"]),
+        messages={axis: round(count) for axis, count in messages.items() if count},
+        sent={axis: round(size) for axis, size in sent.items() if size},
+        seconds=seconds,
+        fits=largest["total"] <= (1 - _RESERVED) * hardware.gpu_memory * 2**30,
+    )
+
+
+def _stage(
+    step: StepCost,
+    bounds: tuple[int, int],
+    ends: tuple[bool, bool],
+    kept: tuple[int, int],
+    sizes: Mapping[str, int],
+    simulated: Mapping[str, int],
+) -> Numbers:
+    """Return what a stage takes.
+
+    Args:
+        step: What one micro-batch takes of all stages.
+        bounds: The stage's blocks.
+        ends: Whether it is the first stage, which has the embedding, and whether it is the last, which has the head.
+        kept: Micro-batches whose activations are kept besides those of one, and bytes of logits that are kept.
+        sizes: Sizes of the mesh's axes.
+        simulated: Sizes of the mesh that `step` is of.
+    """
+    is_first, is_last = ends
+    total = step.total(*bounds)
+    mine = step.blocks[slice(*bounds)]
+    shards, had = sizes["dp_shard"] * sizes["cp"], simulated["dp_shard"] * simulated["cp"]
+    elsewhere = 0.0 if is_first else total["embedding"]
+    elsewhere += 0.0 if is_last else total["head"]
+    gathered = had if had > 1 else 0  # the weights around the blocks, gathered in every phase
+    activations = added((each, 1) for each in mine).get("peak head", 0.0)
+    peaks = {phase: total.get(f"peak {phase}", 0.0) - gathered * elsewhere for phase in PHASES}
+    for phase in ("forward", "head", "last blocks", "other blocks"):
+        peaks[phase] += kept[0] * activations + kept[1]
+    if not is_last:
+        del peaks["head"]
+    ratio = had / shards
+    held = {name: total[name] * ratio for name in ("base", "trained", "states")}
+    frozen = total["base"] / (total["base"] + total["trained"])
+    held["base"] -= elsewhere * ratio * frozen
+    for name in ("trained", "states"):
+        held[name] -= elsewhere * ratio * (1 - frozen) * total[name] / total["trained"]
+    peaks["optimizer"] = held["trained"] * max(1.0, total.get("peak optimizer", 0.0) / max(1.0, total["trained"]))
+    blocks = max(peak for phase, peak in peaks.items() if phase != "head")
+    most = max(peaks.values())
+    numbers = {name: value for name, value in total.items() if name.startswith(("sent", "messages", "flops"))}
+    if "sent dp_shard" in numbers:
+        numbers["sent dp_shard"] *= (1 - 1 / shards) / (1 - 1 / had)
+    return {
+        **numbers,
+        **held,
+        "buffers": total["buffers"],
+        "activations": blocks,
+        "peak": most,
+        "total": sum(held.values()) + total["buffers"] + most,
+    }

@@ -1,0 +1,66 @@
+"""Run the simulated steps of a plan in a process of its own, as a simulated rank needs a process group of its own.
+
+    python -m lora_parallel.cost.worker
+
+reads a job a line from standard input, in JSON, and writes a result a line to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Answer jobs until standard input ends."""
+    warnings.simplefilter("ignore")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    import torch
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    for answer in _answers(sys.stdin):
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _answers(jobs: TextIO) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from lora_parallel.config import ParallelConfig
+    from lora_parallel.cost.described_model import DescribedModel
+    from lora_parallel.cost.simulated_rank import cost_of_a_step
+
+    models: dict[str, Any] = {}
+    for line in jobs:
+        job = json.loads(line)
+        try:
+            key = json.dumps(job["model"])
+            if key not in models:
+                model = DescribedModel(**job["model"])
+                models[key] = model, model.stack()
+            model, stack = models[key]
+            if job["kind"] == "stack":
+                yield {"blocks": len(stack.kinds), **model.widths()}
+                continue
+            options = {
+                name: getattr(torch, value) if name.endswith("_dtype") and value else value
+                for name, value in job["config"].items()
+            }
+            config = ParallelConfig(**options)
+            cost = cost_of_a_step(model, stack, config, job["ranks"], job["rows"], job["tokens"], job["optimizer"])
+            yield {"around": cost.around, "blocks": cost.blocks}
+        except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError) as error:
+            yield {"refused": f"{error}", "kind": type(error).__name__}
+
+
+if __name__ == "__main__":
+    main()
