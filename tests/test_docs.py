@@ -11,9 +11,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 
 from accelerate_plugin import cli
 
@@ -117,3 +120,83 @@ def test_two_agents_of_torchrun(tmp_path):
 
 def test_the_quick_start_is_whole():
     assert set(SCRIPTS) == {*LAUNCHES, "use_adapter.py"}
+
+
+def message_templates() -> list[str]:
+    """Every text in the packages, with NUL in the place of what is filled in."""
+
+    def template(node: ast.AST) -> str | None:
+        match node:
+            case ast.Constant(value=str(text)):
+                return re.sub(r"%[sd]|%\.\d+f", "\0", text)
+            case ast.JoinedStr():
+                return "".join(template(part) or "\0" for part in node.values)
+            case ast.BinOp(op=ast.Add()):
+                return f"{template(node.left) or chr(0)}{template(node.right) or chr(0)}"
+        return None
+
+    files = [
+        path
+        for name in ("lora_parallel", "lightning_lora", "accelerate_plugin")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    found = (template(node) for path in files for node in ast.walk(ast.parse(path.read_text())))
+    return [each for each in found if each]
+
+
+def test_the_messages_of_troubleshooting_exist():
+    """Each heading is the beginning of a message in the sources, or says in brackets whose message it is."""
+    headings = re.findall(r"^### (.+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    templates = message_templates()
+    lost = []
+    for heading in headings:
+        plain = re.sub(r" \{#[^}]*\}$", "", heading)
+        if not plain.startswith("`") or plain.endswith(")*"):
+            continue
+        parts = plain.removeprefix("`").removesuffix("`").strip().split("...")
+        pattern = re.compile(".+?".join(map(re.escape, parts)), re.S)
+        if not any(pattern.match(each) for each in templates):
+            lost.append(plain)
+    assert not lost
+    assert len(headings) > 60
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def outside(picture: Path, widen: float = 1.1) -> list[str]:
+    """The texts of an SVG that a wide font (DejaVu Sans, `widen` times as wide) would carry out of the viewBox."""
+    root = ElementTree.parse(picture).getroot()
+    left, top, width, height = map(float, root.attrib["viewBox"].split())
+    rules = dict(re.findall(r"([.\w]+) \{ ([^}]*) \}", root.find(f"{SVG}style").text))
+    shifts = {text: group for group in root.iter(f"{SVG}g") for text in group.iter(f"{SVG}text")}
+    found = []
+    for text in root.iter(f"{SVG}text"):
+        style = ";".join([rules["text"], *(rules.get(f".{name}", "") for name in text.get("class", "").split())])
+        given = {key.strip(): value.strip() for key, _, value in (each.partition(":") for each in style.split(";"))}
+        font = FontProperties(family="DejaVu Sans", weight=int(given.get("font-weight", 400)))
+        size = float(given["font-size"].removesuffix("px"))
+        extent = widen * TextPath((0, 0), text.text, size=size, prop=font).get_extents().width
+        start = 0.0 if given["text-anchor"] == "start" else -extent / 2
+        x, y = float(text.get("x", 0)), float(text.get("y", 0))
+        moved = [
+            float(each)
+            for holder in (text, shifts.get(text))
+            if holder is not None
+            for each in re.findall(r"translate\(([\d.]+) ([\d.]+)\)", holder.get("transform", ""))
+            for each in each
+        ]
+        x, y = x + sum(moved[::2]), y + sum(moved[1::2])
+        if "rotate(-90)" in text.get("transform", ""):
+            corners = (x - size, x + size, y + start, y + start + extent)
+        else:
+            corners = (x + start, x + start + extent, y - size, y + size / 3)
+        if corners[0] < left or corners[1] > left + width or corners[2] < top or corners[3] > top + height:
+            found.append(text.text)
+    return found
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "assets").glob("*.svg")), ids=lambda path: path.name)
+def test_no_text_of_a_picture_is_clipped(picture):
+    assert not outside(picture)
+    assert outside(picture, widen=2)
