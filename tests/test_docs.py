@@ -17,6 +17,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
+from torch.distributed.run import get_args_parser
 
 from accelerate_plugin import cli
 
@@ -33,29 +34,113 @@ def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
     return [(title, textwrap.dedent(text)) for _, language, title, text in found if language in languages]
 
 
+PROGRAMS = ("accelerate", "accelerate-lora", "make", "python", "torchrun", "pip")
+ELSEWHERE = ("vllm", "srun", "hf", "docker", "kubectl", "sbatch")
+"""Programs that are not installed with the tests: a page must say of their blocks that they were not run."""
+SHELL = re.compile(r"^(?P<mark><!-- not run: [^\n]* -->\n)?```(?:bash)?\n(?P<text>.*?)^```$", re.M | re.S)
+
+
 def commands(page: Path) -> list[list[str]]:
-    lines = [line for _, text in blocks(page, "", "bash") for line in text.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(("accelerate", "make ", "python ex"))]
+    """Every command of the page's shell blocks, and those that stand in a sentence, in words."""
+    text = page.read_text()
+    lines = [
+        line
+        for block in SHELL.finditer(text)
+        for line in block["text"].replace("\\\n", " ").splitlines()
+        if block["mark"] is None or line.split(" ")[0] in PROGRAMS
+    ]
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    lines += [found.replace("\n", " ") for found in re.findall(r"`([^`]+)`", prose)]
+    starts = tuple(f"{name} " for name in PROGRAMS)
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_compiles(page):
-    for _, text in blocks(page, "python"):
-        ast.parse(text)
+def flags_of(script: Path) -> set[str]:
+    """The options that a script of ours adds to its argparse parser."""
+    return {"--help", *re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", script.read_text())}
+
+
+def check_script(words: list[str]) -> None:
+    """`words` begin with a script, or with -m and a module. Those of this project must have the options."""
+    if words[0] == "-m":
+        path = ROOT / words[1].replace(".", "/")
+        script, rest = path / "__main__.py" if path.is_dir() else path.with_suffix(".py"), words[2:]
+        if words[1].split(".")[0] not in ("benchmarks", "examples", "accelerate_plugin"):
+            return
+    else:
+        script, rest = ROOT / words[0], words[1:]
+        if words[0] == "-c" or "/" not in words[0]:  # train.py and the like are the reader's
+            return
+    assert script.exists(), words
+    unknown = {word.split("=")[0] for word in rest if word.startswith("--")} - flags_of(script)
+    assert not unknown, (words, unknown)
+
+
+def help_of(*command: str) -> str:
+    return subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+def check_command(words: list[str]) -> None:
+    """Raise an error if a program, a target, an option or a file of the command does not exist."""
+    name, *rest = words
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    if name == "make":
+        targets = [word for word in rest if "=" not in word]
+        assert set(targets) <= set(re.findall(r"^([a-z-]+):", makefile, re.M)), words
+        known = set(re.findall(r"^([A-Z]+) \?=|\$\(([A-Z]+)\)", makefile, re.M))
+        assert {word.split("=")[0] for word in rest if "=" in word} <= {each for pair in known for each in pair}, words
+    elif name == "python":
+        check_script(rest)
+    elif name == "torchrun":
+        given = get_args_parser().parse_args(rest)
+        check_script([given.training_script, *given.training_script_args])
+    elif name == "pip":
+        options = {word.split("=")[0] for word in rest[1:] if word.startswith("--")}
+        assert all(option in help_of("-m", "pip", rest[0]) for option in options), words
+        for extra in re.findall(r"\.\[(\w+)\]", " ".join(rest)):
+            assert re.search(rf"^{extra} = \[", project, re.M), words
+    elif rest[0].startswith("-"):
+        assert set(rest) <= {"--version", "--help"}, words
+    elif rest[0] == "launch":
+        launch_command_parser().parse_args(rest[1:] or ["train.py"])
+    elif words[:2] == ["accelerate-lora", "config"]:
+        cli._parser().parse_args(rest[1:])
+    elif any(word.startswith("--") for word in rest):  # other commands of either program, with options
+        program = "accelerate_lora" if name == "accelerate-lora" else "accelerate.commands.accelerate_cli"
+        told = help_of("-m", program, rest[0])
+        assert all(word.split("=")[0] in told for word in rest[1:] if word.startswith("--")), words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for words in commands(page):
-        if words[0] == "make":
-            assert words[1] in targets, words
-        elif words[0] == "python":
-            assert (ROOT / words[1]).exists(), words
-        elif words[:2] == ["accelerate-lora", "config"]:
-            cli._parser().parse_args(words[2:])
-        elif words[1] == "launch":
-            launch_command_parser().parse_args(words[2:])
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make tset",
+        "make gpu ARG=--quick",
+        "python examples/qlora.py --strategi auto",
+        "python -m benchmarks.oracle --row gemma",
+        "torchrun --nproc-per-nodes 4 train.py",
+        "pip install '.[trll]'",
+        "accelerate launch --config_files mesh.yaml train.py",
+        "accelerate-lora config --tensor_parallel_size 2",
+        "accelerate-lora --verson",
+    ],
+)
+def test_a_wrong_command_is_found(command):
+    with pytest.raises((AssertionError, SystemExit)):
+        check_command(shlex.split(command))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_was_not_run_says_so(page):
+    for block in SHELL.finditer(page.read_text()):
+        if any(line.split(" ")[0] in ELSEWHERE for line in block["text"].splitlines()):
+            assert block["mark"], block["text"]
 
 
 def test_every_file_that_is_named_exists():
@@ -64,7 +149,12 @@ def test_every_file_that_is_named_exists():
             assert (ROOT / name).exists(), (page.name, name)
 
 
-SCRIPTS = {title.split('"')[1]: text for title, text in blocks(ROOT / "docs" / "quick_start.md", "python") if title}
+SCRIPTS = {
+    title.split('"')[1]: text
+    for page in ("quick_start.md", "migrating.md")
+    for title, text in blocks(ROOT / "docs" / page, "python")
+    if title
+}
 CONFIG = "--num_machines 1 --tp_size 2 --dp_replicate_size 1 --mixed_precision no --activation_checkpointing no"
 LAUNCHES = {
     "torchrun_train.py": ["torchrun", "--nproc-per-node", "4"],
@@ -73,13 +163,15 @@ LAUNCHES = {
     "trl_train.py": ["accelerate-lora", "launch", "--config_file", "mesh.yaml"],
     "trainer_train.py": ["accelerate-lora", "launch", "--config_file", "mesh.yaml"],
     "accelerate_train.py": ["accelerate-lora", "launch", "--config_file", "mesh.yaml"],
+    "sft.py": ["accelerate-lora", "launch", "--config_file", "mesh.yaml"],
 }
 
 
 def prepared(folder: Path, *names: str) -> dict[str, str]:
-    """Write scripts with a small model in the place of the large one, and mesh.yaml; return the environment."""
+    """Write scripts with a small model in the place of the large one, and their files; return the environment."""
     for name in names:
         (folder / name).write_text(SCRIPTS[name].replace(NAME, str(ROOT / "examples" / "base_model")))
+    (folder / "train.jsonl").write_text('{"text": "A text that stands for yours."}\n' * 32)
     cli.config(["--config_file", str(folder / "mesh.yaml"), "--num_processes", "4", *CONFIG.split()])
     path = f"{BINARIES}:{os.environ['PATH']}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path}
