@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import pkgutil
 import re
 import shlex
 import socket
 import subprocess
 import sys
 import textwrap
+from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -292,3 +294,13 @@ def outside(picture: Path, widen: float = 1.1) -> list[str]:
 def test_no_text_of_a_picture_is_clipped(picture):
     assert not outside(picture)
     assert outside(picture, widen=2)
+
+
+@pytest.mark.parametrize("package", ["lora_parallel", "lightning_lora", "accelerate_plugin"])
+def test_every_public_name_is_in_the_reference(package):
+    public = set(import_module(package).__all__) - {"__version__"}
+    page = (ROOT / "docs" / "api" / f"{package}.md").read_text()
+    shown = re.findall(r"^::: [\w.]*?(\w+)$", page, re.M) + re.findall(r"^      heading: (\w+)$", page, re.M)
+    assert not public - set(shown)
+    for name in re.findall(r"^::: ([\w.]+)$", page, re.M):
+        assert pkgutil.resolve_name(name), name
