@@ -247,7 +247,7 @@ def test_the_messages_of_troubleshooting_exist():
         plain = re.sub(r" \{#[^}]*\}$", "", heading)
         if not plain.startswith("`") or plain.endswith(")*"):
             continue
-        parts = plain.removeprefix("`").removesuffix("`").strip().split("...")
+        parts = re.sub(r"^(`+)(.*)\1$", r"\2", plain).strip().split("...")
         pattern = re.compile(".+?".join(map(re.escape, parts)), re.S)
         if not any(pattern.match(each) for each in templates):
             lost.append(plain)
