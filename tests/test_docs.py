@@ -16,6 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
@@ -111,6 +112,12 @@ def check_command(words: list[str]) -> None:
         program = "accelerate_lora" if name == "accelerate-lora" else "accelerate.commands.accelerate_cli"
         told = help_of("-m", program, rest[0])
         assert all(word.split("=")[0] in told for word in rest[1:] if word.startswith("--")), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_is_read(page):
+    for _, text in blocks(page, "yaml"):
+        assert yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,7 +7,7 @@ import torch
 
 from tests.docs_blocks import NOT_RUN, ROOT, TINY, blocks, run_page
 
-PAGES = sorted([path for path in (ROOT / "docs").glob("*.md") if blocks(path)] + [ROOT / "README.md"])
+PAGES = sorted([path for path in (ROOT / "docs").rglob("*.md") if blocks(path)] + [ROOT / "README.md"])
 SCRIPTS = {"quick_start.md"}
 """Pages of whole scripts, which tests/test_docs.py starts."""
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
     [
         pytest.param(page, id=page.name, marks=[pytest.mark.matrix] if page.name in SLOW else [])
         for page in PAGES
-        if page.name not in SCRIPTS
+        if page.name not in SCRIPTS and any(is_run for _, _, is_run in blocks(page))
     ],
 )
 def test_blocks_run(pool, folder, page):
