@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
@@ -79,6 +80,7 @@ def check_script(words: list[str]) -> None:
     assert not unknown, (words, unknown)
 
 
+@cache
 def help_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True, check=True).stdout
 
@@ -208,6 +210,7 @@ def test_the_quick_start_runs(tmp_path, name):
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
+@pytest.mark.processes
 def test_two_agents_of_torchrun(tmp_path):
     """Run as on two machines, with two processes each, in an empty folder; PEFT loads what comes out."""
     environment = prepared(tmp_path, "torchrun_train.py", "use_adapter.py")
