@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= outputs/demo
 ARGS ?=
+REPOSITORY ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
@@ -68,10 +69,17 @@ lint: $(VENV)/.dev ## ruff, ruff format, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The README's links to files work on a package index with REPOSITORY=https://... only: release/prepare.py.
 dist: $(VENV)/.installed ## build wheel and sdist into dist/, check them, and try both flags in a bare environment
 	rm -rf build dist
 	$(INSTALL) build twine
+ifeq ($(REPOSITORY),)
+	@echo "No REPOSITORY=https://... is given: links of the README will lead nowhere on a package index."
 	$(BIN)/python -m build --outdir dist .
+else
+	$(BIN)/python release/prepare.py $(REPOSITORY) build/source
+	$(BIN)/python -m build --outdir dist build/source
+endif
 	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv dist/bare
 	dist/bare/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt dist/*.whl

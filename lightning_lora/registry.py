@@ -1,6 +1,8 @@
 """Register the strategies by name with the installed Lightning namespaces.
 
-The namespaces are disjoint: each accepts only strategies that derive from its own classes.
+The namespaces are disjoint: each accepts only strategies that derive from its own classes. Beside its names the class
+for Trainer is registered under its class paths: LightningCLI hands a class path that comes without arguments to Trainer
+as a name.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp2": 2, "lora_fsdp2_t
 
 
 def register_strategies() -> None:
-    """Register all names of `NAMES`; names that are registered already are replaced."""
+    """Register all names of `NAMES` and the class paths; names that are registered already are replaced."""
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
     from lightning_utilities.core import rank_zero
@@ -39,7 +41,7 @@ def register_strategies() -> None:
             (LEGACY_FABRIC_REGISTRY, legacy.FabricLoRAParallelStrategy),
         ]
     for registry, kind in registries:
-        for name, size in NAMES.items():
+        for name, size in {**NAMES, **dict.fromkeys(class_paths(kind), 1)}.items():
             registry.register(
                 name,
                 kind,
@@ -47,3 +49,13 @@ def register_strategies() -> None:
                 override=True,
                 tensor_parallel_size=size,
             )
+
+
+def class_paths(kind: type) -> list[str]:
+    """Return the ways to write the class in a LightningCLI file, in lower case; none for the classes for Fabric."""
+    if kind.__name__ != "LoRAParallelStrategy":
+        return []
+    paths = [kind.__name__, f"{kind.__module__}.{kind.__name__}"]
+    if kind.__module__ == "lightning_lora.strategy":
+        paths.append(f"lightning_lora.{kind.__name__}")
+    return [path.lower() for path in paths]

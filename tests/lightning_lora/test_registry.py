@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 
 from lightning_lora.registry import NAMES, register_strategies
@@ -135,6 +139,70 @@ def test_command_line(namespace):
     assert config.seed == 7
     assert strategy._process_group_backend == "gloo"
     assert config.timeout_seconds == 600
+
+
+def in_a_file(namespace: tuple[str, str], strategy: Any, folder: Path) -> Any:
+    """The strategy that LightningCLI makes of a YAML file with this `strategy:`."""
+    file = folder / "config.yaml"
+    trainer = {"accelerator": "cpu", "devices": 8, "logger": False, "strategy": strategy}
+    file.write_text(yaml.safe_dump({"trainer": trainer}))
+    lightning = import_module(namespace[0])
+
+    class Module(lightning.LightningModule):
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.model = torch.nn.Linear(width, width)
+
+    with tidy():
+        command = import_module(f"{namespace[0]}.cli").LightningCLI
+        made = command(Module, run=False, args=["--config", str(file)], save_config_callback=None)
+    return made.trainer.strategy
+
+
+PATHS = {
+    "lightning.pytorch": ["lightning_lora.LoRAParallelStrategy", "lightning_lora.strategy.LoRAParallelStrategy"],
+    "pytorch_lightning": ["lightning_lora.legacy.LoRAParallelStrategy"],
+}
+
+
+def test_every_way_to_write_the_strategy_in_a_file(namespace, tmp_path):
+    """Names, class paths and the class's bare name; with arguments, without, and as nothing but a string."""
+    kind = import_module(namespace[1]).LoRAParallelStrategy
+    for name, size in NAMES.items():
+        strategy = in_a_file(namespace, name, tmp_path)
+        assert (type(strategy), strategy.config.tp) == (kind, size)
+    for path in [*PATHS[namespace[0]], "LoRAParallelStrategy"]:
+        written = {"class_path": path, "init_args": {"tensor_parallel_size": 4, "lora_config": {"r": 16}}}
+        strategy = in_a_file(namespace, written, tmp_path)
+        assert (type(strategy), strategy.config.tp, strategy._lora_config.r) == (kind, 4, 16), path
+        for bare in ({"class_path": path}, path):
+            strategy = in_a_file(namespace, bare, tmp_path)
+            assert (type(strategy), strategy.config.tp) == (kind, 1), bare
+
+
+@pytest.mark.processes
+def test_a_class_path_with_arguments_needs_no_import(tmp_path):
+    """LightningCLI imports the class: the script does not have to."""
+    file = tmp_path / "config.yaml"
+    strategy = {"class_path": "lightning_lora.LoRAParallelStrategy", "init_args": {"tensor_parallel_size": 2}}
+    file.write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "devices": 2, "strategy": strategy}}))
+    script = (
+        "import lightning.pytorch.cli as c, lightning as L\n"
+        "cli = c.LightningCLI(L.LightningModule, run=False, save_config_callback=None)\n"
+        "print(cli.trainer.strategy.config.tp)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--config", str(file)], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.split()[-1] == "2"
+
+
+@pytest.mark.processes
+def test_what_lightning_says_where_the_import_was_forgotten():
+    """docs/troubleshooting.md has it: no code of this library runs before Lightning looks the name up."""
+    script = "import lightning as L\nL.Trainer(strategy='lora_fsdp2_tp', accelerator='cpu', devices=2)\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "You selected an invalid strategy name: `strategy='lora_fsdp2_tp'`." in done.stderr
 
 
 def test_command_line_without_the_class_of_lora_config(namespace):
