@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lora_parallel.distributed.gather import reshard
 from lora_parallel.distributed.mesh import dp_size
+from lora_parallel.distributed.random_state import share_random_state
 from lora_parallel.distributed.rendezvous import collective_call
-from lora_parallel.loading.sync_module_states import share_random_state
 
 __all__ = ["allow_generate", "refuse_generate"]
 
