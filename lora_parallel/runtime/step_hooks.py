@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +97,9 @@ class StepHooks:
         self._same_batch = SameBatch(mesh) if same_batch_groups(mesh) else None
         self._has_values = self._trained_once = False
         self._in_forward = False
+        self._left_mode = ExitStack()
+        """Closed as a forward ends, if it began in inference mode, which it was taken out of."""
+
         self._backward: int | None = None
         """Number of the backward pass that is running or has failed; None if there is none."""
 
@@ -106,6 +109,9 @@ class StepHooks:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
             return
+        if torch.is_inference_mode_enabled() and not self._trained:  # a reward model of TRL's, for one
+            self._left_mode.enter_context(torch.inference_mode(False))
+            self._left_mode.enter_context(torch.no_grad())
         if not self._has_values:
             if not is_simulated():
                 check_values(model)
@@ -139,6 +145,7 @@ class StepHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if in_backward():
             return
+        self._left_mode.close()
         self._count.running = False
         if self._context is not None:
             self._context.forget_input()
