@@ -22,7 +22,7 @@ from typing import Any
 from accelerate import Accelerator
 from packaging.version import Version
 
-from accelerate_plugin import accelerator_init, detect, trainer
+from accelerate_plugin import accelerator_init, detect, jit_checkpoint, trainer
 from accelerate_plugin.accelerator import AcceleratorOverrides
 from lora_parallel.integration import defer_from_pretrained
 
@@ -232,6 +232,16 @@ PATCHES = (
         trainer.load_best_model,
         "load_fsdp_model looks for a base",
         "self",
+    ),
+    *(
+        Patch(
+            "transformers.trainer_jit_checkpoint:JITCheckpointCallback",
+            name,
+            jit_checkpoint.on_step_end if name == "on_step_end" else jit_checkpoint.at_other_places,
+            "each process saves by itself, at the place where its own flag is set",
+            "self args state control kwargs",
+        )
+        for name in ("on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_epoch_end")
     ),
 )
 

@@ -17,6 +17,7 @@ from lora_parallel.checkpoint.save_load import load_checkpoint, save_checkpoint
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.gradients import clip_grad_norm_
 from lora_parallel.distributed.mesh import build_mesh
+from lora_parallel.distributed.stop_signal import StopSignal
 from lora_parallel.export.merged import export_merged
 from lora_parallel.lazy.materialize import Read, read_plan
 from lora_parallel.loading.attach_checkpoint import attach_checkpoint
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ParallelConfig",
     "Read",
+    "StopSignal",
     "TenantPool",
     "__version__",
     "attach_checkpoint",

@@ -33,6 +33,7 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_ba
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.stages import merged_over_stages, over_stages
+from lora_parallel.distributed.stop_signal import largest_numbers
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
@@ -72,6 +73,7 @@ __all__ = [
     "has_adapters",
     "has_deferred",
     "is_checkpoint",
+    "largest_numbers",
     "load_adapter",
     "load_models",
     "load_optimizers",

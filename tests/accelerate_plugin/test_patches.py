@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from accelerate_plugin import patches
 from accelerate_plugin.accelerator import AcceleratorOverrides
@@ -63,6 +64,10 @@ LINES: dict[tuple[type, str], str] = {
     (Trainer, "_load_optimizer_and_scheduler"): "load_fsdp_optimizer(",
     (Trainer, "_load_rng_state"): 'rng_file = os.path.join(checkpoint, f"rng_state_{process_index}.pth")',
     (Trainer, "_load_best_model"): "load_result = load_fsdp_model(",
+    (JITCheckpointCallback, "on_step_end"): "if self.jit_manager and self.jit_manager.is_checkpoint_requested:",
+    (JITCheckpointCallback, "on_step_begin"): "self.jit_manager.execute_jit_checkpoint()",
+    (JITCheckpointCallback, "on_pre_optimizer_step"): "self.jit_manager.execute_jit_checkpoint()",
+    (JITCheckpointCallback, "on_epoch_end"): "self.jit_manager.execute_jit_checkpoint()",
 }
 """A line of each method that its replacement is written against: an upgrade that changes it has to be read."""
 
