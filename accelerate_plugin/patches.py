@@ -22,7 +22,7 @@ from typing import Any
 from accelerate import Accelerator
 from packaging.version import Version
 
-from accelerate_plugin import accelerator_init, detect, jit_checkpoint, trainer
+from accelerate_plugin import accelerator_init, detect, jit_checkpoint, mesh_callback, trainer
 from accelerate_plugin.accelerator import AcceleratorOverrides
 from lora_parallel.integration import defer_from_pretrained
 
@@ -169,6 +169,13 @@ PATCHES = (
         trainer.store_flos,
         "it sums over all processes, in float32",
         "self",
+    ),
+    Patch(
+        _TRAINER,
+        "log",
+        mesh_callback.log,
+        "a callback cannot add to an entry before those of report_to have sent it",
+        "self logs start_time",
     ),
     Patch(
         _TRAINER,

@@ -39,6 +39,7 @@ from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import defer_from_pretrained
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
+from lora_parallel.metrics.meter import MeshMeter
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
 from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
@@ -49,6 +50,7 @@ from lora_parallel.storage.weights_only import check_loadable, without_numpy
 __all__ = [
     "Contents",
     "HeldByName",
+    "MeshMeter",
     "Scratch",
     "TrainState",
     "adapter_parameters",

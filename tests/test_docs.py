@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from accelerate_plugin import cli
@@ -53,6 +54,12 @@ def test_commands_exist(page):
             cli._parser().parse_args(words[2:])
         elif words[1] == "launch":
             launch_command_parser().parse_args(words[2:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_parses(page):
+    for _, text in blocks(page, "yaml"):
+        assert all(isinstance(document, dict) for document in yaml.safe_load_all(text))
 
 
 def test_every_file_that_is_named_exists():

@@ -135,6 +135,7 @@ def test_a_machine_is_lost_and_the_job_goes_on_with_the_other(tmp_path, whole):
     assert error(tmp_path, whole) <= BOUND
 
 
+@pytest.mark.matrix
 def test_a_worker_that_crashes_is_brought_back(tmp_path, whole):
     with started([*TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0", *command(tmp_path)]) as (agent,):
         wait_until(lambda: latest_checkpoint(tmp_path / "checkpoints"))

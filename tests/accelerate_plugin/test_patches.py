@@ -55,6 +55,7 @@ LINES: dict[tuple[type, str], str] = {
     (Trainer, "get_cp_size"): "return pc.cp_size",
     (Trainer, "get_total_train_batch_size"): "dp_world_size = args.world_size // self.get_tp_size()",
     (Trainer, "store_flos"): "distributed_broadcast_scalars([self.current_flos]",
+    (Trainer, "log"): "self.state.log_history.append(output)",
     (Trainer, "evaluate"): "num_steps=math.ceil(output.num_samples / total_batch_size),",
     (Trainer, "predict"): "num_steps=math.ceil(output.num_samples / total_batch_size),",
     (Trainer, "save_model"): 'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):',
