@@ -22,7 +22,16 @@ from typing import Any
 from accelerate import Accelerator
 from packaging.version import Version
 
-from accelerate_plugin import accelerator_init, arguments, detect, gather, reference_models, trainer
+from accelerate_plugin import (
+    accelerator_init,
+    arguments,
+    detect,
+    gather,
+    jit_checkpoint,
+    mesh_callback,
+    reference_models,
+    trainer,
+)
 from accelerate_plugin.accelerator import AcceleratorOverrides
 from lora_parallel.integration import defer_from_pretrained
 
@@ -209,6 +218,13 @@ PATCHES = (
     ),
     Patch(
         _TRAINER,
+        "log",
+        mesh_callback.log,
+        "a callback cannot add to an entry before those of report_to have sent it",
+        "self logs start_time",
+    ),
+    Patch(
+        _TRAINER,
         "save_model",
         trainer.save_model,
         "with SHARDED_STATE_DICT it writes nothing, with FULL_STATE_DICT it gathers the base",
@@ -255,6 +271,16 @@ PATCHES = (
         trainer.load_best_model,
         "load_fsdp_model looks for a base",
         "self",
+    ),
+    *(
+        Patch(
+            "transformers.trainer_jit_checkpoint:JITCheckpointCallback",
+            name,
+            jit_checkpoint.on_step_end if name == "on_step_end" else jit_checkpoint.at_other_places,
+            "each process saves by itself, at the place where its own flag is set",
+            "self args state control kwargs",
+        )
+        for name in ("on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_epoch_end")
     ),
 )
 

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import operations
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from accelerate_plugin import patches
 from accelerate_plugin.accelerator import AcceleratorOverrides
@@ -57,6 +58,7 @@ LINES: dict[tuple[Any, str], str] = {
     (TrainingArguments, "main_process_first"): "if is_torch_available() and self.world_size > 1:",
     (Trainer, "create_accelerator_and_postprocess"): "self.is_fsdp_enabled = getattr(",
     (Trainer, "store_flos"): "distributed_broadcast_scalars([self.current_flos]",
+    (Trainer, "log"): "self.state.log_history.append(output)",
     (Trainer, "save_model"): 'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):',
     (Trainer, "_save_checkpoint"): "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
     (Trainer, "_save_optimizer_and_scheduler"): "save_fsdp_optimizer(",
@@ -64,6 +66,10 @@ LINES: dict[tuple[Any, str], str] = {
     (Trainer, "_load_optimizer_and_scheduler"): "load_fsdp_optimizer(",
     (Trainer, "_load_rng_state"): 'rng_file = os.path.join(checkpoint, f"rng_state_{process_index}.pth")',
     (Trainer, "_load_best_model"): "load_result = load_fsdp_model(",
+    (JITCheckpointCallback, "on_step_end"): "if self.jit_manager and self.jit_manager.is_checkpoint_requested:",
+    (JITCheckpointCallback, "on_step_begin"): "self.jit_manager.execute_jit_checkpoint()",
+    (JITCheckpointCallback, "on_pre_optimizer_step"): "self.jit_manager.execute_jit_checkpoint()",
+    (JITCheckpointCallback, "on_epoch_end"): "self.jit_manager.execute_jit_checkpoint()",
 }
 """A line of each method that its replacement is written against: an upgrade that changes it has to be read."""
 
