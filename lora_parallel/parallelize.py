@@ -227,9 +227,8 @@ def parallelize(
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
-    hooks = StepHooks(
-        model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recover, stages is not None
-    )
+    checks = [each.check for each in plan.first_batch_checks]
+    hooks = StepHooks(model, mesh, count, gradients, context, order, checks, state.recover, stages is not None)
     if stages is not None:
         state.stage = stages.tensors
         clip_over_stages(model, mesh["pp"])

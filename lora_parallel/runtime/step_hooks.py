@@ -23,7 +23,6 @@ from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.layers.forward_arguments import asks_for
 from lora_parallel.layers.module_names import innermost
-from lora_parallel.planning.first_batch_check import FirstBatchCheck
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.same_batch import SameBatch
 from lora_parallel.runtime.substitutes import Substitutes
@@ -61,7 +60,8 @@ class StepHooks:
         gradients: The model's gradients that are partial over tp, which are dropped after a failed step.
         context: The context of the model's tensor parallel layers; None if tp is 1.
         order: The order of the model's FSDP units; None if it has none.
-        first_batch_checks: Checks of the model's plan, each of which runs once, on the first batch.
+        first_batch_checks: Checks of the model's plan, each of which is given the first batch: positional and keyword
+            arguments.
         recover: Function that is called as a step begins, if the step before it has failed.
         is_pipeline: True if the model's forward calls its stages. Then it calls `begin_schedule` before them, and
             these call `begin_stage` as they begin, and `watch` with the tensors at which their
@@ -76,7 +76,7 @@ class StepHooks:
         gradients: PartialGradients,
         context: TPContext | None,
         order: ModelOrder | None,
-        first_batch_checks: Sequence[FirstBatchCheck] = (),
+        first_batch_checks: Sequence[Callable[[Any, Any], None]] = (),
         recover: Callable[[], None] = lambda: None,
         is_pipeline: bool = False,
     ) -> None:
@@ -129,7 +129,7 @@ class StepHooks:
             _refuse_attentions(model, kwargs)
         with agreed() if self._first_batch_checks else nullcontext():
             while self._first_batch_checks:
-                self._first_batch_checks.pop().check(args, kwargs)
+                self._first_batch_checks.pop()(args, kwargs)
         if self._order is not None:
             if model.training and not self._trained_once:
                 refuse_layer_drop(model)
