@@ -30,7 +30,7 @@ from lora_parallel.state import no_sync
 if TYPE_CHECKING:
     from lora_parallel.tenants.pool import TenantPool
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MemoryPlan",
