@@ -33,7 +33,6 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_ba
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.stages import merged_over_stages, over_stages
-from lora_parallel.distributed.stop_signal import largest_numbers
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
@@ -42,6 +41,7 @@ from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
 from lora_parallel.metrics.meter import MeshMeter
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
+from lora_parallel.runtime.stop_signal import largest_numbers
 from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
