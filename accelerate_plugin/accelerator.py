@@ -1,8 +1,9 @@
 """Override methods of Accelerator for training with `lora_parallel`.
 
-In such an Accelerator `num_processes` counts data-parallel processes, and `gather` and `reduce` work on values of these
-processes: pipeline, tensor and context parallel peers see the same batch and act as one process. So scripts that scale
-learning-rate schedules, batch sizes or metrics by `num_processes` stay right under all of them.
+In such an Accelerator `num_processes` counts data-parallel processes, `process_index` numbers them, and `gather` and
+`reduce` work on their values: pipeline, tensor and context parallel peers see the same batch and act as one process. So
+scripts that scale learning-rate schedules, batch sizes or metrics by `num_processes`, or take their share of a list by
+`process_index`, stay right under all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
-from accelerate.utils import gather_object, operations, recursively_apply
+from accelerate.utils import operations, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -59,13 +60,11 @@ class AcceleratorOverrides(Accelerator):
     def _prepare_device_mesh(self) -> Any:
         return None
 
-    _deals = False
-
-    # Accelerate deals batches by this number.
+    # Accelerate's property compares a data-parallel rank, which several processes have.
     @property
-    def process_index(self) -> int:
-        """Return the rank of this process; while a dataloader is being prepared, its data-parallel rank."""
-        return self._parallelism.dp_rank if self._deals else int(super().process_index)
+    def is_last_process(self) -> bool:
+        """Return True on the last of all processes."""
+        return bool(PartialState().is_last_process)
 
     # ------------------------------------------------------------------ preparation
 
@@ -113,12 +112,7 @@ class AcceleratorOverrides(Accelerator):
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepare_sampler(data_loader, self._parallelism.dp_rank, self.use_seedable_sampler)
-        self._deals = True
-        try:
-            prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        finally:
-            self._deals = False
-        return resumable(prepared)
+        return resumable(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
 
     # ------------------------------------------------------------------ gradients
 
@@ -141,30 +135,6 @@ class AcceleratorOverrides(Accelerator):
         clip_value_([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
 
     # ------------------------------------------------------------------ values of all data-parallel processes
-
-    # Accelerate's method would repeat the values of peers of one batch, as if they had seen different batches.
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all data-parallel processes, with one tensor per batch."""
-        gathered, parallelism = super().gather(tensor), self._parallelism
-        if parallelism.non_data_parallel_size == 1:
-            return gathered
-
-        def once(each: Tensor) -> Tensor:
-            processes = parallelism.total_size
-            return parallelism.one_per_batch(each.unflatten(0, (processes, len(each) // processes))).flatten(0, 1)
-
-        return recursively_apply(once, gathered)
-
-    # Accelerate's method would repeat the objects of peers of one batch. For tensors it calls `gather` above.
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather values of all data-parallel processes, and drop the rows that were added to fill the last batch."""
-        parallelism = self._parallelism
-        if parallelism.non_data_parallel_size == 1 or not (use_gather_object or _holds_others(input_data)):
-            return super().gather_for_metrics(input_data, use_gather_object)
-        everyone = parallelism.one_per_batch(gather_object([input_data]))
-        data = [each for part in everyone for each in part]
-        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        return data[:remainder] if remainder > 0 else data
 
     # Accelerate's method would count the value of each peer of one batch.
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -252,12 +222,3 @@ class AcceleratorOverrides(Accelerator):
     ) -> None:
         """Load a checkpoint as `checkpoint.load_state` does. Collective."""
         checkpoint.load_state(self, input_dir)
-
-
-def _holds_others(data: Any) -> bool:
-    """Return True if the data contains an object that is not a tensor."""
-    try:
-        recursively_apply(lambda each: each, data, error_on_other_type=True)
-    except TypeError:
-        return True
-    return False

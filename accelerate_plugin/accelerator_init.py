@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 
 from accelerate_plugin import detect
 from accelerate_plugin.accelerator import AcceleratorOverrides
-from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of, world_size
+from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism, parallelism_of, world_size
 from accelerate_plugin.plugin import LoRAParallelPlugin
 
 __all__ = ["accelerator_init", "prepare_backend", "state_init"]
@@ -48,7 +48,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
     """
     global _choosing
     bound = inspect.signature(original).bind(self, *args, **kwargs)
-    if _state_is_ours() and not isinstance(bound.arguments.get("fsdp_plugin"), LoRAParallelPlugin):
+    if current_parallelism() is not None and not isinstance(bound.arguments.get("fsdp_plugin"), LoRAParallelPlugin):
         _make_ours(self)
         bound.arguments.pop("fsdp_plugin", None)  # a later Accelerator shares the first one's state
         original(*bound.args, **bound.kwargs)
@@ -71,6 +71,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
             "an Accelerator was made before with other settings, and all of a process share one state: give the first "
             "one the LoRAParallelPlugin, and later ones the same or none."
         )
+    AcceleratorState()  # now that there is a mesh, state_init can tell the data-parallel rank
     if present.non_data_parallel_size > 1:
         _check_dispatch(self)
 
@@ -87,15 +88,11 @@ def _make_ours(accelerator: Accelerator) -> None:
         accelerator.__class__ = type(f"LoRAParallel{kind.__name__}", bases, {})
 
 
-def _state_is_ours() -> bool:
-    return isinstance(AcceleratorState._shared_state.get("parallelism_config"), LoRAParallelism)
-
-
 def state_init(original: Original, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
     """Make Accelerate's state, then adapt it if it has a `LoRAParallelism`.
 
-    The state's type is then FSDP, also on a CPU and in a single process, and `num_processes` counts data-parallel
-    processes.
+    The state's type is then FSDP, also on a CPU and in a single process. `num_processes` counts data-parallel
+    processes, and `process_index` numbers them: peers of one batch have the same, and draw from the same seed.
     """
     original(self, *args, **kwargs)
     parallelism = self.__dict__.get("parallelism_config")
@@ -105,6 +102,8 @@ def state_init(original: Original, self: AcceleratorState, *args: Any, **kwargs:
         self.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         self.fsdp_plugin = parallelism.plugin
     self.num_processes = parallelism.data_parallel_size
+    if parallelism.device_mesh is not None:
+        self.process_index = parallelism.dp_rank
 
 
 def _check_dispatch(accelerator: Accelerator) -> None:

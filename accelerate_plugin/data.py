@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
 __all__ = ["batch_size", "check_sampler", "prepare_sampler", "restore_sampler", "resumable", "sampler_state"]
@@ -29,6 +30,8 @@ def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) 
         # Trainer seeds workers by process. Seed them by data-parallel process instead, so that tensor-parallel peers
         # draw the same augmentations.
         data_loader.worker_init_fn = partial(init.func, *init.args, **{**init.keywords, "rank": dp_rank})
+    if isinstance(data_loader.batch_sampler, BatchRebalanceSampler):
+        data_loader.batch_sampler.rank = dp_rank  # Trainer gave it the process's
     sampler = getattr(_dealer(data_loader), "sampler", None)
     if type(sampler) is RandomSampler and sampler.generator is None and not seedable:
         # Accelerate makes a generator too, but not in a run with tensor parallelism only.

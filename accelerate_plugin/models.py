@@ -100,7 +100,7 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
     """Shard a model, and inject the adapter of the plugin's `lora_config` if it has no adapter and is not frozen.
 
     A model without adapters counts as frozen (a teacher or a reference, for instance) if none of its parameters trains,
-    or if it is prepared for evaluation. It then gets no adapter and needs none.
+    or if it is prepared for evaluation. It then gets no adapter and needs none, and none of its parameters trains.
 
     Returns:
         True if an adapter was injected.
@@ -111,6 +111,8 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
     plugin, config = parallelism.plugin, parallelism.config
     bare = not has_adapters(model)
     frozen = bare and (evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()))
+    if frozen:
+        model.requires_grad_(False)
     lora_config = plugin.lora_config if bare and not frozen else None
     if parallelism.pp_size > 1:
         _leave_out_fused_loss(model)

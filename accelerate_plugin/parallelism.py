@@ -11,13 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes, same_batch_groups
 
-__all__ = ["LoRAParallelism", "collective_method", "parallelism_of", "world_size"]
+__all__ = ["LoRAParallelism", "collective_method", "current_parallelism", "parallelism_of", "world_size"]
 
 
 class LoRAParallelism(ParallelismConfig):
@@ -158,6 +159,12 @@ def _check_equal(axis: str, own: int, other: int | None) -> None:
 def parallelism_of(accelerator: Accelerator) -> LoRAParallelism | None:
     """Return the `LoRAParallelism` of an Accelerator that trains with `lora_parallel`; None for any other."""
     config = accelerator.state.parallelism_config
+    return config if isinstance(config, LoRAParallelism) else None
+
+
+def current_parallelism() -> LoRAParallelism | None:
+    """Return the `LoRAParallelism` of this process's Accelerators, which share one state; None if they have another."""
+    config = AcceleratorState._shared_state.get("parallelism_config")
     return config if isinstance(config, LoRAParallelism) else None
 
 

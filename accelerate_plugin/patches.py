@@ -22,7 +22,16 @@ from typing import Any
 from accelerate import Accelerator
 from packaging.version import Version
 
-from accelerate_plugin import accelerator_init, detect, trainer
+from accelerate_plugin import (
+    accelerator_init,
+    arguments,
+    detect,
+    gather,
+    jit_checkpoint,
+    mesh_callback,
+    reference_models,
+    trainer,
+)
 from accelerate_plugin.accelerator import AcceleratorOverrides
 from lora_parallel.integration import defer_from_pretrained
 
@@ -33,10 +42,10 @@ _OLDEST = {"accelerate": "1.15", "transformers": "5.17"}
 
 @dataclass(frozen=True)
 class Patch:
-    """Describe one replaced method."""
+    """Describe one replaced method, property or function."""
 
     owner: str
-    """Module and class of the method, as in "accelerate.accelerator:Accelerator"."""
+    """Module and class of the method, as in "accelerate.accelerator:Accelerator"; of a function the module."""
 
     name: str
     instead: Callable[..., Any]
@@ -47,10 +56,10 @@ class Patch:
     """Names of the method's parameters, with spaces between; `check` finds out whether they are still the same."""
 
     @property
-    def target(self) -> type:
+    def target(self) -> Any:
         module, _, name = self.owner.partition(":")
-        found: type = getattr(importlib.import_module(module), name)
-        return found
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
 
     def check(self) -> None:
         """Check that the method has the parameters that the replacement was written for.
@@ -61,21 +70,22 @@ class Patch:
         check_parameters(self.target, self.name, self.parameters)
 
 
-def check_parameters(owner: type, name: str, parameters: str) -> None:
+def check_parameters(owner: Any, name: str, parameters: str) -> None:
     """Check that a method of Accelerate or transformers has the parameters that its replacement was written for.
 
     Args:
-        owner: The class of the method.
+        owner: The class of the method, or the module of a function.
         name: The name of the method.
         parameters: The names of the expected parameters, with spaces between.
 
     Raises:
         ImportError: The method has other parameters, or does not exist.
     """
-    package = owner.__module__.split(".")[0]
-    place = f"{package} {version(package)} changed {owner.__module__}.{owner.__name__}.{name}"
+    home = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__name__}"
+    package = home.split(".")[0]
+    place = f"{package} {version(package)} changed {home}.{name}"
     remedy = f"Use a version of {package} that this release was tested with, or a later release of lightning-lora."
-    original = inspect.unwrap(owner.__dict__.get(name, None) or _absent)
+    original = inspect.unwrap(_function(owner.__dict__.get(name, None) or _absent))
     if original is _absent:
         raise ImportError(f"{place}: it is gone. {remedy}")
     found = " ".join(inspect.signature(original).parameters)
@@ -86,13 +96,21 @@ def check_parameters(owner: type, name: str, parameters: str) -> None:
 def _absent() -> None: ...
 
 
+def _function(attribute: Any) -> Callable[..., Any]:
+    """Return the function of a property, or the attribute itself, which is a function."""
+    function: Any = attribute.fget if isinstance(attribute, property) else attribute
+    return function
+
+
 _STANDS_IN = "_stands_in_for_accelerate"
 
 
-_STATE, _ACCELERATOR, _TRAINER = (
+_STATE, _ACCELERATOR, _OPERATIONS, _TRAINER, _ARGUMENTS = (
     "accelerate.state",
     "accelerate.accelerator:Accelerator",
+    "accelerate.utils.operations",
     "transformers.trainer:Trainer",
+    "transformers.training_args:TrainingArguments",
 )
 
 PATCHES = (
@@ -122,10 +140,45 @@ PATCHES = (
         "deepspeed_plugins parallelism_config",
     ),
     Patch(
-        "transformers.training_args:TrainingArguments",
+        _OPERATIONS,
+        "_gpu_gather",
+        gather.gather_tensors,
+        "it repeats the tensors of peers of one batch",
+        "tensor",
+    ),
+    Patch(
+        _OPERATIONS,
+        "_gpu_gather_object",
+        gather.gather_objects,
+        "it repeats the objects of peers of one batch",
+        "object",
+    ),
+    Patch(
+        _ARGUMENTS,
         "__post_init__",
-        trainer.arguments_post_init,
+        arguments.arguments_post_init,
         "bf16 is refused on a machine without accelerators unless use_cpu is set",
+        "self",
+    ),
+    Patch(
+        _ARGUMENTS,
+        "world_size",
+        arguments.world_size,
+        "it counts all processes, and batches are counted with it",
+        "self",
+    ),
+    Patch(
+        _ARGUMENTS,
+        "main_process_first",
+        arguments.main_process_first,
+        "no process goes first where world_size is 1",
+        "self local desc",
+    ),
+    Patch(
+        _TRAINER,
+        "create_accelerator_and_postprocess",
+        reference_models.create_accelerator,
+        "TRL shards a reference model by itself",
         "self",
     ),
     Patch(
@@ -158,13 +211,6 @@ PATCHES = (
     ),
     Patch(
         _TRAINER,
-        "get_total_train_batch_size",
-        trainer.get_total_train_batch_size,
-        "it divides the number of processes by get_tp_size",
-        "self args",
-    ),
-    Patch(
-        _TRAINER,
         "store_flos",
         trainer.store_flos,
         "it sums over all processes, in float32",
@@ -172,17 +218,10 @@ PATCHES = (
     ),
     Patch(
         _TRAINER,
-        "evaluate",
-        trainer.evaluate,
-        "it counts steps by all processes",
-        "self eval_dataset ignore_keys metric_key_prefix",
-    ),
-    Patch(
-        _TRAINER,
-        "predict",
-        trainer.predict,
-        "it counts steps by all processes",
-        "self test_dataset ignore_keys metric_key_prefix",
+        "log",
+        mesh_callback.log,
+        "a callback cannot add to an entry before those of report_to have sent it",
+        "self logs start_time",
     ),
     Patch(
         _TRAINER,
@@ -233,6 +272,16 @@ PATCHES = (
         "load_fsdp_model looks for a base",
         "self",
     ),
+    *(
+        Patch(
+            "transformers.trainer_jit_checkpoint:JITCheckpointCallback",
+            name,
+            jit_checkpoint.on_step_end if name == "on_step_end" else jit_checkpoint.at_other_places,
+            "each process saves by itself, at the place where its own flag is set",
+            "self args state control kwargs",
+        )
+        for name in ("on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_epoch_end")
+    ),
 )
 
 
@@ -262,21 +311,22 @@ def patched() -> Iterator[None]:
         ImportError: A version is too old or a signature changed.
     """
     with ExitStack() as stack:
-        before: list[tuple[type, str, Any]] = []
+        before: list[tuple[Any, str, Any]] = []
         check()
         for patch in PATCHES:
             original = patch.target.__dict__[patch.name]
-            if hasattr(original, _STANDS_IN):  # replaced already when the package was imported
+            if hasattr(_function(original), _STANDS_IN):  # replaced already when the package was imported
                 continue
             before.append((patch.target, patch.name, original))
-            setattr(patch.target, patch.name, _standing_in(original, patch.instead))
+            standing_in = _standing_in(_function(original), patch.instead)
+            setattr(patch.target, patch.name, property(standing_in) if isinstance(original, property) else standing_in)
         stack.callback(_put_back, before)
         if detect.asked_by_environment():
             stack.enter_context(defer_from_pretrained())
         yield
 
 
-def _put_back(before: list[tuple[type, str, Any]]) -> None:
+def _put_back(before: list[tuple[Any, str, Any]]) -> None:
     for each in reversed(before):
         setattr(*each)
 

@@ -7,21 +7,15 @@ the state-dict type: it gathers the base, or writes nothing at all.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.trainer
 from torch import nn
-from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from accelerate_plugin import detect
 from accelerate_plugin.accelerator_init import Original
 from accelerate_plugin.models import innermost
 from accelerate_plugin.parallelism import collective_method, parallelism_of
@@ -67,40 +61,6 @@ def get_cp_size(original: Original, self: Any) -> int:
     return original(self) if parallelism_of(self.accelerator) is None else 1
 
 
-def get_total_train_batch_size(original: Original, self: Any, args: Any) -> int:
-    """Return the number of samples in one optimizer step on all data-parallel processes."""
-    if parallelism_of(self.accelerator) is None:
-        return original(self, args)
-    return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
-
-
-def arguments_post_init(original: Original, self: TrainingArguments) -> None:
-    """Set `use_cpu` if the environment asks for this package on a machine without accelerators.
-
-    Raises:
-        ValueError: `precompute_ref_log_probs` is set, which runs the model before it is sharded; or texts would be
-            generated under pipeline parallelism.
-    """
-    if detect.asked_by_environment() and not detect.has_accelerator():
-        self.use_cpu = True
-    if detect.asked_by_environment() and getattr(self, "precompute_ref_log_probs", False):
-        raise ValueError(
-            "precompute_ref_log_probs=True runs the model before it is sharded: leave it False. The reference is the "
-            "same model with its adapter off, and costs one forward more."
-        )
-    for name in _GENERATING:
-        if getattr(self, name, None) and detect.asks_for_pipeline():
-            raise ValueError(
-                f"{name}={getattr(self, name)!r} generates texts in training or evaluation, which does not work "
-                "under pipeline parallelism: leave it out, or set pp_size to 1."
-            )
-    original(self)
-
-
-_GENERATING = ("predict_with_generate", "generate_during_eval", "num_generations")
-"""Arguments of Trainer's and TRL's trainers with which they generate texts."""
-
-
 def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Train, after two corrections.
 
@@ -135,43 +95,6 @@ def store_flos(original: Original, self: Any) -> None:
     counted = torch.tensor(own, dtype=torch.float64, device=self.args.device)
     self.state.total_flos += self.accelerator.reduce(counted, "sum").item()
     self.current_flos = 0
-
-
-def evaluate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Evaluate, and report the speed in steps of the data-parallel processes."""
-    with _steps_counted(self):
-        return original(self, *args, **kwargs)
-
-
-def predict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Predict, and report the speed in steps of the data-parallel processes."""
-    with _steps_counted(self):
-        return original(self, *args, **kwargs)
-
-
-@contextmanager
-def _steps_counted(self: Any) -> Iterator[None]:
-    """Replace `speed_metrics` in a block, so that its number of steps is that of the data-parallel processes.
-
-    Trainer divides the number of samples by the number of all processes, inside methods that also log the result.
-    """
-    if parallelism_of(self.accelerator) is None:
-        yield
-        return
-    batch = self.args.eval_batch_size * self.accelerator.num_processes
-
-    def speed_metrics(
-        split: str, start_time: float, num_samples: Any = None, num_steps: Any = None, num_tokens: Any = None
-    ) -> Any:
-        if num_samples is not None and num_steps is not None:
-            num_steps = math.ceil(num_samples / batch)
-        return original(split, start_time, num_samples, num_steps, num_tokens)
-
-    original, transformers.trainer.speed_metrics = transformers.trainer.speed_metrics, speed_metrics
-    try:
-        yield
-    finally:
-        transformers.trainer.speed_metrics = original
 
 
 # ---------------------------------------------------------------------- saving

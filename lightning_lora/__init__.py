@@ -12,10 +12,10 @@ The import registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" and "lora_fs
 from lightning_lora.compiled_modules import accept_compiled_modules
 from lightning_lora.loading import load_folders
 from lightning_lora.registry import register_strategies
-from lightning_lora.strategy import FabricLoRAParallelStrategy, LoRAParallelStrategy
+from lightning_lora.strategy import FabricLoRAParallelStrategy, LoRAParallelStrategy, MeshCallback
 from lora_parallel import __version__
 
-__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy", "__version__"]
+__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy", "MeshCallback", "__version__"]
 
 register_strategies()
 load_folders()

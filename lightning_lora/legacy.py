@@ -1,4 +1,4 @@
-"""Define the strategies for `pytorch_lightning` and `lightning_fabric`.
+"""Define the strategies and the callback for `pytorch_lightning` and `lightning_fabric`.
 
 They differ from those in `lightning_lora.strategy` in the namespace only.
 """
@@ -6,13 +6,15 @@ They differ from those in `lightning_lora.strategy` in the namespace only.
 from __future__ import annotations
 
 from lightning_fabric.strategies import ParallelStrategy as FabricParallelStrategy
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
 from lightning_lora.fabric import FabricLogic
+from lightning_lora.mesh_callback import MeshCallbackLogic
 from lightning_lora.namespace import fabric_namespace, trainer_namespace
 from lightning_lora.trainer_strategy import TrainerStrategyLogic
 
-__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy"]
+__all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy", "MeshCallback"]
 
 
 class LoRAParallelStrategy(TrainerStrategyLogic, ParallelStrategy):  # noqa: D101  its docstring is the logic's
@@ -25,3 +27,7 @@ class FabricLoRAParallelStrategy(FabricLogic, FabricParallelStrategy):  # type: 
     __doc__ = FabricLogic.__doc__
 
     lightning = fabric_namespace("lightning_fabric")
+
+
+class MeshCallback(MeshCallbackLogic, Callback):  # noqa: D101
+    __doc__ = MeshCallbackLogic.__doc__

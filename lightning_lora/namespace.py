@@ -3,7 +3,7 @@
 `lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base, with separate classes.
 Private names of Lightning are imported here; `tests/lightning_lora/test_namespace.py` checks that each does what is
 assumed here. Three other files use private names: `loading` wraps two functions for `load_from_checkpoint`,
-`compiled_modules` two for modules that arrive compiled, and `slurm_requeue` replaces the handler of SLURM's signal.
+`compiled_modules` two for modules that arrive compiled, and `signals` replaces the handlers of two signals.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
 from lightning_lora.find_models import find_roots
 from lightning_lora.namespace import TrainerNamespace
 from lightning_lora.precision import PrecisionLogic
+from lightning_lora.signals import watch
 from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
-from lightning_lora.slurm_requeue import watch
 from lightning_lora.strategy_base import BaseLogic
 from lora_parallel import no_sync
 from lora_parallel.integration import (
@@ -138,7 +138,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
         self._prediction = UnevenPrediction(self.device_mesh, self.root_device)
         self.barrier()
         if trainer.state.fn == self.lightning.fitting:
-            watch(trainer, self.lightning, self.root_device)
+            watch(trainer, self.lightning)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == self.lightning.fitting:

@@ -18,6 +18,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.cost.plan import MemoryPlan, plan_memory
 from lora_parallel.distributed.gradients import clip_grad_norm_
 from lora_parallel.distributed.mesh import build_mesh
+from lora_parallel.distributed.stop_signal import StopSignal
 from lora_parallel.export.merged import export_merged
 from lora_parallel.lazy.materialize import Read, read_plan
 from lora_parallel.loading.attach_checkpoint import attach_checkpoint
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryPlan",
     "ParallelConfig",
     "Read",
+    "StopSignal",
     "TenantPool",
     "__version__",
     "attach_checkpoint",

@@ -33,12 +33,14 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_ba
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.stages import merged_over_stages, over_stages
+from lora_parallel.distributed.stop_signal import largest_numbers
 from lora_parallel.distributed.torch_private import fake_process_group, is_simulated
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import defer_from_pretrained
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
+from lora_parallel.metrics.meter import MeshMeter
 from lora_parallel.runtime.description import describe, description_to_print
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
@@ -51,6 +53,7 @@ from lora_parallel.storage.weights_only import check_loadable, without_numpy
 __all__ = [
     "Contents",
     "HeldByName",
+    "MeshMeter",
     "Scratch",
     "TrainState",
     "adapter_parameters",
@@ -79,6 +82,7 @@ __all__ = [
     "has_deferred",
     "is_checkpoint",
     "is_simulated",
+    "largest_numbers",
     "load_adapter",
     "load_models",
     "load_optimizers",

@@ -34,6 +34,7 @@ from lora_parallel.distributed.mesh import (
     possible_axes,
     stage_mesh,
 )
+from lora_parallel.distributed.random_state import share_random_state
 from lora_parallel.distributed.rank_checks import agreed, check_alike, gather_numbers
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.token_chunks import TokenChunks
@@ -53,7 +54,7 @@ from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.module_names import clean_names, innermost
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
-from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same_files, share_random_state, tensors_of
+from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same_files, tensors_of
 from lora_parallel.loading.transformers_quantisers import check_loaded
 from lora_parallel.optimizers.step import let_optimizers_step
 from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
@@ -227,9 +228,8 @@ def parallelize(
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
-    hooks = StepHooks(
-        model, mesh, count, gradients, context, order, plan.first_batch_checks, state.recover, stages is not None
-    )
+    checks = [each.check for each in plan.first_batch_checks]
+    hooks = StepHooks(model, mesh, count, gradients, context, order, checks, state.recover, stages is not None)
     if stages is not None:
         state.stage = stages.tensors
         clip_over_stages(model, mesh["pp"])

@@ -154,6 +154,12 @@ def test_what_was_not_run_says_so(page):
             assert block["mark"], block["text"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_parses(page):
+    for _, text in blocks(page, "yaml"):
+        assert all(isinstance(document, dict) for document in yaml.safe_load_all(text))
+
+
 def test_every_file_that_is_named_exists():
     for page in PAGES:
         for name in re.findall(r"`((?:examples|benchmarks|docs)/[\w/.]+\.\w+)`", page.read_text()):

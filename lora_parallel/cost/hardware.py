@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lora_parallel.metrics.device_peaks import PEAKS
+
 __all__ = ["KNOWN", "Hardware", "predicted_seconds"]
 
 
@@ -35,11 +37,11 @@ class Hardware:
 
 
 KNOWN = {
-    "A100-40": Hardware(40, 312, 300),
-    "A100": Hardware(80, 312, 300),
-    "H100": Hardware(80, 989, 450),
-    "H200": Hardware(141, 989, 450),
-    "B200": Hardware(180, 2250, 900),
+    "A100-40": Hardware(40, PEAKS["A100"] / 1e12, 300),
+    "A100": Hardware(80, PEAKS["A100"] / 1e12, 300),
+    "H100": Hardware(80, PEAKS["H100"] / 1e12, 450),
+    "H200": Hardware(141, PEAKS["H200"] / 1e12, 450),
+    "B200": Hardware(180, PEAKS["B200"] / 1e12, 900),
 }
 """GPUs by name, as SXM modules with NVLink. Source: NVIDIA's data sheets; without sparsity."""
 

@@ -98,6 +98,8 @@ class SimulatedStep(TorchDispatchMode):
         out = self._run(func, args, kwargs or {}, given)
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.counts.flops += count(*args, **(kwargs or {}), out_val=out)
+        elif func._overloadpacket.__name__ == "_grouped_mm":  # which the registry lacks
+            self.counts.flops += 2 * args[0].numel() * out.shape[-1]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_message(func, args, given, out)
         # A tensor made on the device "meta" may serve for its shape alone: it counts once an operation reads it.
@@ -115,9 +117,9 @@ class SimulatedStep(TorchDispatchMode):
             if name == "copy_":
                 return func(*args, **kwargs) if given[0].is_meta else given[0]
             on_meta = {**kwargs, "device": _META} if kwargs.get("device") is not None else kwargs
-            args, on_meta = tree_map_only(
-                Tensor, lambda each: each if each.is_meta else each.to(_META), (args, on_meta)
-            )
+            args, on_meta = tree_map_only(Tensor, _on_meta, (args, on_meta))
+            if name == "_grouped_mm":
+                return _grouped_product(func, args, on_meta)
             out = func(*args, **on_meta)
             return (out[0], _in_turn(out[1], given[0].shape[-1])) if name == "topk" else out
         if given and kwargs.get("device") is None:
@@ -161,6 +163,18 @@ class SimulatedStep(TorchDispatchMode):
         received = max([size, *(_bytes(each) for each in tree_leaves(out) if isinstance(each, Tensor))])
         self.counts.messages[axis] = self.counts.messages.get(axis, 0) + 1
         self.counts.sent[axis] = self.counts.sent.get(axis, 0) + rule(size, received, group.size())
+
+
+def _grouped_product(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Return the products of experts. On meta torch knows those of bfloat16 alone; others take the same shape."""
+    dtype = args[0].dtype
+    narrow = tree_map_only(Tensor, lambda each: each.bfloat16() if each.dtype is dtype else each, args)
+    product: Tensor = func(*narrow, **kwargs)
+    return product.to(dtype)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to(_META)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.rendezvous import collective_call, limit_waiting
+from lora_parallel.distributed.restarts import check_restarts
 from lora_parallel.distributed.torch_private import flatten_axes, one_gloo_thread, set_timeout, sub_mesh
 from lora_parallel.sizes import AXES, axis_sizes, mesh_axes
 
@@ -70,7 +71,9 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
 
     Raises:
         ValueError: The sizes do not fit the world size; raised on every rank, before any process group is made.
+        RuntimeError: torchrun has restarted the job in a way in which ranks may not find each other.
     """
+    check_restarts()
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_type = accelerator.type if accelerator is not None else "cpu"

@@ -1,4 +1,4 @@
-"""Make all ranks start from the same weights and random state.
+"""Make all ranks start from the same weights.
 
 For models in memory every rank takes the values of rank 0, as under DDP. For models on meta the ranks' files must be
 copies of the same files.
@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.mesh import same_batch_groups
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
 from lora_parallel.lazy.files import fingerprint_of
 from lora_parallel.lazy.tracking import sources_of
 
-__all__ = ["adopt_rank_zero", "check_same_files", "share_random_state", "tensors_of"]
+__all__ = ["adopt_rank_zero", "check_same_files", "tensors_of"]
 
 log = logging.getLogger(__name__)
 
@@ -92,22 +91,3 @@ def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"rank {rank} would read other files than rank 0 ({len(names)} differ, first: {names[0]}): their "
                 "shards would be of different checkpoints. Give every rank the same one."
             )
-
-
-def share_random_state(mesh: DeviceMesh) -> None:
-    """Give the ranks of one batch (pp, cp and tp peers) the random state of the first of them. Collective.
-
-    Tp peers compute the same activations, so random numbers that the model draws outside of its adapters
-    (for its own dropout) must be the same on all of them. In a seeded job the states are equal already, and nothing
-    changes.
-    """
-    for group in same_batch_groups(mesh):
-        source = dist.get_global_rank(group, 0)
-        cpu = torch.get_rng_state().to(mesh.device_type)
-        dist.broadcast(cpu, src=source, group=group)
-        torch.set_rng_state(cpu.cpu())
-        if mesh.device_type != "cpu":
-            module = torch.get_device_module(mesh.device_type)
-            device = module.get_rng_state().to(mesh.device_type)
-            dist.broadcast(device, src=source, group=group)
-            module.set_rng_state(device.cpu())

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -35,6 +36,7 @@ class FirstBatchCheck:
         tp: Size of the tp axis.
     """
 
+    @torch.random.fork_rng(devices=[])
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], tp: int) -> None:
         self._tp = tp
         self._twin = stand_in_for(model)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.layers.products import matrices
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
 
 __all__ = ["balanced_bounds", "split_stages"]
@@ -113,22 +113,4 @@ def _total(costs: Sequence[Cost]) -> Cost:
 def _cost(module: nn.Module, config: Any) -> Cost:
     """Return the bytes of a module's parameters, and the multiplications that it does for a token."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    used = _share_of_experts(config)
-    products = 0.0
-    for inner in module.modules():
-        if isinstance(inner, QuantisedLayer):
-            products += inner.out_features * inner.in_features
-        elif not isinstance(inner, nn.Embedding):
-            matrices = (each for each in inner._parameters.values() if each is not None and each.dim() > 1)
-            products += sum(each.numel() * (used if each.dim() == 3 else 1) for each in matrices)
-    return size, products
-
-
-def _share_of_experts(config: Any) -> float:
-    """Return the share of a mixture's experts that a token goes to, 1 for other models."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    every = next(
-        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), None
-    )
-    chosen = getattr(text, "num_experts_per_tok", None)
-    return chosen / every if every and chosen else 1.0
+    return size, sum(products for _, products in matrices(module, config))

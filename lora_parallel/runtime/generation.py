@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lora_parallel.distributed.gather import reshard
 from lora_parallel.distributed.mesh import dp_size
+from lora_parallel.distributed.random_state import share_random_state
 from lora_parallel.distributed.rendezvous import collective_call
 
 __all__ = ["allow_generate", "refuse_generate"]
@@ -20,7 +21,7 @@ def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
 
     Data-parallel ranks finish their texts at different steps, and a rank that stopped would leave the others waiting
     for its weights. With more than one such rank `synced_gpus=True` is the default, which keeps all ranks running to
-    the last step.
+    the last step. The ranks of one batch draw the same tokens: they begin with the random state of the first of them.
 
     Args:
         model: A sharded model.
@@ -64,8 +65,10 @@ def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:
             kwargs.setdefault("synced_gpus", True)
         try:
             if replicated and not kwargs["synced_gpus"]:  # a replica needs no weights of other replicas
+                share_random_state(mesh)
                 return own(*args, **kwargs)
             with collective_call("generate"):
+                share_random_state(mesh)
                 return own(*args, **kwargs)
         finally:
             reshard(root)  # as after any forward that no backward follows

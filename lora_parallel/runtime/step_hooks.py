@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.layers.forward_arguments import asks_for
 from lora_parallel.layers.module_names import innermost
-from lora_parallel.planning.first_batch_check import FirstBatchCheck
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.same_batch import SameBatch
 from lora_parallel.runtime.substitutes import Substitutes
@@ -61,7 +60,8 @@ class StepHooks:
         gradients: The model's gradients that are partial over tp, which are dropped after a failed step.
         context: The context of the model's tensor parallel layers; None if tp is 1.
         order: The order of the model's FSDP units; None if it has none.
-        first_batch_checks: Checks of the model's plan, each of which runs once, on the first batch.
+        first_batch_checks: Checks of the model's plan, each of which is given the first batch: positional and keyword
+            arguments.
         recover: Function that is called as a step begins, if the step before it has failed.
         is_pipeline: True if the model's forward calls its stages. Then it calls `begin_schedule` before them, and
             these call `begin_stage` as they begin, and `watch` with the tensors at which their
@@ -76,7 +76,7 @@ class StepHooks:
         gradients: PartialGradients,
         context: TPContext | None,
         order: ModelOrder | None,
-        first_batch_checks: Sequence[FirstBatchCheck] = (),
+        first_batch_checks: Sequence[Callable[[Any, Any], None]] = (),
         recover: Callable[[], None] = lambda: None,
         is_pipeline: bool = False,
     ) -> None:
@@ -97,6 +97,9 @@ class StepHooks:
         self._same_batch = SameBatch(mesh) if same_batch_groups(mesh) else None
         self._has_values = self._trained_once = False
         self._in_forward = False
+        self._left_mode = ExitStack()
+        """Closed as a forward ends, if it began in inference mode, which it was taken out of."""
+
         self._backward: int | None = None
         """Number of the backward pass that is running or has failed; None if there is none."""
 
@@ -106,6 +109,9 @@ class StepHooks:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
             return
+        if torch.is_inference_mode_enabled() and not self._trained:  # a reward model of TRL's, for one
+            self._left_mode.enter_context(torch.inference_mode(False))
+            self._left_mode.enter_context(torch.no_grad())
         if not self._has_values:
             if not is_simulated():
                 check_values(model)
@@ -123,7 +129,7 @@ class StepHooks:
             _refuse_attentions(model, kwargs)
         with agreed() if self._first_batch_checks else nullcontext():
             while self._first_batch_checks:
-                self._first_batch_checks.pop().check(args, kwargs)
+                self._first_batch_checks.pop()(args, kwargs)
         if self._order is not None:
             if model.training and not self._trained_once:
                 refuse_layer_drop(model)
@@ -139,6 +145,7 @@ class StepHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if in_backward():
             return
+        self._left_mode.close()
         self._count.running = False
         if self._context is not None:
             self._context.forget_input()

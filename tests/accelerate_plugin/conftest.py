@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from tests import workers
 
-workers._PRELOAD += [name for name in ("tests.accelerate_plugin.harness",) if name not in workers._PRELOAD]
+workers._PRELOAD += [
+    name for name in ("tests.accelerate_plugin.harness", "tests.trainer_rows") if name not in workers._PRELOAD
+]

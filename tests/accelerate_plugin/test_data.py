@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, utils
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 
@@ -49,7 +49,7 @@ def seen(mesh: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with launched():
         accelerator = Accelerator(fsdp_plugin=plugin(mesh))
-        torch.manual_seed(accelerator.process_index)  # as with set_seed(device_specific=True), or none
+        torch.manual_seed(dist.get_rank())  # as with set_seed(device_specific=True), or none
         loader: Any = accelerator.prepare(DataLoader(Numbers(), batch_size=2, shuffle=True))
         found["shuffled"] = everyone([batch.tolist() for batch in loader])
         found["next epoch"] = everyone([batch.tolist() for batch in loader])
@@ -57,7 +57,7 @@ def seen(mesh: str) -> dict[str, Any]:
         loader = DataLoader(
             Numbers(),
             batch_size=2,
-            worker_init_fn=partial(seed_worker, num_workers=1, rank=accelerator.process_index),
+            worker_init_fn=partial(seed_worker, num_workers=1, rank=dist.get_rank()),
         )
         found["worker rank"] = everyone([accelerator.prepare(loader).worker_init_fn.keywords["rank"]])
         parts = []
@@ -71,6 +71,12 @@ def seen(mesh: str) -> dict[str, Any]:
         found["objects"] = [each["id"] for part in parts for each in part]
         dp_rank = accelerator.state.parallelism_config.dp_rank
         found["gathered"] = accelerator.gather(torch.tensor([dp_rank, 10 + dp_rank])).tolist()
+        found["gathered by utils"] = utils.gather(torch.tensor([dp_rank, 10 + dp_rank])).tolist()
+        found["objects by utils"] = utils.gather_object([dp_rank, 10 + dp_rank])
+        found["indices"] = everyone(accelerator.process_index)
+        found["ends"] = everyone([accelerator.is_main_process, accelerator.is_last_process])
+        utils.set_seed(5, device_specific=True)
+        found["draws"] = everyone(torch.rand(()).item())
         found["nothing"] = tuple(accelerator.gather(torch.empty(0, 3)).shape)
         found["scalars"] = accelerator.gather({"a": torch.tensor(float(dp_rank))})["a"].tolist()
         found["sum"] = accelerator.reduce(torch.tensor([1.0, dp_rank]), "sum").tolist()
@@ -79,7 +85,7 @@ def seen(mesh: str) -> dict[str, Any]:
             found["split"] = everyone(mine)
         with accelerator.split_between_processes(torch.arange(7), apply_padding=True) as mine:
             found["padded"] = everyone(mine.tolist())
-        if accelerator.process_index == dist.get_world_size() - 1:
+        if dist.get_rank() == dist.get_world_size() - 1:
             accelerator.set_trigger()
         found["triggered"] = [accelerator.check_trigger(), accelerator.check_trigger()]
         found["processes"] = accelerator.num_processes
@@ -111,6 +117,11 @@ def test_tensor_parallel_peers_act_as_one_process(pool, mesh):
         assert sorted(each for share in found["stream"][::tp] for batch in share for each in batch) == list(range(16))
         assert found["metrics"] == found["objects"] == list(range(18))
         assert found["gathered"] == [each for rank in range(dp) for each in (rank, 10 + rank)]
+        assert found["gathered by utils"] == found["objects by utils"] == found["gathered"]
+        assert found["indices"] == [rank for rank in range(dp) for _ in range(tp)]
+        assert found["ends"] == [[rank == 0, rank == world - 1] for rank in range(world)]
+        drawn = [torch.rand((), generator=torch.Generator().manual_seed(5 + rank)).item() for rank in range(dp)]
+        assert found["draws"] == [each for each in drawn for _ in range(tp)]
         assert found["nothing"] == (0, 3)
         assert found["scalars"] == list(range(dp))
         assert found["sum"] == [dp, sum(range(dp))]
@@ -132,7 +143,7 @@ def dispatched(mesh: str) -> list[Any]:
         with launched():
             made = attempt(Accelerator, fsdp_plugin=plugin(mesh), dataloader_config=configuration)
             if not isinstance(made, Failure):
-                torch.manual_seed(made.process_index)
+                torch.manual_seed(dist.get_rank())
                 loader: Any = made.prepare(DataLoader(Numbers(), batch_size=2, shuffle=True))
                 made = everyone([batch.tolist() for batch in loader])
         answers.append(made)

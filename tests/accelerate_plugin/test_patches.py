@@ -12,8 +12,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import operations
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from accelerate_plugin import patches
 from accelerate_plugin.accelerator import AcceleratorOverrides
@@ -21,7 +23,7 @@ from accelerate_plugin.patches import PATCHES, check, patched, unpatched
 from tests.accelerate_plugin.harness import Rows, launched
 from tests.oracle import Case, trained
 
-LINES: dict[tuple[type, str], str] = {
+LINES: dict[tuple[Any, str], str] = {
     (PartialState, "_prepare_backend"): "distributed_type = DistributedType.NO",
     (AcceleratorState, "__init__"): "self.__dict__.update(PartialState._shared_state)",
     (Accelerator, "__init__"): "self.state.device_mesh = self.parallelism_config.get_device_mesh(self.device.type)",
@@ -35,8 +37,8 @@ LINES: dict[tuple[type, str], str] = {
         "clip_grad_norm_",
     ): "return self._clip_grad_norm_dtensor_aware(parameters, max_norm",
     (Accelerator, "clip_grad_value_"): "torch.nn.utils.clip_grad_value_(parameters, clip_value)",
-    (Accelerator, "gather"): "return gather(tensor)",
-    (Accelerator, "gather_for_metrics"): "data = self.gather(input_data)",
+    (operations, "_gpu_gather"): "torch.distributed.all_gather(output_tensors, tensor)",
+    (operations, "_gpu_gather_object"): "return [x for y in output_objects for x in y]",
     (Accelerator, "reduce"): "return reduce(tensor, reduction, scale)",
     (
         Accelerator,
@@ -52,10 +54,11 @@ LINES: dict[tuple[type, str], str] = {
     (Trainer, "_has_mixed_mesh_grads"): "self._mixed_mesh_grads = has_mixed_dtensor(",
     (Trainer, "get_tp_size"): '"_tp_size", None)',
     (Trainer, "get_cp_size"): "return pc.cp_size",
-    (Trainer, "get_total_train_batch_size"): "dp_world_size = args.world_size // self.get_tp_size()",
+    (TrainingArguments, "world_size"): "return self.distributed_state.num_processes",
+    (TrainingArguments, "main_process_first"): "if is_torch_available() and self.world_size > 1:",
+    (Trainer, "create_accelerator_and_postprocess"): "self.is_fsdp_enabled = getattr(",
     (Trainer, "store_flos"): "distributed_broadcast_scalars([self.current_flos]",
-    (Trainer, "evaluate"): "num_steps=math.ceil(output.num_samples / total_batch_size),",
-    (Trainer, "predict"): "num_steps=math.ceil(output.num_samples / total_batch_size),",
+    (Trainer, "log"): "self.state.log_history.append(output)",
     (Trainer, "save_model"): 'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):',
     (Trainer, "_save_checkpoint"): "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
     (Trainer, "_save_optimizer_and_scheduler"): "save_fsdp_optimizer(",
@@ -63,6 +66,10 @@ LINES: dict[tuple[type, str], str] = {
     (Trainer, "_load_optimizer_and_scheduler"): "load_fsdp_optimizer(",
     (Trainer, "_load_rng_state"): 'rng_file = os.path.join(checkpoint, f"rng_state_{process_index}.pth")',
     (Trainer, "_load_best_model"): "load_result = load_fsdp_model(",
+    (JITCheckpointCallback, "on_step_end"): "if self.jit_manager and self.jit_manager.is_checkpoint_requested:",
+    (JITCheckpointCallback, "on_step_begin"): "self.jit_manager.execute_jit_checkpoint()",
+    (JITCheckpointCallback, "on_pre_optimizer_step"): "self.jit_manager.execute_jit_checkpoint()",
+    (JITCheckpointCallback, "on_epoch_end"): "self.jit_manager.execute_jit_checkpoint()",
 }
 """A line of each method that its replacement is written against: an upgrade that changes it has to be read."""
 
@@ -71,7 +78,7 @@ def test_the_installed_versions_are_those_it_was_written_for():
     check()
     for (owner, name), line in LINES.items():
         with unpatched():
-            assert line in inspect.getsource(inspect.unwrap(vars(owner)[name])), (owner, name)
+            assert line in inspect.getsource(inspect.unwrap(patches._function(vars(owner)[name]))), (owner, name)
 
 
 def test_every_replaced_method_has_a_line_that_it_is_written_against():
@@ -119,15 +126,17 @@ def test_each_has_a_reason_and_a_test_of_its_own():
 UNDONE = """
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from transformers import PreTrainedModel, Trainer
-before = [dict(vars(kind)) for kind in (Accelerator, Trainer, PreTrainedModel)]
+from accelerate.utils import operations
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+KINDS = (Accelerator, Trainer, PreTrainedModel, TrainingArguments, operations)
+before = [dict(vars(kind)) for kind in KINDS]
 import os
 os.environ["ACCELERATE_USE_FSDP"] = "true"
 from accelerate_plugin import patches
 assert Accelerator.__init__ is not before[0]["__init__"]
 assert vars(PreTrainedModel)["from_pretrained"] is not before[2]["from_pretrained"]
 with patches.unpatched():
-    assert before == [dict(vars(kind)) for kind in (Accelerator, Trainer, PreTrainedModel)]
+    assert before == [dict(vars(kind)) for kind in KINDS]
 assert Accelerator.__init__ is not before[0]["__init__"]
 print("undone")
 """
@@ -166,7 +175,8 @@ def test_a_run_without_the_flag_is_what_it_was(monkeypatch):
         with_patches = stock()
     monkeypatch.setattr(patches, "check", lambda: None)
     with unpatched():
-        assert not any(hasattr(vars(patch.target)[patch.name], patches._STANDS_IN) for patch in PATCHES)
+        functions = [patches._function(vars(patch.target)[patch.name]) for patch in PATCHES]
+        assert not any(hasattr(function, patches._STANDS_IN) for function in functions)
         monkeypatch.setattr(patches, "PATCHES", ())
         with launched():
             losses, state = stock()

@@ -25,6 +25,7 @@ from tests.accelerate_plugin import test_checkpoint, test_data, test_launch, tes
 from tests.accelerate_plugin.harness import environment, launched, plugin, trains
 from tests.cases import cases
 from tests.oracle import Case, Run, causal_lm, ranks_of, reference, relative_error
+from tests.trainer_rows import write_base
 from tests.workers import Failure, attempt
 
 base, one_process = test_trainer.base, test_trainer.one_process
@@ -147,7 +148,7 @@ def test_what_else_a_trainer_does(pool, base, tmp_path):
 
 @pytest.fixture(scope="module")
 def chat_base(tmp_path_factory) -> Path:
-    return test_trl.write_base(tmp_path_factory.mktemp("base"))
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
 def packed_or_tuned(base: Path, output: Path, mesh: str, kinds: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import (
     DeepSpeedPlugin,
@@ -17,7 +18,7 @@ from accelerate.utils import (
 )
 from peft import IA3Config
 from transformers import Trainer, TrainingArguments
-from trl import DPOConfig
+from trl import DPOConfig, GRPOConfig
 
 from accelerate_plugin import LoRAParallelPlugin
 from tests.accelerate_plugin.harness import environment, launched, plugin
@@ -80,7 +81,7 @@ def sharded_at_load() -> Any:
 def other_optimizer(change: str) -> Any:
     """On rank 1."""
     accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
-    model, odd = Case().model(), accelerator.process_index == 1
+    model, odd = Case().model(), dist.get_rank() == 1
     parameters = list(trained(model).values())[1 if odd and change == "fewer" else 0 :]
     kind = torch.optim.SGD if odd and change == "kind" else torch.optim.AdamW
     return accelerator.prepare(model, kind(parameters, lr=2.0 if odd and change == "rate" else 1.0))
@@ -89,7 +90,7 @@ def other_optimizer(change: str) -> Any:
 def one_rank(**settings: Any) -> Any:
     """Only rank 1 has a model without adapters."""
     accelerator = Accelerator(fsdp_plugin=plugin("2x2"))
-    model = Case().model() if accelerator.process_index != 1 else causal_lm()
+    model = Case().model() if dist.get_rank() != 1 else causal_lm()
     return accelerator.prepare(model, torch.optim.AdamW(trained(model).values()))
 
 
@@ -186,6 +187,14 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "precomputed": (
         lambda: os.environ.update(FSDP) or DPOConfig("out", precompute_ref_log_probs=True, bf16=False),
         ["precompute_ref_log_probs"],
+    ),
+    "vLLM": (
+        lambda: os.environ.update(FSDP) or GRPOConfig("out", use_vllm=True, bf16=False),
+        ["use_vllm=True does not work with a sharded model", "rollout_func", "docs/serving.md"],
+    ),
+    "continuous batching": (
+        lambda: os.environ.update(FSDP) or GRPOConfig("out", use_transformers_continuous_batching=True, bf16=False),
+        ["use_transformers_continuous_batching=True does not work"],
     ),
     "one rank only": (one_rank, ["no PEFT layers"]),
     "another plugin": (twice, ["made before with other settings"]),

@@ -14,22 +14,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.accelerate_plugin.harness import environment, launched
 from tests.cases import cases
 from tests.oracle import dp_of, full, ranks_of, relative_error, trained
+from tests.trainer_rows import conversations, plain, preferences, write_base
 
 ROOT = Path(__file__).parents[2]
-WORDS = 64
-CHAT = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }} "
-    "{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %} {% endfor %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -37,54 +30,10 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base"))
 
 
-def write_base(path: Path) -> Path:
-    """A small model with a tokenizer, and data, on the disk."""
-    words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{index}" for index in range(4, WORDS)]
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template=CHAT,
-    ).save_pretrained(path)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=WORDS, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    (path / "data").mkdir()
-    with open(path / "data" / "train.json", "w") as file:
-        for text in texts(48):
-            file.write(json.dumps({"text": text}) + "\n")
-    return path
-
-
-def texts(count: int, seed: int = 0) -> list[str]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(5, 14, (count,), generator=generator).tolist()
-    return [" ".join(f"w{i}" for i in torch.randint(4, WORDS, (n,), generator=generator).tolist()) for n in lengths]
-
-
-def conversations(count: int) -> list[dict[str, Any]]:
-    return [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in zip(texts(count), texts(count, 1), strict=True)
-    ]
-
-
-def preferences(count: int) -> list[dict[str, str]]:
-    columns = zip(texts(count), texts(count, 1), texts(count, 2), strict=True)
-    return [{"prompt": a, "chosen": f" {b}", "rejected": f" {c}"} for a, b, c in columns]
-
-
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 KINDS: dict[str, Any] = {
-    "plain": (SFTTrainer, SFTConfig, lambda: [{"text": text} for text in texts(32)], {}),
-    "packing": (SFTTrainer, SFTConfig, lambda: [{"text": text} for text in texts(96)], {"packing": True}),
+    "plain": (SFTTrainer, SFTConfig, lambda: plain(32), {}),
+    "packing": (SFTTrainer, SFTConfig, lambda: plain(96), {"packing": True}),
     "assistant only": (SFTTrainer, SFTConfig, lambda: conversations(32), {"assistant_only_loss": True}),
     "dpo": (DPOTrainer, DPOConfig, lambda: preferences(32), {}),
 }

@@ -200,10 +200,15 @@ def test_an_own_plan_of_such_a_model_that_matches_nothing_is_refused():
 
 
 def test_a_plan_of_such_a_model_holds_until_the_first_batch_and_a_line_says_so(caplog):
-    assert styles_of(Unknown().requires_grad_(False), PAIR) == PAIR
+    model = Unknown().requires_grad_(False)
+    torch.manual_seed(3)
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    assert styles_of(model, PAIR) == PAIR
     assert "Unknown could not be run without its weights" in caplog.text
     assert "tried on the first batch" in caplog.text
     assert "forward was replaced" not in caplog.text
+    assert torch.equal(torch.rand(2), drawn)  # the plan leaves the random state
 
 
 def test_a_plan_of_a_model_that_cannot_be_copied_holds_and_a_line_says_that_it_is_unchecked(caplog):

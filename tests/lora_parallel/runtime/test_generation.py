@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from tests.oracle import Case, parse_mesh, ranks_of
+from tests.oracle import Case, on_mesh, parse_mesh, ranks_of
 
 MESHES = ["2x1", "1x2", "2x2"]
 SETTINGS = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
@@ -39,3 +40,24 @@ def test_generate_equals_one_process(pool):
             assert not got[:, length:].any()
             assert not want[:, length:].any()
             assert gradients == 28
+
+
+def sample(mesh_text: str) -> tuple[list[int], list[int]]:
+    """Return what this rank samples, and what one process samples with the seed of the first rank of its batch."""
+    from lora_parallel import parallelize
+    from lora_parallel.distributed.mesh import dp_rank
+
+    case, settings = Case(sizes={"use_cache": True}), {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}
+    prompt = case.batches()[0][:1]
+    mesh, config = on_mesh(mesh_text)
+    plain, model = case.model().eval(), parallelize(case.model(), mesh, config).eval()
+    torch.manual_seed(dist.get_rank())
+    got = model.generate(input_ids=prompt, **settings)
+    torch.manual_seed(dp_rank(mesh) * mesh["tp"].size())
+    return got[0].tolist(), plain.generate(input_ids=prompt, **settings)[0].tolist()
+
+
+def test_ranks_of_one_batch_sample_the_same_tokens(pool):
+    for mesh in ("1x2", "2x2"):
+        for got, want in pool.run(ranks_of(mesh), sample, mesh):
+            assert got == want

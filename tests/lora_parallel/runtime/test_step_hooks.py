@@ -6,7 +6,7 @@ import torch
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
-from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import Case, causal_lm, full, on_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, attempt
 
 CASE = Case()
@@ -51,6 +51,28 @@ def test_inference_mode_under_fsdp_is_refused(pool):
         assert isinstance(answer, Failure)
         assert answer.kind == "RuntimeError"
         assert "torch.no_grad()" in answer.message
+
+
+def frozen_in_inference_mode() -> tuple[list[torch.Tensor], torch.Tensor, bool]:
+    mesh, config = on_mesh("2x1", require_adapters=False)
+    model, batch = causal_lm().requires_grad_(False), CASE.batches()[0]
+    with torch.no_grad():
+        want = model(input_ids=batch).logits
+    parallelize(model, mesh, config)
+    got = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            got.append(model(input_ids=batch).logits)
+    with torch.inference_mode():
+        attempt(model, input_ids=batch.float())  # fails
+        return got, want, torch.is_inference_mode_enabled()
+
+
+def test_a_frozen_model_runs_in_inference_mode_under_fsdp(pool):
+    for got, want, still in pool.run(2, frozen_in_inference_mode):
+        assert still
+        for logits in got:
+            assert torch.allclose(logits, want, rtol=0, atol=1e-12)
 
 
 def seed_by_rank():

@@ -1,0 +1,88 @@
+"""The table of TRL's trainers: losses, logged values and adapters after some steps on a mesh, against one process.
+
+    python -m benchmarks.trainers                  # two minutes on 2 cores; writes the table into docs/trainers.md
+    python -m benchmarks.trainers --rows 'GRPO*'   # a look, without writing
+
+The rows are data, in `tests/trainer_rows.py`; the processes are those of the tests. A row above its bounds says FAILED,
+and then so does the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+import torch
+from tqdm import tqdm
+
+from tests import workers
+from tests.oracle import ranks_of
+from tests.trainer_rows import ROWS, STEPS, errors, tuned, write_base
+from tests.workers import Failure, WorkerPool
+
+PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
+MARK = "<!-- written by make trainer-table -->"
+
+
+def table(names: list[str]) -> tuple[str, bool]:
+    """Return the table in Markdown, and whether all rows are within their bounds."""
+    lines = [
+        f"| trainer | mesh | losses of {STEPS} steps | other logged values | adapter | |",
+        "|---|---|---|---|---|---|",
+    ]
+    good = True
+    workers._PRELOAD += ["tests.trainer_rows"]
+    pool = WorkerPool()
+    with tempfile.TemporaryDirectory() as folder:
+        base = write_base(Path(folder) / "base")
+        for name in tqdm(names):
+            row = ROWS[name]
+            [want] = tuned([name], base, Path(folder) / "one", "").values()
+            found = [
+                each[name]
+                for each in pool.run(ranks_of(row.mesh), tuned, [name], base, Path(folder) / "mesh", row.mesh)
+            ]
+            failures = [each for each in (want, *found) if isinstance(each, Failure)]
+            if failures:
+                tqdm.write(f"{name}: {failures[0].trace}")
+                cells, fine = ["**FAILED**"] * 3, False
+            else:
+                each_rank = [errors(name, got, want) for got in found]
+                fine = all(each.good for each in each_rank)
+                worst = [max(getattr(each, key) for each in each_rank) for key in ("losses", "logged", "adapters")]
+                cells = [f"{value:.0e}" if fine else f"**FAILED** {value:.0e}" for value in worst]
+            good = good and fine
+            lines.append(f"| {name} | {row.mesh} | {' | '.join(cells)} | {row.about} |")
+    pool.close()
+    return "\n".join(lines), good
+
+
+def main() -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="*", metavar="GLOB", help="trainers by name")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [name for name in ROWS if fnmatch(name, args.rows)]
+    if not names:
+        parser.error(f"no row is called {args.rows!r}; there are {', '.join(ROWS)}")
+    text, good = table(names)
+    print(text)
+    if args.rows == "*":
+        before, _, after = PAGE.read_text().split(MARK)
+        PAGE.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

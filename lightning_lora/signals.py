@@ -1,0 +1,77 @@
+"""Act on signals between two steps, on all ranks together: SIGTERM, and SLURM's that it will end the job.
+
+Lightning acts inside its signal handlers: on SIGTERM it broadcasts from rank 0, on SLURM's signal it saves. A rank may
+get the signal in the middle of a forward, a moment after other ranks, or alone: the ranks would wait for each other in
+different collectives. So the handlers here only record the signals, and after each optimizer step all ranks ask each
+other. What follows is Lightning's own, on every rank: for SLURM's signal its handler, for SIGTERM its
+`SIGTERMException`, at which `ModelCheckpoint(save_on_exception=True)` saves and the process exits with 0. Private names
+of Lightning are used in `watch` only; `tests/lightning_lora/test_signals.py` checks that they do what is assumed here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lightning_lora.namespace import TrainerNamespace
+from lora_parallel.integration import largest_numbers
+
+__all__ = ["watch"]
+
+log = logging.getLogger(__name__)
+
+
+def watch(trainer: Any, lightning: TrainerNamespace) -> None:
+    """Act on signals between the steps of `fit`.
+
+    Args:
+        trainer: The Trainer, whose signal handlers are replaced and who gets a callback.
+        lightning: The names of the Trainer's namespace.
+    """
+    connector = trainer._signal_connector
+    environment = trainer._accelerator_connector.cluster_environment
+    requeue = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
+    terminate = type(connector)._sigterm_notifier_fn.__get__(connector)
+    received = {"slurm": 0, "terminate": 0}
+
+    class Signals(lightning.Callback):  # type: ignore[name-defined]
+        """Ask all ranks after each optimizer step, by one small message, for the signals that they have received."""
+
+        step = 0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.step = trainer.global_step
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == self.step:  # in mid-accumulation, whose gradients a save would lose
+                return
+            self.step = trainer.global_step
+            slurm, terminated = largest_numbers(list(received.values()), "Trainer's step")
+            if slurm:
+                received["slurm"] = 0
+                requeue(slurm, None)
+            if terminated:
+                _warn_if_nothing_saves(trainer)
+                connector.received_sigterm = True  # the loops raise SIGTERMException as this step ends
+
+    def record_terminate(signal: int, frame: Any) -> None:
+        if trainer.state.fn == lightning.fitting:
+            received["terminate"] = signal
+        else:  # evaluation and prediction save nothing
+            terminate(signal, frame)
+
+    trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != Signals.__name__]
+    trainer.callbacks.insert(0, Signals())
+    # Lightning registers them later, by these names.
+    connector._sigterm_notifier_fn = record_terminate
+    if isinstance(environment, lightning.SLURMEnvironment) and environment.auto_requeue:
+        connector._slurm_sigusr_handler_fn = lambda signal, frame: received.update(slurm=signal)
+
+
+def _warn_if_nothing_saves(trainer: Any) -> None:
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    saves = any(getattr(each, "save_on_exception", False) for each in trainer.callbacks)
+    if trainer.is_global_zero and not saves and "OnExceptionCheckpoint" not in kinds:
+        log.warning(
+            "SIGTERM ends the run, and no callback saves it: add ModelCheckpoint(save_on_exception=True) to callbacks."
+        )

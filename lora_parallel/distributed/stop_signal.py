@@ -1,0 +1,83 @@
+"""Stop training after the same step on every rank when SLURM, Kubernetes or torchrun tells a process to end."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lora_parallel.distributed.rank_checks import gather_numbers
+
+__all__ = ["StopSignal", "largest_numbers"]
+
+
+class StopSignal:
+    """Record a signal that asks this process to end, in place of ending it, and tell all ranks of it after a step.
+
+        with StopSignal() as stop:
+            for step, batch in enumerate(loader):
+                ...
+                optimizer.step()
+                if stop.requested():  # on every rank, or on none
+                    save_checkpoint(model, optimizer, f"checkpoints/step-{step}", extra)
+                    break
+
+    A checkpoint is saved by all ranks together, and the signal reaches them at different times, or one of them only. So
+    the handler records the signal, and `requested` asks all ranks.
+
+    Args:
+        signals: The signals that are recorded.
+    """
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self._signals = signals or (signal.SIGTERM,)
+        self._before: dict[signal.Signals, Any] = {}
+        self._received = False
+
+    def __enter__(self) -> StopSignal:
+        """Record the signals from here on. Call it in the main thread: Python runs signal handlers nowhere else."""
+        for each in self._signals:
+            self._before[each] = signal.signal(each, self._record)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put the handlers back that were there before."""
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        self._before.clear()
+
+    def requested(self) -> bool:
+        """Return True on every rank if any rank has received a signal. Collective.
+
+        Every rank calls it after the same steps. It is one message of eight bytes.
+        """
+        return bool(largest_numbers([self._received], "StopSignal.requested")[0])
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+
+
+def largest_numbers(numbers: list[int], what: str) -> list[int]:
+    """Return the largest number on any rank, for each of the numbers. Collective.
+
+    Args:
+        numbers: The numbers of this rank, as many as on every other rank.
+        what: The name of the call that every rank makes, for the message about a rank that does not come.
+    """
+    return gather_numbers(numbers, _device_type(), what).amax(0).tolist()
+
+
+def _device_type() -> str:
+    """Return the type of device that messages of the default process group are sent from: the CPU where it can be.
+
+    A message between CPUs does not wait for the work that an accelerator still has to do.
+    """
+    if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type
