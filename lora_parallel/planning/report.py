@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from lora_parallel.layers.module_names import innermost, without_block_numbers
+from lora_parallel.layers.module_names import count_kinds, innermost, without_block_numbers
 from lora_parallel.planning.group_pass import NO_CONSUMER
 from lora_parallel.planning.plan_builder import LayerPlan, PlanBuilder
 
-__all__ = ["count_kinds", "log_plan"]
+__all__ = ["log_plan"]
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +61,3 @@ def _in_words(plan: LayerPlan) -> str:
 
 def _vague_first(said: tuple[str, str]) -> bool:
     return said[1] != NO_CONSUMER
-
-
-def count_kinds(said: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """Count layers by their name without block numbers and by the text about them."""
-    counts: dict[tuple[str, str], int] = {}
-    for name, what in said.items():
-        key = without_block_numbers(name), what
-        counts[key] = counts.get(key, 0) + 1
-    return counts

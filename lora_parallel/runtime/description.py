@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from lora_parallel.distributed.gather import class_of, local
 from lora_parallel.distributed.mesh import axis_rank, mesh_sizes
 from lora_parallel.distributed.torch_private import is_simulated
-from lora_parallel.layers.module_names import innermost
+from lora_parallel.layers.module_names import count_kinds, innermost
 from lora_parallel.layers.row_partition import partition_of
-from lora_parallel.planning.report import count_kinds
 from lora_parallel.sizes import mesh_text, rank_lines
 from lora_parallel.state import ParallelState, state_of
 
