@@ -46,16 +46,14 @@ def check_set_up(options: argparse.Namespace, script: list[str], sequence_length
     if not script:
         sizes = mesh_sizes(parallelism.config, processes)
         print(mesh_text(sizes), *(f"  {line}" for line in rank_lines(sizes)), sep="\n")
-        print(
-            f"{options.config_file} can work. With a script too, `accelerate-lora check` says what rank 0 would hold."
-        )
+        print(f"{options.config_file} can work. Given a script too, check says what rank 0 would hold.")
         return
     with fake_process_group(processes, 0):
         found = _sharded_by(script)
         print(describe(found.model))
     if sequence_length is not None:
         _print_prediction(found.model, found.parallelism, processes, sequence_length)
-    print(f"The set-up can work: {processes} processes would train this model. Nothing was read, and nothing trained.")
+    print(f"The set-up can work: {processes} processes would train this model. Nothing was trained.")
 
 
 def _become_rank_zero(options: argparse.Namespace) -> None:
