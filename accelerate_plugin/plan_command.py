@@ -15,9 +15,9 @@ from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 
-from lora_parallel import MemoryPlan, plan_memory
+from lora_parallel import MemoryPlan, MeshCost, plan_memory
 
-__all__ = ["plan"]
+__all__ = ["cost_text", "mesh_text", "plan", "snippets"]
 
 _QUANTIZATIONS = {
     "4bit": {
@@ -115,18 +115,9 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
     table.add_column("sent")
     costs = [each for each in plan.meshes if not each.refused]
     for each in costs[:shown]:
-        table.add_row(
-            f"{mesh_text(each.sizes)} {_options_text(each.options)}".rstrip(),
-            str(each.microbatches),
-            _gib(each.weights),
-            _gib(each.trained + each.gradients + each.states),
-            _gib(each.activations),
-            _gib(each.logits),
-            _gib(each.total) if each.fits else f"{_gib(each.total)} !",
-            f"{each.seconds:.2f}",
-            ", ".join(f"{axis} {_gib(size)}" for axis, size in each.sent.items()),
-            style="" if each.fits else "dim",
-        )
+        mesh, *sizes, sent, seconds = cost_text(each)
+        sizes[-1] += "" if each.fits else " !"
+        table.add_row(mesh, str(each.microbatches), *sizes, seconds, sent, style="" if each.fits else "dim")
     console.print(table)
     if shown is not None and len(costs) > shown:
         console.print(f"{len(costs) - shown} more meshes: --all prints them.")
@@ -150,6 +141,14 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """Return a mesh as text: "dp_shard 4 x tp 2"."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one GPU"
+
+
+def cost_text(cost: MeshCost) -> list[str]:
+    """Return a mesh's cost as text: mesh, weights, trained, blocks, logits, total, sent and seconds."""
+    sizes = (cost.weights, cost.trained + cost.gradients + cost.states, cost.activations, cost.logits, cost.total)
+    sent = ", ".join(f"{axis} {_gib(size)}" for axis, size in cost.sent.items())
+    mesh = f"{mesh_text(cost.sizes)} {_options_text(cost.options)}".rstrip()
+    return [mesh, *map(_gib, sizes), sent, f"{cost.seconds:.1f}" if cost.seconds >= 10 else f"{cost.seconds:.2f}"]
 
 
 def _options_text(options: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from lora_parallel.checkpoint.background import wait_for_save
 from lora_parallel.checkpoint.retention import latest_checkpoint
 from lora_parallel.checkpoint.save_load import load_checkpoint, save_checkpoint
 from lora_parallel.config import ParallelConfig
+from lora_parallel.cost.mesh_cost import MeshCost
 from lora_parallel.cost.plan import MemoryPlan, plan_memory
 from lora_parallel.distributed.gradients import clip_grad_norm_
 from lora_parallel.distributed.mesh import build_mesh
@@ -29,10 +30,11 @@ from lora_parallel.state import no_sync
 if TYPE_CHECKING:
     from lora_parallel.tenants.pool import TenantPool
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MemoryPlan",
+    "MeshCost",
     "ParallelConfig",
     "Read",
     "StopSignal",

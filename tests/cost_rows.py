@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3MoeConfig
 
-from benchmarks.meters import metered_step
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
 from lora_parallel.cost.mesh_cost import MeshCost
 from lora_parallel.cost.plan import plan_memory
@@ -108,9 +108,19 @@ def measure(run: Run, checkpoint: Path, mesh: dict[str, Any]) -> dict[str, float
     step()
     peaks = []
     for _ in range(STEPS):  # the smallest: a thread of gloo may hold what it has sent for a moment longer
-        with metered_step("cpu") as meter:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step()
-        peaks.append(meter.memory)
+        peaks.append(_peak(profiler))
     states = [each for state in optimizer.state.values() for each in state.values()]
     held = sum(local(each).numel() * each.element_size() for each in (*model.parameters(), *states))
     return {"held": held, "step": min(peaks)}
+
+
+def _peak(profiler: Any) -> int:
+    """The most bytes that torch's allocator had given out above the start, in the order in which it did."""
+    most = given_out = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            given_out += event.nbytes()
+            most = max(most, given_out)
+    return most

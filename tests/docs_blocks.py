@@ -117,6 +117,11 @@ GIVEN: dict[str, dict[int, str]] = {
         "if torch.distributed.get_rank() == 0: save_file(MyModel().state_dict(), 'weights.safetensors')\n"
         "torch.distributed.barrier()\n",
     },
+    "metrics.md": {
+        1: "from transformers import Trainer, TrainingArguments\n"
+        "model, rows = base(), [{key: value[0] for key, value in batch.items()}] * 4\n"
+        "args = TrainingArguments('outputs', report_to=[], use_cpu=True)\n",
+    },
     "optimizers.md": {0: "model = sharded()"},
     "quantised.md": {
         0: "from transformers import BitsAndBytesConfig\n"
@@ -130,7 +135,10 @@ GIVEN: dict[str, dict[int, str]] = {
         "os.chdir(f'alone/{torch.distributed.get_rank()}')\n"
         "os.symlink('../../adapter', 'adapter')\n",
     },
-    "several_machines.md": {0: "model = sharded(); optimizer = trained(model)"},
+    "several_machines.md": {
+        0: "model = sharded(); optimizer = trained(model); save_checkpoint(model, optimizer, 'checkpoints/step-0')",
+        1: "loader = [batch, batch]",
+    },
     "tenants.md": {
         0: "ids = torch.randint(4, 100, (3, 8)); base = base()\n"
         "def loss_of(logits, ids): return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())\n"

@@ -39,10 +39,11 @@ class DescribedModel:
     dtype: str
     quantization: dict[str, Any] | None = None
 
-    def widths(self) -> dict[str, int]:
-        """Return the width of the hidden states between blocks, and that of the logits."""
+    @property
+    def hidden_size(self) -> int:
+        """Return the width of the hidden states between blocks."""
         config: Any = AutoConfig.from_pretrained(self.config).get_text_config()
-        return {"hidden": int(config.hidden_size), "vocabulary": int(config.vocab_size)}
+        return int(config.hidden_size)
 
     def stack(self) -> Stack:
         """Return the model's blocks and their kinds.

@@ -75,7 +75,6 @@ def cost_of_mesh(
     simulated: Mapping[str, int],
     stages: list[tuple[int, int]],
     hidden_bytes: int,
-    logits_bytes: int,
     rows: int,
     microbatches: int,
     hardware: Hardware,
@@ -89,7 +88,6 @@ def cost_of_mesh(
         simulated: Sizes of the smaller mesh.
         stages: The blocks of each pipeline stage: first, and last (left out).
         hidden_bytes: Bytes of the hidden states between blocks, of one micro-batch.
-        logits_bytes: Bytes of the logits of one micro-batch, of which a pipeline keeps those of all micro-batches.
         rows: Rows of a micro-batch.
         microbatches: Micro-batches of a step.
         hardware: The cluster.
@@ -101,7 +99,7 @@ def cost_of_mesh(
             step,
             bounds,
             (index == 0, index == last),
-            (in_flight[index] - 1, logits_bytes * microbatches if pp > 1 and index == last else 0),
+            (in_flight[index] - 1, microbatches * hidden_bytes * (1 if index == 0 else 2) if pp > 1 else 0),
             sizes,
             simulated,
         )
@@ -151,7 +149,8 @@ def _stage(
         step: What one micro-batch takes of all stages.
         bounds: The stage's blocks.
         ends: Whether it is the first stage, which has the embedding, and whether it is the last, which has the head.
-        kept: Micro-batches whose activations are kept besides those of one, and bytes of logits that are kept.
+        kept: Micro-batches whose activations are kept besides those of one, and bytes that are held until all messages
+            between stages have arrived: hidden states and their gradients.
         sizes: Sizes of the mesh's axes.
         simulated: Sizes of the mesh that `step` is of.
     """

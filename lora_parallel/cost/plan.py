@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from torch import nn
-from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from lora_parallel.config import ParallelConfig
@@ -25,13 +18,11 @@ from lora_parallel.cost.hardware import KNOWN, Hardware
 from lora_parallel.cost.mesh_cost import MeshCost, cost_of_mesh
 from lora_parallel.cost.meshes import possible_meshes
 from lora_parallel.cost.simulated_rank import StepCost
+from lora_parallel.cost.simulations import Simulations
 from lora_parallel.distributed.mesh import mesh_sizes
 from lora_parallel.pp.split import balanced_bounds
 
-__all__ = ["MemoryPlan", "plan_memory"]
-
-_WORKERS = 4
-"""Most processes that simulate steps at the same time; each takes about 1 GB."""
+__all__ = ["MemoryPlan", "plan_memory", "plans_of"]
 
 
 @dataclass(frozen=True)
@@ -107,11 +98,49 @@ def plan_memory(
         ValueError: An argument cannot work, or the config describes no causal language model.
         OSError: There is no config.
     """
+    plans = plans_of(
+        model,
+        [gpus],
+        config,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        rows=rows,
+        lora_config=lora_config,
+        full=full,
+        quantization_config=quantization_config,
+        dtype=dtype,
+        optimizer=optimizer,
+        hardware=hardware,
+        gpu_memory=gpu_memory,
+        progress=progress,
+    )
+    return plans[0]
+
+
+def plans_of(
+    model: str | Path | PretrainedConfig | nn.Module,
+    clusters: Sequence[int],
+    config: ParallelConfig | None = None,
+    *,
+    sequence_length: int,
+    batch_size: int | None = None,
+    rows: int = 1,
+    lora_config: LoraConfig | None = None,
+    full: bool = False,
+    quantization_config: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    optimizer: str = "AdamW",
+    hardware: str | Hardware = "H100",
+    gpu_memory: float | None = None,
+    progress: bool = True,
+) -> list[MemoryPlan]:
+    """Return what `plan_memory` does for each number of GPUs in `clusters`, which share runs."""
     given = _hardware(hardware, gpu_memory)
-    _check_numbers(gpus=gpus, sequence_length=sequence_length, rows=rows)
+    for gpus in clusters:
+        _check_numbers(gpus=gpus)
+    _check_numbers(sequence_length=sequence_length, rows=rows)
     if batch_size is not None:
         _check_numbers(batch_size=batch_size)
-    batch = batch_size or gpus * rows
     if optimizer not in vars(torch.optim):
         raise ValueError(f"optimizer={optimizer!r}: give the name of a class of torch.optim, such as AdamW.")
     if full and lora_config is not None:
@@ -123,7 +152,9 @@ def plan_memory(
     if full and quantization is not None:
         raise ValueError("full=True trains all parameters, which a quantised base cannot: leave one of the two out.")
     lora = lora_config or LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    with tempfile.TemporaryDirectory() as folder, _Workers() as workers:
+    name = str(model) if isinstance(model, (str, Path)) else type(described).__name__
+    training = "all parameters" if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
+    with tempfile.TemporaryDirectory() as folder, Simulations() as simulations:
         described.save_pretrained(folder)
         if not full:
             lora.save_pretrained(str(Path(folder, "lora")))
@@ -133,42 +164,38 @@ def plan_memory(
             "dtype": str(dtype).removeprefix("torch."),
             "quantization": quantization,
         }
-        stack = workers.ask({"kind": "stack", "model": files})
+        stack = simulations.ask({"kind": "stack", "model": files})
         if "refused" in stack:
             raise ValueError(stack["refused"])
-        if config is not None:
-            candidates = [_Candidate(mesh_sizes(config, gpus), _options(config))]
-        else:
-            per_node = min(gpus, given.gpus_per_node)
-            found = possible_meshes(gpus, per_node, stack["blocks"], sequence_length, batch // rows)
-            candidates = [
-                _Candidate(sizes, {"activation_checkpointing": recompute})
-                for sizes in found
-                for recompute in (False, True)
-            ]
-        look = _Look(
-            workers,
-            files,
-            stack,
-            given,
-            rows,
-            sequence_length,
-            batch,
-            optimizer,
-            not full,
-            dtype.itemsize,
-            config is not None,
-        )
-        costs = look.at(candidates, progress)
-        if config is None and not any(each.fits for each in costs):
-            more = [each for candidate in candidates for each in candidate.with_less_memory()]
-            costs += look.at(more, progress)
-    name = model if isinstance(model, (str, Path)) else type(described).__name__
-    training = "all parameters" if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
-    order = sorted(
-        costs, key=lambda each: (bool(each.refused), not each.fits, each.seconds if each.fits else each.total)
-    )
-    return MemoryPlan(str(name), gpus, sequence_length, batch, training, given, order)
+        plans = []
+        for gpus in clusters:
+            batch = batch_size or gpus * rows
+            look = _Look(
+                simulations, files, stack, given, rows, sequence_length, batch, optimizer, not full, dtype.itemsize,
+                config is not None,
+            )  # fmt: skip
+            if config is not None:
+                costs = look.at([_Candidate(mesh_sizes(config, gpus), _options(config))], progress)
+            else:
+                costs = _search(look, gpus, progress)
+            order = sorted(
+                costs, key=lambda each: (bool(each.refused), not each.fits, each.seconds if each.fits else each.total)
+            )
+            plans.append(MemoryPlan(name, gpus, sequence_length, batch, training, given, order))
+    return plans
+
+
+def _search(look: _Look, gpus: int, progress: bool) -> list[MeshCost]:
+    """Return the cost of every mesh, with options that take less memory where none fits without."""
+    per_node = min(gpus, look.hardware.gpus_per_node)
+    found = possible_meshes(gpus, per_node, look.stack["blocks"], look.tokens, look.batch // look.rows)
+    candidates = [
+        _Candidate(sizes, {"activation_checkpointing": recompute}) for sizes in found for recompute in (False, True)
+    ]
+    costs = look.at(candidates, progress)
+    if not any(each.fits for each in costs):
+        costs += look.at([more for each in candidates for more in each.with_less_memory()], progress)
+    return costs
 
 
 @dataclass(frozen=True)
@@ -187,7 +214,7 @@ class _Candidate:
 
 @dataclass
 class _Look:
-    workers: _Workers
+    simulations: Simulations
     files: dict[str, Any]
     stack: dict[str, Any]
     hardware: Hardware
@@ -204,17 +231,8 @@ class _Look:
 
     def at(self, candidates: list[_Candidate], progress: bool) -> list[MeshCost]:
         """Return the cost of each candidate."""
-        jobs = {json.dumps(job): job for job in map(self._job, candidates)}
-        bar = tqdm(total=len(jobs), desc="Planning", unit="run", disable=not progress)
-        with bar, ThreadPoolExecutor(_WORKERS) as threads:
-
-            def ask(item: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-                answer = self.workers.ask(item[1])
-                bar.update()
-                return item[0], answer
-
-            answers = dict(threads.map(ask, jobs.items()))
-        return [self._cost(each, answers[json.dumps(self._job(each))]) for each in candidates]
+        answers = self.simulations.answers([self._job(each) for each in candidates], progress)
+        return [self._cost(each, answer) for each, answer in zip(candidates, answers, strict=True)]
 
     def _simulated(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the mesh that is simulated: one stage of one copy of the model."""
@@ -248,8 +266,6 @@ class _Look:
         before, after = (step.around["embedding"], 0.0), (step.around["head"], step.around["flops"])
         stages = balanced_bounds(blocks, before, after, sizes["pp"])
         hidden = self.rows * self.tokens // sizes["cp"] * self.stack["hidden"] * self.element_size
-        logits = hidden // self.stack["hidden"] * self.stack["vocabulary"]
-        logits //= sizes["tp"] if candidate.options.get("loss_parallel") else 1
         return cost_of_mesh(
             step,
             sizes,
@@ -257,65 +273,10 @@ class _Look:
             self._simulated(sizes),
             stages,
             hidden,
-            logits,
             self.rows,
             microbatches,
             self.hardware,
         )
-
-
-class _Workers:
-    """Hold processes that answer jobs, each of which is started when it is needed."""
-
-    def __init__(self) -> None:
-        self._free: SimpleQueue[subprocess.Popen[str] | None] = SimpleQueue()
-        self._started: list[subprocess.Popen[str]] = []
-        for _ in range(min(_WORKERS, os.cpu_count() or 1)):
-            self._free.put(None)
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait()
-
-    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a job. Several threads may ask.
-
-        Raises:
-            RuntimeError: The process ended without an answer.
-        """
-        process = self._free.get() or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            raise RuntimeError(f"the process that simulates a step ended with {process.wait()}; its job was {job}")
-        self._free.put(process)
-        answer_of: dict[str, Any] = json.loads(answer)
-        return answer_of
-
-    def _start(self) -> subprocess.Popen[str]:
-        launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        environment = {name: value for name, value in os.environ.items() if name not in launcher}
-        path = os.pathsep.join(each for each in sys.path if each)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lora_parallel.cost.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        )
-        self._started.append(process)
-        return process
 
 
 def _hardware(hardware: str | Hardware, gpu_memory: float | None) -> Hardware:

@@ -1,0 +1,90 @@
+"""Run simulated steps in processes of their own, several at a time, and each of them once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+from tqdm import tqdm
+
+__all__ = ["Simulations"]
+
+_WORKERS = 4
+"""Most processes that simulate steps at the same time; each takes about 1 GB."""
+
+
+class Simulations:
+    """Hold processes that answer jobs (see `lora_parallel.cost.worker`), and the answers."""
+
+    def __init__(self) -> None:
+        self._free: SimpleQueue[subprocess.Popen[str] | None] = SimpleQueue()
+        self._started: list[subprocess.Popen[str]] = []
+        self._answers: dict[str, dict[str, Any]] = {}
+        for _ in range(min(_WORKERS, os.cpu_count() or 1)):
+            self._free.put(None)
+
+    def __enter__(self) -> Simulations:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+
+    def answers(self, jobs: Sequence[dict[str, Any]], progress: bool) -> list[dict[str, Any]]:
+        """Return the answer to each job. Equal jobs, of earlier calls too, are answered once.
+
+        Args:
+            jobs: Jobs, as JSON holds them.
+            progress: Show a bar.
+        """
+        keys = [json.dumps(job) for job in jobs]
+        missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._answers}
+        bar = tqdm(total=len(missing), desc="Planning", unit="run", disable=not progress)
+        with bar, ThreadPoolExecutor(_WORKERS) as threads:
+            for key, answer in zip(missing, threads.map(self.ask, missing.values()), strict=True):
+                self._answers[key] = answer
+                bar.update()
+        return [self._answers[key] for key in keys]
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a job. Several threads may ask.
+
+        Raises:
+            RuntimeError: The process ended without an answer.
+        """
+        process = self._free.get() or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise RuntimeError(f"the process that simulates a step ended with {process.wait()}; its job was {job}")
+        self._free.put(process)
+        answer_of: dict[str, Any] = json.loads(answer)
+        return answer_of
+
+    def _start(self) -> subprocess.Popen[str]:
+        launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        environment = {name: value for name, value in os.environ.items() if name not in launcher}
+        path = os.pathsep.join(each for each in sys.path if each)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lora_parallel.cost.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+        self._started.append(process)
+        return process

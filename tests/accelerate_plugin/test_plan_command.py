@@ -1,0 +1,92 @@
+"""`accelerate-lora plan` prints a plan, and what it says to write is taken by what reads it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from accelerate_plugin import cli, plan_command
+from accelerate_plugin.config_file import check_config
+from lightning_lora import LoRAParallelStrategy
+from lora_parallel import MemoryPlan, MeshCost
+from lora_parallel.cost.hardware import KNOWN
+
+SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+OPTIONS = {"activation_checkpointing": True, "loss_parallel": True}
+COST = MeshCost(SIZES, OPTIONS, 1, 4, total=2**30, seconds=1.0, sent={"tp": 2**20}, fits=True)
+
+
+def planned(cost: MeshCost) -> MemoryPlan:
+    return MemoryPlan("model", 32, 8192, 16, "LoRA r=16", KNOWN["H100"], [cost])
+
+
+@pytest.fixture
+def model(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(**sizes, vocab_size=64, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    cli.main("plan", [model, "--gpus", "2", "--seq", "64", "--batch", "4", "--plot", str(picture)])
+    printed = capsys.readouterr().out
+    assert "4 rows of 64 tokens a step on 2 GPUs of 80 GiB" in printed
+    for text in ("tp 2", "dp_shard 2", "pp 2", "Recommended:", "--num_processes 2", "fsdp_version: 2", "Trainer("):
+        assert text in printed, text
+    assert picture.stat().st_size > 1000
+
+
+def test_json_holds_every_mesh(model, capsys):
+    cli.main("plan", [model, "--gpus", "1", "--seq", "64", "--gpu-memory", "0.0001", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended"] is None
+    assert {each["options"]["activation_checkpointing"] for each in found["meshes"]} == {True, False}
+    assert all(each["total"] > 0 for each in found["meshes"])
+
+
+def test_no_mesh_fits_is_said_with_remedies(capsys):
+    plan_command._print(planned(replace(COST, fits=False, total=90 * 2**30)), None)
+    assert "No mesh fits. The smallest needs 90.0 GiB of 80 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
+    cost = COST if pipeline else replace(COST, sizes={**SIZES, "pp": 1}, options={"activation_checkpointing": False})
+    texts = plan_command.snippets(planned(cost))
+    path = tmp_path / "mesh.yaml"
+    path.write_text(texts["mesh.yaml"])
+    assert check_config(path)["parallelism_config"]["parallelism_config_cp_size"] == 2
+    command = next(line for line in texts["Commands"].splitlines() if line.startswith("accelerate-lora config"))
+    arguments = shlex.split(command)[2:]
+    arguments[1] = str(tmp_path / "asked.yaml")
+    arguments += ["--machine_rank", "0", "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
+    if not pipeline:
+        arguments[arguments.index("--num_processes") + 1] = "16"
+        arguments[arguments.index("--num_machines") + 1] = "2"
+    cli.main("config", arguments)
+    asked = yaml.safe_load((tmp_path / "asked.yaml").read_text())
+    assert asked["parallelism_config"].items() >= yaml.safe_load(texts["mesh.yaml"])["parallelism_config"].items()
+    names: dict[str, object] = {"Trainer": dict, "LoRAParallelStrategy": LoRAParallelStrategy}
+    trainer = eval(texts["Python"].splitlines()[-1], names)
+    assert isinstance(trainer["strategy"], LoRAParallelStrategy)
+    assert trainer.get("accumulate_grad_batches", 1) == (1 if pipeline else 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["/nowhere", "--gpus", "2", "--seq", "64"], "nowhere"),
+        (["{model}", "--gpus", "0", "--seq", "64"], "gpus=0"),
+        (["{model}", "--gpus", "2", "--seq", "64", "--hardware", "TPU"], "give one of A100-40"),
+    ],
+)
+def test_bad_arguments_end_with_one_line(arguments, text, model):
+    with pytest.raises(SystemExit, match=text):
+        cli.main("plan", [each.format(model=model) for each in arguments])

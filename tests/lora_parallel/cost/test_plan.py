@@ -1,0 +1,141 @@
+"""What a plan predicts is what ranks measure; what it recommends is a configuration that works."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig
+
+from lora_parallel import ParallelConfig, plan_memory
+from lora_parallel.cost.blocks import find_stack, shorten
+from lora_parallel.cost.hardware import KNOWN, Hardware, predicted_seconds
+from lora_parallel.cost.meshes import possible_meshes
+from lora_parallel.loading.meta_init import meta_init
+from tests.cases import cases
+from tests.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
+
+BOUND = 0.05
+
+
+def checkpoint(run, folder):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(run.config, dtype=getattr(torch, run.dtype)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "meshes"),
+    cases(("experts", ["2x2"]), matrix=[(kind, [*MESHES]) for kind in KINDS]),
+)
+def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, tmp_path, kind, meshes):
+    run = KINDS[kind]
+    folder = checkpoint(run, tmp_path)
+    for mesh in meshes:
+        found = pool.run(RANKS, measure, run, folder, MESHES[mesh])
+        measured = max(each["held"] + each["step"] for each in found)
+        assert run.predicted(MESHES[mesh]).total == pytest.approx(measured, rel=BOUND), mesh
+
+
+@pytest.mark.processes
+def test_every_mesh_of_a_plan_is_within_5_percent(pool, tmp_path):
+    """Meshes that a plan looks at share runs: those with more shards are computed from those with two."""
+    run = KINDS["LoRA"]
+    plan = plan_memory(
+        LLAMA, gpus=RANKS, sequence_length=TOKENS, batch_size=4 * ROWS, rows=ROWS, lora_config=LORA, progress=False
+    )
+    folder = checkpoint(run, tmp_path)
+    sizes = {tuple(each.sizes.values()) for each in plan.meshes}
+    assert sizes >= {(1, 1, 4, 1, 1), (1, 1, 2, 1, 2), (1, 1, 1, 1, 4), (2, 1, 1, 1, 2), (2, 1, 2, 1, 1)}
+    for each in plan.meshes:
+        if each.sizes["pp"] == 1 and each.sizes["dp_replicate"] == 1 and each.sizes["tp"] != 2:
+            mesh = {"tp": each.sizes["tp"], **each.options}
+            found = pool.run(RANKS, measure, run, folder, mesh)
+            assert each.total == pytest.approx(max(one["held"] + one["step"] for one in found), rel=BOUND), mesh
+    assert plan.recommended is plan.meshes[0]
+    assert all(each.seconds >= plan.recommended.seconds for each in plan.meshes if each.fits)
+    json.dumps(plan.to_json())
+
+
+def test_a_small_gpu_gets_more_options_and_then_no_mesh():
+    few = plan_memory(
+        LLAMA, gpus=2, gpu_memory=0.02, sequence_length=TOKENS, batch_size=2, lora_config=LORA, progress=False
+    )
+    assert few.recommended is None
+    assert {"loss_parallel": True, "sequence_parallel": True, "activation_checkpointing": True} in [
+        each.options for each in few.meshes
+    ]
+    assert few.meshes[0].total == min(each.total for each in few.meshes if not each.refused)
+
+
+def test_a_mesh_that_parallelize_refuses_has_its_error():
+    odd = LlamaConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=3, vocab_size=64)
+    plan = plan_memory(odd, ParallelConfig(tp=2), gpus=2, sequence_length=16, progress=False)
+    assert plan.recommended is None
+    assert "heads" in plan.meshes[0].refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"gpus": 0}, ValueError, "gpus=0: give a positive int"),
+        ({"sequence_length": "8k"}, ValueError, "sequence_length='8k': give a positive int"),
+        ({"hardware": "H1000"}, ValueError, "hardware='H1000': give one of A100-40, A100, H100"),
+        ({"gpu_memory": -1}, ValueError, "gpu_memory=-1: give the GiB"),
+        ({"optimizer": "Adamw"}, ValueError, "optimizer='Adamw': give the name of a class of torch.optim"),
+        ({"full": True, "lora_config": LoraConfig()}, ValueError, "full=True trains all parameters"),
+        ({"full": True, "quantization_config": {"quant_method": "bitsandbytes"}}, ValueError, "which a quantised base"),
+        ({"model": "/nowhere/at/all"}, OSError, "nowhere"),
+        ({"model": BertConfig(architectures=["BertForMaskedLM"])}, ValueError, "causal language models"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(changes, error, text):
+    given = {"model": LLAMA, "gpus": 2, "sequence_length": 16, "progress": False, **changes}
+    with pytest.raises(error, match=text):
+        plan_memory(given.pop("model"), **given)
+
+
+def test_blocks_of_one_kind_share_a_run_and_settings_follow():
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 4
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Gemma3TextConfig(num_hidden_layers=12, layer_types=kinds, vocab_size=64, head_dim=16, **sizes)
+    with meta_init():
+        model = AutoModelForCausalLM.from_config(config)
+    stack = find_stack(model)
+    assert stack.kinds == (0, 0, 1) * 4
+    assert stack.few == [0, 2, 9, 10, 11]
+    assert stack.pairs() == {0: ([0, 1, 2, 9, 10, 11], stack.few), 1: ([0, 2, 5, 9, 10, 11], stack.few)}
+    shorten(model, stack, stack.few)
+    assert len(model.model.layers) == 5
+    assert model.config.layer_types == [kinds[index] for index in stack.few]
+
+
+def test_meshes_are_those_that_can_be():
+    found = [tuple(each.values()) for each in possible_meshes(16, 8, blocks=4, tokens=8192, batch=16)]
+    assert len(found) == len(set(found))
+    for pp, copies, shards, cp, tp in found:
+        assert pp * copies * shards * cp * tp == 16
+        assert pp <= 4
+        assert cp <= 2
+        assert tp <= 8
+        assert copies == 1 or shards * cp * tp == 8
+        assert pp == 1 or 16 // (copies * shards) >= pp
+
+
+def test_seconds_follow_from_the_hardware():
+    h100 = KNOWN["H100"]
+    sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 1}
+    compute = h100.tflops * 1e12 * h100.efficiency
+    assert predicted_seconds(h100, sizes, compute, {}, {}, 1) == pytest.approx(1)
+    # what dp sends is hidden as long as compute lasts, and then is not
+    assert predicted_seconds(h100, sizes, compute, {"dp_shard": 450e9}, {}, 1) == pytest.approx(1)
+    assert predicted_seconds(h100, sizes, compute, {"dp_shard": 900e9}, {}, 1) == pytest.approx(2)
+    # tp is waited for; over two machines dp takes the network
+    assert predicted_seconds(h100, {**sizes, "tp": 8, "dp_shard": 1}, compute, {"tp": 450e9}, {}, 1) == pytest.approx(2)
+    assert predicted_seconds(h100, {**sizes, "dp_shard": 16}, 0, {"dp_shard": 50e9}, {}, 1) == pytest.approx(1)
+    # a pipeline of 4 with 4 micro-batches has 3 slots of waiting
+    assert predicted_seconds(h100, {**sizes, "pp": 4, "dp_shard": 1}, compute, {}, {}, 4) == pytest.approx(7 / 4)
+    assert isinstance(h100, Hardware)
