@@ -9,7 +9,6 @@ import traceback
 from pathlib import Path
 
 import torch
-from accelerate.commands.launch import _validate_launch_command
 from accelerate.utils import prepare_multi_gpu_env
 from peft import LoraConfig
 from torch import nn
@@ -62,6 +61,8 @@ def _become_rank_zero(options: argparse.Namespace) -> None:
     `_validate_launch_command` completes the options from the file. It is private, and there is no public way to learn
     what a file means but to launch a process.
     """
+    from accelerate.commands.launch import _validate_launch_command
+
     options, _, _ = _validate_launch_command(options)
     options.main_process_port = 0  # nothing listens, and a port that is taken at the moment is no matter
     os.environ.update(prepare_multi_gpu_env(options))

@@ -70,15 +70,17 @@ def check_early(arguments: list[str]) -> None:
     path = Path(given.config_file)
     content = check_config(path, options)
     check_type(path, content)
-    check_version(int((content.get("fsdp_config") or {}).get("fsdp_version", 1)))
-    check_precision(str(content.get("mixed_precision") or "no"))
+    fsdp = content.get("fsdp_config") or {}
+    check_version(int(fsdp.get("fsdp_version", fsdp.get("version", 1))))
+    check_precision(str(content.get("mixed_precision") or "no").lower())
     section = content.get("parallelism_config") or {}
     mesh = {name.removeprefix("parallelism_config_"): value for name, value in section.items()}
-    check_schedule(mesh.get("pp_size", 1), mesh.get("pp_schedule", "1f1b"), mesh.get("pp_stages_per_rank", 1))
-    sizes = {axis: mesh.get(f"{axis}_size", 1) for axis in AXES} if mesh else dict.fromkeys(AXES, 1)
-    processes = given.num_processes or content.get("num_processes")
-    if processes is not None:
-        axis_sizes(sizes if mesh else sizes | {"dp_shard": "auto"}, processes)
+    sizes = {axis: mesh.get(f"{axis}_size", 1) for axis in AXES} | ({} if mesh else {"dp_shard": "auto"})
+    processes: Any = given.num_processes or content.get("num_processes")
+    stages = mesh.get("pp_stages_per_rank", 1)
+    if all(isinstance(each, int) and each > 0 for each in (*sizes.values(), processes, stages) if each != "auto"):
+        check_schedule(sizes["pp"], mesh.get("pp_schedule", "1f1b"), stages)
+        axis_sizes(sizes, processes)
 
 
 def check_type(path: Path, content: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sizes": ({"num_processes": 3}, "dp_shard=2 x tp=2 = 4, but the world size is 3: start 4"),
     "one key": ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard": True}}, "'fsdp_reshard', which"),
     "version": ({"fsdp_config": {"fsdp_version": 1}}, "fsdp_version is 1"),
+    "no version": ({"fsdp_config": {}}, "fsdp_version is 1"),
     "precision": ({"mixed_precision": "fp16"}, "'fp16' is not supported by LoRAParallelPlugin (it needs loss"),
     "type": ({"distributed_type": "MULTI_GPU"}, "distributed_type: MULTI_GPU: set it to FSDP"),
     "schedule": (
@@ -50,6 +51,8 @@ REFUSED_LATER = {
         },
         "pure data parallelism",
     ),
+    "size zero": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 0}}, "tp_size must be at least 1"),
+    "words": ({"parallelism_config": {**PIPELINE, "parallelism_config_pp_size": "two"}}, "pp_size is 'two': give a"),
     "offload": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "has not run on a GPU yet"),
 }
 
@@ -132,7 +135,8 @@ def test_without_a_parallelism_config_all_processes_shard(tmp_path, capsys):
 
 
 def test_a_file_that_can_work(tmp_path, capsys):
-    path = written(tmp_path, num_processes=4, parallelism_config=PIPELINE)
+    """Accelerate adds the prefix of a section to keys that lack it."""
+    path = written(tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2})
     early_checks.check_early([str(path)])
     capsys.readouterr()
     checked(path)
@@ -161,6 +165,30 @@ def test_a_script_is_described_as_its_run_describes_itself(pool, tmp_path, capsy
     assert lines[-len(first.splitlines()) :] == first.splitlines()
     assert others == ["", "", ""]
     assert verdict.startswith("The set-up can work: 4 processes")
+
+
+MORE_AXES = {
+    "pp 2 x dp_replicate 2 x dp_shard 2 x tp 2, 16 ranks": {
+        **PIPELINE,
+        "parallelism_config_tp_size": 2,
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_pp_microbatches": 2,
+    },
+    "dp_shard 4 x cp 2, 8 ranks": {"parallelism_config_cp_size": 2, "parallelism_config_dp_shard_size": 4},
+    "dp_shard 256, 256 ranks": {"parallelism_config_dp_shard_size": 256},
+}
+
+
+@pytest.mark.parametrize("mesh", [*MORE_AXES])
+def test_a_script_on_more_axes(tmp_path, capsys, mesh):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("accelerator.num_processes == 2 and ", ""))
+    processes = int(mesh.split()[-2])
+    path = written(tmp_path, num_processes=processes, parallelism_config=MORE_AXES[mesh])
+    checked("--config_file", path, script, "--rows", "2")
+    out = capsys.readouterr().out
+    assert f"LlamaForCausalLM on {mesh} (cpu)\n" in out
+    assert f"The set-up can work: {processes} processes" in out
 
 
 @pytest.mark.parametrize(
