@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec, module_from_spec
 
 __all__ = ["main"]
 
-USAGE = """usage: accelerate-lora [-h] [--version] {config,launch,plan} ...
+USAGE = """usage: accelerate-lora [-h] [--version] {config,launch,check,plan} ...
 
 Train LoRA under FSDP2 and tensor parallelism with Accelerate, transformers' Trainer and TRL.
 
@@ -18,6 +19,8 @@ commands:
   config                ask a few questions, and write a file that `accelerate launch` reads too
   launch [options] script.py [arguments of the script]
                         run a script as `accelerate launch [options] -m accelerate_plugin.launch script.py` does
+  check CONFIG.yaml, or check --config_file CONFIG.yaml script.py [arguments of the script]
+                        say whether a set-up can work, and who holds what, in one process and without training
   plan MODEL --gpus N --seq TOKENS
                         predict what each mesh costs a GPU, from a model's config alone, and recommend one
 
@@ -27,11 +30,12 @@ options:
 
 A first run, on four GPUs of one machine:
   accelerate-lora config --config_file mesh.yaml --num_processes 4 --num_machines 1 --tp_size 2
+  accelerate-lora check --config_file mesh.yaml train.py
   accelerate-lora launch --config_file mesh.yaml train.py
 
 Documentation: docs/accelerate.md
 """
-_COMMANDS = ("config", "launch", "plan")
+_COMMANDS = ("config", "launch", "check", "plan")
 _DISTRIBUTIONS = ("lightning-lora", "torch", "peft", "transformers", "accelerate", "lightning", "trl")
 
 
@@ -43,6 +47,8 @@ def main() -> None:
     elif command == "--version":
         print("\n".join(f"{name} {_version(name)}" for name in _DISTRIBUTIONS))
     elif command in _COMMANDS:
+        if command == "check" and "lora_parallel" not in sys.modules:
+            _check_early(arguments)
         from accelerate_plugin import cli
 
         cli.main(command, arguments)
@@ -50,6 +56,27 @@ def main() -> None:
         said = f"{command!r} is no command of accelerate-lora.\n\n" if command else ""
         print(f"{said}{USAGE}", end="", file=sys.stderr)
         sys.exit(2)
+
+
+def _check_early(arguments: list[str]) -> None:
+    """Refuse a configuration file that cannot work without importing torch, which takes seconds.
+
+    The module that does it is imported without what `import accelerate_plugin` and `import lora_parallel` do.
+    """
+    packages = ("lora_parallel", "accelerate_plugin")
+    for name in packages:
+        spec = find_spec(name)
+        assert spec is not None
+        sys.modules[name] = module_from_spec(spec)
+    try:
+        from accelerate_plugin.early_checks import check_early
+
+        check_early(arguments)
+    except (ValueError, OSError) as error:
+        sys.exit(f"accelerate-lora check: {error}")
+    finally:
+        for name in [each for each in sys.modules if each.split(".")[0] in packages]:
+            del sys.modules[name]
 
 
 def _version(name: str) -> str:

@@ -16,7 +16,9 @@ from accelerate.commands.config.config_args import ClusterConfig, default_config
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
+from accelerate_plugin.check_command import check_set_up
 from accelerate_plugin.config_file import check_config, config_file_of, own_keys
+from accelerate_plugin.early_checks import check_type, read_arguments
 from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
 
@@ -27,19 +29,19 @@ def main(command: str, arguments: list[str]) -> None:
     """Run a command of `accelerate-lora`.
 
     Args:
-        command: "launch", "config" or "plan".
+        command: "launch", "config", "plan" or "check".
         arguments: What follows the command on the command line.
 
     Raises:
         SystemExit: The command cannot do what it was asked; the text says why.
     """
     try:
-        {"launch": launch, "config": config, "plan": plan}[command](arguments)
+        {"launch": launch, "config": config, "plan": plan, "check": check}[command](arguments)
     except (ValueError, OSError) as error:
         sys.exit(f"accelerate-lora {command}: {error}")
 
 
-# ---------------------------------------------------------------------- launch
+# ------------------------------------------------------------- launch, check
 
 
 def launch(arguments: list[str]) -> None:
@@ -53,6 +55,33 @@ def launch(arguments: list[str]) -> None:
             drops; or `--cpu` was given.
         FileNotFoundError: There is no configuration file.
     """
+    options = _launch_options(arguments)
+    module = ["-m"] if options.module else []
+    options.training_script_args = [*module, options.training_script, *options.training_script_args]
+    options.module, options.training_script = True, "accelerate_plugin.launch"
+    launch_command(options)
+
+
+def check(arguments: list[str]) -> None:
+    """Check a configuration file, or a script with one, in this process alone.
+
+    Args:
+        arguments: The command line after `check`.
+
+    Raises:
+        ValueError, FileNotFoundError: The set-up cannot work.
+        SystemExit: It cannot work with this script.
+    """
+    given = read_arguments(arguments)
+    words = ["--config_file", given.config_file] if given.config_file is not None else []
+    words += ["--num_processes", str(given.num_processes)] if given.num_processes is not None else []
+    options = _launch_options([*words, given.script or given.target])
+    script = [*(["-m"] if given.module else []), given.script, *given.rest] if given.script else []
+    check_set_up(options, script, given.seq)
+
+
+def _launch_options(arguments: list[str]) -> argparse.Namespace:
+    """Return the options of `accelerate launch`, and put the keys that it drops into the environment."""
     options = launch_command_parser().parse_args(arguments)
     path = config_file_of(arguments)
     if path is None:
@@ -66,16 +95,10 @@ def launch(arguments: list[str]) -> None:
             "--cpu starts one process and drops fsdp_config and parallelism_config: leave it out. On a machine without "
             "accelerators distributed_type: FSDP runs on the CPU, over gloo."
         )
-    if content.get("distributed_type") != "FSDP":
-        raise ValueError(
-            f"{path} has distributed_type: {content.get('distributed_type')}: set it to FSDP, with fsdp_version: 2."
-        )
+    check_type(path, content)
     for key, value in own_keys(content).items():
         os.environ.setdefault(key.upper(), value)
-    module = ["-m"] if options.module else []
-    options.training_script_args = [*module, options.training_script, *options.training_script_args]
-    options.module, options.training_script = True, "accelerate_plugin.launch"
-    launch_command(options)
+    return options
 
 
 # ---------------------------------------------------------------------- config

@@ -1,20 +1,23 @@
-"""Check the YAML file that `accelerate launch` was given for keys that it does not know and drops without a message."""
+"""Check the YAML file that `accelerate launch` was given for keys that it does not know and drops without a message.
+
+Accelerate is imported where it is used: `accelerate-lora check` reads a file with this module before it imports torch.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
-from accelerate.commands.config.config_args import default_config_file
-from accelerate.commands.launch import launch_command_parser
 
-__all__ = ["check_config", "check_config_file", "config_file_of", "own_keys", "own_settings"]
+__all__ = ["check_config", "check_config_file", "config_file_of", "options_in_source", "own_keys", "own_settings"]
 
 _OWN_KEYS: dict[str, type] = {
     "parallelism_config_cp_method": str,
@@ -54,18 +57,28 @@ def check_config_file() -> dict[str, Any]:
     return content
 
 
-def check_config(path: Path) -> dict[str, Any]:
+def check_config(path: Path, options: Collection[str] | None = None) -> dict[str, Any]:
     """Check a configuration file for keys that `accelerate launch` does not know.
+
+    Args:
+        path: The file.
+        options: The options of `accelerate launch`; None asks its parser.
 
     Returns:
         The content of the file.
 
     Raises:
-        ValueError: A section has keys that `accelerate launch` drops.
+        ValueError: A section has keys that `accelerate launch` drops, or the file holds no configuration.
     """
-    content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+    try:
+        content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no configuration: `accelerate-lora config` writes one.")
+    options = _options() if options is None else options
     for section, begin in _SECTIONS.items():
-        known = sorted(each for each in _options() if each.startswith(f"{begin}_"))
+        known = sorted(each for each in options if each.startswith(f"{begin}_"))
         for key in content.get(section) or {}:
             option = key if begin == section or key.startswith(begin) else f"{begin}_{key}"
             if option not in known and option not in _OWN_KEYS:
@@ -115,6 +128,9 @@ def config_file_of(arguments: list[str]) -> Path | None:
     Args:
         arguments: The command line of `accelerate launch`: its options, the script and the script's own arguments.
     """
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
     try:
         given = launch_command_parser().parse_known_args(arguments)[0].config_file
     except SystemExit:  # the parser prints what is wrong
@@ -123,10 +139,29 @@ def config_file_of(arguments: list[str]) -> Path | None:
     return path if path.is_file() else None
 
 
+_FROM_THE_FILE_ONLY = {"fsdp_ignored_modules"}
+"""Keys that `accelerate launch` reads from the file, though they are no options of its command line."""
+
+
 @cache
 def _options() -> frozenset[str]:
-    ignored = {"fsdp_ignored_modules"}  # read from the file, though no option of the command line
-    return frozenset({action.dest for action in launch_command_parser()._actions} | ignored)
+    from accelerate.commands.launch import launch_command_parser
+
+    return frozenset({action.dest for action in launch_command_parser()._actions} | _FROM_THE_FILE_ONLY)
+
+
+def options_in_source() -> frozenset[str]:
+    """Return the options of `accelerate launch` for the sections of a file, without importing torch.
+
+    They are read from the source of its parser.
+
+    Returns:
+        The options; an empty set if a release of Accelerate declares them in another way.
+    """
+    accelerate = find_spec("accelerate")
+    path = Path(accelerate.origin or "").parent / "commands" / "launch.py" if accelerate is not None else Path()
+    found = re.findall(rf'"--((?:{"|".join(_SECTIONS.values())})_\w+)"', path.read_text()) if path.is_file() else []
+    return frozenset({*found, *_FROM_THE_FILE_ONLY}) if "fsdp_version" in found else frozenset()
 
 
 def _launched_with() -> Path | None:

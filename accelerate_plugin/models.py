@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -21,12 +22,22 @@ from lora_parallel.integration import (
     check_alike,
     check_not_stale,
     describe_optimizer,
+    description_to_print,
     has_adapters,
+    is_simulated,
     parallelized,
     unwrap_compiled,
 )
 
-__all__ = ["innermost", "prepare_models", "uncompiled"]
+__all__ = ["SetUpIsPossible", "innermost", "prepare_models", "uncompiled"]
+
+
+class SetUpIsPossible(SystemExit):
+    """End a script that `accelerate-lora check` runs, once its first model has been sharded."""
+
+    def __init__(self, model: nn.Module, parallelism: LoRAParallelism) -> None:
+        super().__init__(0)
+        self.model, self.parallelism = model, parallelism
 
 
 def prepare_models(
@@ -93,6 +104,9 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
 
     Returns:
         True if an adapter was injected.
+
+    Raises:
+        SetUpIsPossible: `accelerate-lora check` runs the script, as one rank without peers. No weights were read.
     """
     plugin, config = parallelism.plugin, parallelism.config
     bare = not has_adapters(model)
@@ -107,8 +121,13 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
         parallelism.mesh,
         config if not frozen else replace(config, require_adapters=False),
         lora_config=lora_config,
+        materialize=not is_simulated(),
         autocast_adapter_dtype=plugin.autocast_adapter_dtype,
     )
+    if is_simulated():
+        raise SetUpIsPossible(model, parallelism)
+    if (said := description_to_print(model)) is not None:
+        print(said, file=sys.stderr, flush=True)
     return lora_config is not None
 
 

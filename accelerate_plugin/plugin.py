@@ -11,10 +11,11 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, PeftConfig
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from accelerate_plugin.early_checks import check_precision, check_version
 from lora_parallel import ParallelConfig
 from lora_parallel.integration import suggest_arguments
 
-__all__ = ["LoRAParallelPlugin", "check_version"]
+__all__ = ["LoRAParallelPlugin"]
 
 
 @suggest_arguments
@@ -193,11 +194,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             ValueError: The precision is neither "no" nor "bf16", the plugin and the configuration contradict each
                 other, or the engine refuses an option.
         """
-        if mixed_precision not in ("no", "bf16"):
-            raise ValueError(
-                f"mixed_precision={mixed_precision!r} is not supported by LoRAParallelPlugin"
-                f"{' (it needs loss scaling)' if mixed_precision == 'fp16' else ''}: use bf16 or no."
-            )
+        check_precision(mixed_precision)
         for name, value in configured.items():
             if self._given.get(name, value) != value:
                 raise ValueError(
@@ -210,19 +207,6 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             param_dtype=torch.bfloat16 if mixed_precision == "bf16" else None,
             timeout_seconds=self.timeout_seconds or timeout_seconds or 1800,
             compile=compile_arguments if compile_arguments is not None else False,
-        )
-
-
-def check_version(version: int) -> None:
-    """Check that FSDP2 is asked for.
-
-    Raises:
-        ValueError: The version is another one.
-    """
-    if version != 2:
-        raise ValueError(
-            f"fsdp_version is {version}: LoRA under FSDP2 and tensor parallelism needs fsdp_version: 2 in fsdp_config "
-            "(FSDP_VERSION=2; TrainingArguments(fsdp_config={'version': 2}))."
         )
 
 

@@ -40,6 +40,7 @@ class Namespace:
     DoublePrecision: Any
     SubprocessScriptLauncher: Any
     rank_zero_only: tuple[Any, ...]
+    rank_zero_info: Any
     init_dist_connection: Any
     default_backend: Any
     reset_seed: Any
@@ -101,6 +102,7 @@ def _shared(owner: str, fabric: str) -> dict[str, Any]:
         "rank_zero_only": tuple(
             import_module(f"{package}.utilities.rank_zero").rank_zero_only for package in dict.fromkeys((owner, fabric))
         ),
+        "rank_zero_info": import_module(f"{owner}.utilities.rank_zero").rank_zero_info,
         "init_dist_connection": distributed._init_dist_connection,
         "default_backend": distributed._get_default_process_group_backend_for_device,
         "reset_seed": seed.reset_seed,

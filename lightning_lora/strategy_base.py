@@ -23,6 +23,7 @@ from lora_parallel.integration import (
     agreed,
     check_checkpoints,
     defer_from_pretrained,
+    description_to_print,
     dp_rank,
     dp_size,
     has_deferred,
@@ -311,6 +312,8 @@ class BaseLogic(Communication):
                     lora_config=self._lora_config,
                     autocast_adapter_dtype=self._autocast_adapter_dtype,
                 )
+                if (said := description_to_print(model)) is not None:
+                    self.lightning.rank_zero_info(said)
         with agreed():  # every rank reads the rest in full, such as a frozen teacher whose from_pretrained was deferred
             if has_deferred(module):
                 check_checkpoints(module, materialize=True)

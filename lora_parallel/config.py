@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lora_parallel.arguments import suggest_arguments
+from lora_parallel.sizes import check_schedule
 
 __all__ = ["ParallelConfig"]
 
@@ -174,13 +175,7 @@ class ParallelConfig:
         self._check_compile()
 
     def _check_pipeline(self) -> None:
-        if self.pp_schedule not in ("1f1b", "gpipe", "interleaved"):
-            raise ValueError(f'pp_schedule={self.pp_schedule!r}: give "1f1b", "gpipe" or "interleaved".')
-        if self.pp > 1 and (self.pp_schedule == "interleaved") != (self.pp_stages_per_rank > 1):
-            raise ValueError(
-                f'pp_schedule="{self.pp_schedule}" with pp_stages_per_rank={self.pp_stages_per_rank}: "interleaved" is '
-                "for 2 stages or more on each rank, the other schedules are for 1."
-            )
+        check_schedule(self.pp, self.pp_schedule, self.pp_stages_per_rank)
         if isinstance(self.pp_split, str):
             if self.pp_split != "auto":
                 raise ValueError(f'pp_split={self.pp_split!r}: give "auto" or a list of names of blocks.')

@@ -33,16 +33,19 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_ba
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.stages import merged_over_stages, over_stages
+from lora_parallel.distributed.torch_private import fake_process_group, is_simulated
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import defer_from_pretrained
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
 from lora_parallel.metrics.meter import MeshMeter
+from lora_parallel.runtime.description import describe, description_to_print
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
 from lora_parallel.runtime.stop_signal import largest_numbers
 from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
+from lora_parallel.sizes import mesh_text, rank_lines
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
 from lora_parallel.storage.weights_only import check_loadable, without_numpy
@@ -67,14 +70,18 @@ __all__ = [
     "clip_grad_value_",
     "collective_call",
     "defer_from_pretrained",
+    "describe",
     "describe_optimizer",
+    "description_to_print",
     "dp_rank",
     "dp_size",
     "explained",
+    "fake_process_group",
     "gather_on_rank_zero",
     "has_adapters",
     "has_deferred",
     "is_checkpoint",
+    "is_simulated",
     "largest_numbers",
     "load_adapter",
     "load_models",
@@ -84,11 +91,13 @@ __all__ = [
     "may_be_replaced",
     "merged_over_stages",
     "mesh_sizes",
+    "mesh_text",
     "of_another",
     "open_checkpoint_folder",
     "over_stages",
     "parallelized",
     "peft_configs",
+    "rank_lines",
     "read_checkpoint",
     "read_meta",
     "read_weights",

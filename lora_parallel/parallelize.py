@@ -68,6 +68,7 @@ from lora_parallel.pp.stage_layers import Bounds, StageLayers
 from lora_parallel.pp.stage_model import StageModel, check_trained
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
+from lora_parallel.runtime.description import log_description
 from lora_parallel.runtime.generation import allow_generate, refuse_generate
 from lora_parallel.runtime.guards import verify
 from lora_parallel.runtime.optimizer_params import refuse_joined_steps, refuse_stale_steps
@@ -247,6 +248,7 @@ def parallelize(
     seal(model, mesh.size())
     if mesh.size() > 1:
         refuse_whole_compile(model)
+    log_description(model)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ import accelerate_lora
 import accelerate_plugin
 import lightning_lora
 import lora_parallel
+
+FILE = str(Path(__file__).parents[1] / "examples" / "fsdp2_tp.yaml")
 
 
 def called(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,6 +36,10 @@ accelerate_lora.main()
         (["--version"], 0, f"lightning-lora {lora_parallel.__version__}"),
         ([], 2, "usage: accelerate-lora"),
         (["lanch"], 2, "'lanch' is no command of accelerate-lora"),
+        (["check", "--help"], 0, "usage: accelerate-lora check"),
+        (["check"], 2, "usage: accelerate-lora check"),
+        (["check", "none.yaml"], 1, "accelerate-lora check: none.yaml is not there"),
+        (["check", FILE, "--num_processes", "3"], 1, "check: dp_replicate=1 x dp_shard=2 x tp=2 = 4, but"),
     ],
 )
 def test_what_needs_no_torch_imports_none(arguments, code, text):
@@ -40,6 +47,14 @@ def test_what_needs_no_torch_imports_none(arguments, code, text):
     assert answer.returncode == code, answer.stderr
     assert text in (answer.stderr if code else answer.stdout)
     assert answer.stderr.endswith("False\n")
+
+
+def test_a_file_that_can_work_is_checked_with_torch():
+    """The packages that the early check has imported without torch are imported anew."""
+    answer = called("check", FILE)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("dp_shard 2 x tp 2, 4 ranks\n")
+    assert answer.stderr.endswith("True\n")
 
 
 def test_commands_are_reached(monkeypatch, capsys, tmp_path):

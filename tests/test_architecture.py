@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ENGINE = "lora_parallel"
 FRONT_ENDS = ("lightning_lora", "accelerate_plugin")
-FACE = {ENGINE, f"{ENGINE}.integration"}
+FACE = {ENGINE, f"{ENGINE}.integration", f"{ENGINE}.sizes"}
+"""`sizes` stands by itself: the console script imports it before torch."""
 
 Graph = Mapping[str, set[str]]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from datetime import timedelta
-from itertools import combinations
-from math import prod
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.rendezvous import collective_call, limit_waiting
 from lora_parallel.distributed.restarts import check_restarts
 from lora_parallel.distributed.torch_private import flatten_axes, one_gloo_thread, set_timeout, sub_mesh
+from lora_parallel.sizes import AXES, axis_sizes, mesh_axes
 
 __all__ = [
     "AXES",
@@ -40,12 +39,6 @@ __all__ = [
     "stage_mesh",
 ]
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""All mesh axes, the outermost first. Everything that depends on their order is derived from this."""
-
-_ONLY_IF_USED = ("pp", "cp")
-"""Axes that a mesh has only where they have more than one rank."""
-
 _STAGE = "stage"
 
 _JOINED = {
@@ -63,27 +56,7 @@ def mesh_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
         ValueError: The product of the sizes is not `world_size`; or, with `dp_shard="auto"`, the product of the other
             sizes does not divide it.
     """
-    asked: dict[str, Any] = {axis: getattr(config, axis) for axis in AXES}
-    given = {axis: size for axis, size in asked.items() if size != "auto" and (size > 1 or axis not in _ONLY_IF_USED)}
-    product, text = prod(given.values()), " x ".join(f"{axis}={size}" for axis, size in given.items())
-    if config.dp_shard == "auto":
-        if world_size % product:
-            raise ValueError(
-                f"{text} = {product} does not divide the world size {world_size}: start a multiple of {product} "
-                f"processes, or choose sizes whose product divides {world_size}."
-            )
-        return asked | {"dp_shard": world_size // product}
-    if product != world_size:
-        raise ValueError(
-            f"{text} = {product}, but the world size is {world_size}: start {product} processes, or leave "
-            'dp_shard="auto".'
-        )
-    return asked
-
-
-def mesh_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the axes that a mesh of these sizes has, the outermost first."""
-    return {axis: sizes[axis] for axis in AXES if sizes[axis] > 1 or axis not in _ONLY_IF_USED}
+    return axis_sizes({axis: getattr(config, axis) for axis in AXES}, world_size)
 
 
 def build_mesh(config: ParallelConfig, device_type: str | None = None) -> DeviceMesh:
@@ -134,8 +107,8 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
 
 def possible_axes() -> list[tuple[str, ...]]:
     """Return the names of the axes that a mesh of `build_mesh` may have: with and without those that are not used."""
-    used = (combinations(_ONLY_IF_USED, number) for number in range(len(_ONLY_IF_USED) + 1))
-    return [tuple(axis for axis in AXES if axis not in _ONLY_IF_USED or axis in some) for each in used for some in each]
+    choices = product((1, 2), repeat=len(AXES))
+    return list(dict.fromkeys(tuple(mesh_axes(dict(zip(AXES, sizes, strict=True)))) for sizes in choices))
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:

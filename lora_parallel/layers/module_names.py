@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from peft import PeftModel
@@ -13,7 +14,15 @@ from torch import nn
 from lora_parallel.layers.adapter_support import has_adapters_inside
 from lora_parallel.layers.linear_classes import is_linear
 
-__all__ = ["block_of", "clean_names", "clean_parameter_name", "embeddings_of", "innermost", "without_block_numbers"]
+__all__ = [
+    "block_of",
+    "clean_names",
+    "clean_parameter_name",
+    "count_kinds",
+    "embeddings_of",
+    "innermost",
+    "without_block_numbers",
+]
 
 
 def clean_names(model: nn.Module) -> dict[nn.Module, str]:
@@ -62,6 +71,19 @@ def block_of(name: str) -> str:
 def without_block_numbers(name: str) -> str:
     """Return a module's name as a glob that matches the same module of all blocks."""
     return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
+
+
+def count_kinds(said: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """Count layers by their name without block numbers and by the text about them.
+
+    Args:
+        said: The text about each layer, by the layer's name.
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for name, what in said.items():
+        key = without_block_numbers(name), what
+        counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 def innermost(model: nn.Module) -> nn.Module:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from lora_parallel.layers.module_names import innermost, without_block_numbers
+from lora_parallel.layers.module_names import count_kinds, innermost, without_block_numbers
 from lora_parallel.planning.group_pass import NO_CONSUMER
 from lora_parallel.planning.plan_builder import LayerPlan, PlanBuilder
 
@@ -33,7 +32,7 @@ def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
         return
     inner, plans = innermost(builder.model), builder.layers.values()
     model = type(inner).__name__
-    chosen = _counted({plan.name: _in_words(plan) for plan in plans if plan.style is not None})
+    chosen = count_kinds({plan.name: _in_words(plan) for plan in plans if plan.style is not None})
     lines = "\n".join(f"  {glob}: {what} ({count} layers)" for (glob, what), count in chosen.items())
     log.info("tp_plan of %s for tp=%d:\n%s", model, builder.tp, lines)
     if problem:
@@ -46,10 +45,10 @@ def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
         )
     gathered = {plan.name: plan.gathered for plan in plans if plan.gathered is not None}
     reasons = {without_block_numbers(name): reason for name, reason in sorted(gathered.items(), key=_vague_first)}
-    for (glob, reason), count in _counted({name: reasons[without_block_numbers(name)] for name in gathered}).items():
+    for (glob, reason), count in count_kinds({name: reasons[without_block_numbers(name)] for name in gathered}).items():
         log.warning("tp_plan: the output of %s (%d layers) is gathered after each: %s.", glob, count, reason)
     whole = {plan.name: plan.whole for plan in plans if plan.whole is not None}
-    for (glob, reason), count in _counted(whole).items():
+    for (glob, reason), count in count_kinds(whole).items():
         log.warning("tp_plan: %s (%d layers) is computed in full on every tp rank: %s.", glob, count, reason)
 
 
@@ -62,12 +61,3 @@ def _in_words(plan: LayerPlan) -> str:
 
 def _vague_first(said: tuple[str, str]) -> bool:
     return said[1] != NO_CONSUMER
-
-
-def _counted(said: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """Count layers by their name without block numbers and by the text about them."""
-    counts: dict[tuple[str, str], int] = {}
-    for name, what in said.items():
-        key = without_block_numbers(name), what
-        counts[key] = counts.get(key, 0) + 1
-    return counts

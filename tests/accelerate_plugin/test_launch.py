@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from accelerate.commands.config import config_args
 from accelerate.commands.config.config_args import ClusterConfig
 
 from accelerate_plugin import cli, config_file, launch
@@ -163,9 +164,9 @@ def test_the_file_that_accelerate_launch_reads(tmp_path, monkeypatch):
     for launcher in (["accelerate", "launch"], ["/bin/accelerate-launch"], ["-m", "accelerate.commands.launch"]):
         assert config_file._launcher_arguments(["python", *launcher, *script]) == script
     assert config_file._launcher_arguments(["python", "launch.py", *script]) is None
-    monkeypatch.setattr(config_file, "default_config_file", str(path))
+    monkeypatch.setattr(config_args, "default_config_file", str(path))
     assert config_file.config_file_of(["train.py", "--flag"]) == path
-    monkeypatch.setattr(config_file, "default_config_file", str(tmp_path / "none"))
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none"))
     assert config_file.config_file_of(["train.py"]) is None
 
 

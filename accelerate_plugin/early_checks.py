@@ -1,0 +1,121 @@
+"""Check what a configuration file asks for without torch: `accelerate-lora check` refuses most files within a second.
+
+A run has the same checks, from the environment that `accelerate launch` makes of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate_plugin.config_file import check_config, options_in_source
+from lora_parallel.sizes import AXES, axis_sizes, check_schedule
+
+__all__ = ["check_early", "check_precision", "check_type", "check_version", "read_arguments"]
+
+_CONFIG_FILES = (".yaml", ".yml", ".json")
+
+
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line of `accelerate-lora check`.
+
+    Args:
+        arguments: The command line after `check`.
+
+    Returns:
+        The options. `script` is empty for a file alone; `rest` has the script's own arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog="accelerate-lora check",
+        usage="accelerate-lora check CONFIG.yaml [--num_processes N]\n"
+        "       accelerate-lora check --config_file CONFIG.yaml [options] [-m] SCRIPT [ARGUMENTS OF THE SCRIPT]",
+        description="Check a configuration file, and print its mesh. With a script of Accelerate, Trainer or TRL: run "
+        "it in one process up to where its model is sharded, as rank 0 of the mesh without the others and without "
+        "reading weights, and print which rank holds what. The exit code is 1 if the set-up cannot work.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="CONFIG.yaml or SCRIPT")
+    parser.add_argument("--config_file", help="the configuration file, if a script is checked (Accelerate's default)")
+    parser.add_argument("--num_processes", type=int, help="processes in all (as the file says)")
+    parser.add_argument("--seq", type=int, help="tokens of a row: predict the memory of a step, of a language model")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module: package.module")
+    given, rest = parser.parse_known_args(arguments)
+    given.script, given.rest = given.target, rest
+    if given.target.endswith(_CONFIG_FILES) and not given.module:
+        if rest or given.config_file is not None or given.seq is not None:
+            parser.error(f"{given.target} is a configuration file, which is checked with --num_processes alone.")
+        given.script, given.config_file = "", given.target
+    return given
+
+
+def check_early(arguments: list[str]) -> None:
+    """Check the configuration file in the command line of `accelerate-lora check`, as far as that takes no torch.
+
+    Args:
+        arguments: The command line after `check`.
+
+    Raises:
+        FileNotFoundError: There is no such file, or no such script.
+        ValueError: What the file asks for cannot work.
+    """
+    given = read_arguments(arguments)
+    for name in (given.config_file, given.script if not given.module else None):
+        if name and not Path(name).is_file():
+            raise FileNotFoundError(f"{name} is not there.")
+    options = options_in_source()
+    if given.config_file is None or not options:
+        return
+    path = Path(given.config_file)
+    content = check_config(path, options)
+    check_type(path, content)
+    fsdp = content.get("fsdp_config") or {}
+    check_version(int(fsdp.get("fsdp_version", fsdp.get("version", 1))))
+    check_precision(str(content.get("mixed_precision") or "no").lower())
+    section = content.get("parallelism_config") or {}
+    mesh = {name.removeprefix("parallelism_config_"): value for name, value in section.items()}
+    sizes = {axis: mesh.get(f"{axis}_size", 1) for axis in AXES} | ({} if mesh else {"dp_shard": "auto"})
+    processes: Any = given.num_processes or content.get("num_processes")
+    stages = mesh.get("pp_stages_per_rank", 1)
+    if all(isinstance(each, int) and each > 0 for each in (*sizes.values(), processes, stages) if each != "auto"):
+        check_schedule(sizes["pp"], mesh.get("pp_schedule", "1f1b"), stages)
+        axis_sizes(sizes, processes)
+
+
+def check_type(path: Path, content: Mapping[str, Any]) -> None:
+    """Check that a configuration file asks for FSDP.
+
+    Raises:
+        ValueError: It asks for something else.
+    """
+    if content.get("distributed_type") != "FSDP":
+        raise ValueError(
+            f"{path} has distributed_type: {content.get('distributed_type')}: set it to FSDP, with fsdp_version: 2."
+        )
+
+
+def check_version(version: int) -> None:
+    """Check that FSDP2 is asked for.
+
+    Raises:
+        ValueError: The version is another one.
+    """
+    if version != 2:
+        raise ValueError(
+            f"fsdp_version is {version}: LoRA under FSDP2 and tensor parallelism needs fsdp_version: 2 in fsdp_config "
+            "(FSDP_VERSION=2; TrainingArguments(fsdp_config={'version': 2}))."
+        )
+
+
+def check_precision(mixed_precision: str) -> None:
+    """Check that a mixed precision of Accelerate is supported.
+
+    Raises:
+        ValueError: It is neither "no" nor "bf16".
+    """
+    if mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r} is not supported by LoRAParallelPlugin"
+            f"{' (it needs loss scaling)' if mixed_precision == 'fp16' else ''}: use bf16 or no."
+        )

@@ -1,0 +1,141 @@
+"""Describe a parallelized model in lines of text: versions, mesh, bytes of this rank, tensor-parallel plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lora_parallel.distributed.gather import class_of, local
+from lora_parallel.distributed.mesh import axis_rank, mesh_sizes
+from lora_parallel.distributed.torch_private import is_simulated
+from lora_parallel.layers.module_names import count_kinds, innermost
+from lora_parallel.layers.row_partition import partition_of
+from lora_parallel.sizes import mesh_text, rank_lines
+from lora_parallel.state import ParallelState, state_of
+
+__all__ = ["describe", "description_to_print", "log_description"]
+
+log = logging.getLogger(__name__)
+
+_DISTRIBUTIONS = ("lightning-lora", "torch", "peft", "transformers")
+_KINDS = 12
+"""Largest number of kinds of layers that are listed."""
+
+
+def describe(model: nn.Module) -> str:
+    """Describe a parallelized model as this rank holds it.
+
+    Args:
+        model: What `parallelize` returned.
+
+    Returns:
+        Lines without a line break at the end.
+
+    Raises:
+        ValueError: `model` was not parallelized.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} was not parallelized: pass what parallelize returned.")
+    return "\n".join(_lines(model, state))
+
+
+def log_description(model: nn.Module) -> None:
+    """Log the description of a model that has been parallelized, on rank 0, with level INFO.
+
+    A model on a simulated rank, whose cost is being predicted, is not described.
+    """
+    if log.isEnabledFor(logging.INFO) and _is_first():
+        log.info("%s", describe(model))
+
+
+def description_to_print(model: nn.Module) -> str | None:
+    """Return what a front end prints about a model that has been parallelized.
+
+    Returns:
+        The description; None on other ranks than the first, and where `log_description` has logged the description.
+    """
+    return None if log.isEnabledFor(logging.INFO) or not _is_first() else describe(model)
+
+
+def _is_first() -> bool:
+    return not is_simulated() and (not dist.is_initialized() or dist.get_rank() == 0)
+
+
+def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
+    sizes = mesh_sizes(state.config, state.mesh.size())
+    yield ", ".join(f"{name} {_version(name)}" for name in _DISTRIBUTIONS)
+    yield f"{class_of(innermost(model)).__name__} on {mesh_text(sizes)} ({state.mesh.device_type})"
+    yield from (f"  {line}" for line in rank_lines(sizes))
+    yield from _memory(model, state)
+    yield from _plan(state, sizes["tp"])
+    if state.stage is not None:
+        config = state.config
+        yield (
+            f"pipeline: {config.pp_schedule}, {config.pp * config.pp_stages_per_rank} stages, "
+            f"{config.pp_microbatches} micro-batches; this rank is {axis_rank(state.mesh, 'pp')} of {config.pp} on pp"
+        )
+
+
+def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
+    """Yield a table of the bytes of parameters, here and in the whole model."""
+    here, whole = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+    seen: set[int] = set()
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            here[parameter.requires_grad] += _bytes(local(parameter))
+            whole[parameter.requires_grad] += _bytes(parameter) * _share_of_own_rows(module, key)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    title = "whole model" if state.stage is None else "its stages"
+    yield f"{f'bytes of rank {rank}':<28}{'this rank':>12}{title:>14}"
+    for name, trains, factor in (
+        ("frozen parameters", False, 1),
+        ("trained parameters", True, 1),
+        ("gradients of those", True, 1),
+        ("states of AdamW", True, 2),
+    ):
+        yield f"  {name:<26}{_text(here[trains] * factor):>12}{_text(whole[trains] * factor):>14}"
+    yield "  activations and logits: `accelerate-lora plan MODEL --gpus N --seq TOKENS` predicts them"
+
+
+def _share_of_own_rows(module: nn.Module, key: str) -> float:
+    """Return the share of a stored parameter that is no repetition: tp ranks may store the same rows."""
+    found = partition_of(module, key)
+    return found[0].size / (found[0].width * len(found[0].ranks)) if found is not None else 1.0
+
+
+def _plan(state: ParallelState, tp: int) -> Iterator[str]:
+    if tp == 1:
+        return
+    kinds = count_kinds(state.styles)
+    width, style_width = (max((len(each[i]) for each in kinds), default=0) for i in (0, 1))
+    yield f"tensor-parallel plan, {len(state.styles)} layers"
+    for (glob, style), count in [*kinds.items()][:_KINDS]:
+        yield f"  {glob:<{width}}  {style:<{style_width}}  {count}"
+    if len(kinds) > _KINDS:
+        yield f"  and {len(kinds) - _KINDS} kinds more, which the logger lora_parallel.planning lists with level INFO"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _text(size: float) -> str:
+    for unit, least in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= least:
+            return f"{size / least:.2f} {unit}"
+    return f"{size / 2**10:.2f} KiB"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # a clone that is not installed
+        return "(not installed)"

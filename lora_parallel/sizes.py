@@ -1,0 +1,113 @@
+"""Compute the sizes of the mesh axes, check those of a pipeline, and print which rank is where.
+
+Nothing but the standard library is imported, so that the console script can refuse impossible sizes before it imports
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+__all__ = ["AXES", "axis_sizes", "check_schedule", "coordinates", "mesh_axes", "mesh_text", "rank_lines"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""All mesh axes, the outermost first. Everything that depends on their order is derived from this."""
+
+_ONLY_IF_USED = ("pp", "cp")
+"""Axes that a mesh has only where they have more than one rank."""
+
+_RANKS_IN_A_TABLE = 16
+"""Largest number of ranks whose coordinates are printed one by one."""
+
+
+def axis_sizes(asked: Mapping[str, Any], world_size: int) -> dict[str, int]:
+    """Return the size of each axis of `AXES` for `world_size` ranks.
+
+    Args:
+        asked: The size of each axis; that of dp_shard may be "auto".
+        world_size: The number of ranks.
+
+    Raises:
+        ValueError: The product of the sizes is not `world_size`; or, with `dp_shard="auto"`, the product of the other
+            sizes does not divide it.
+    """
+    asked = {axis: asked[axis] for axis in AXES}
+    given = {axis: size for axis, size in asked.items() if size != "auto" and (size > 1 or axis not in _ONLY_IF_USED)}
+    product, text = prod(given.values()), " x ".join(f"{axis}={size}" for axis, size in given.items())
+    if asked["dp_shard"] == "auto":
+        if world_size % product:
+            raise ValueError(
+                f"{text} = {product} does not divide the world size {world_size}: start a multiple of {product} "
+                f"processes, or choose sizes whose product divides {world_size}."
+            )
+        return asked | {"dp_shard": world_size // product}
+    if product != world_size:
+        raise ValueError(
+            f"{text} = {product}, but the world size is {world_size}: start {product} processes, or leave "
+            'dp_shard="auto".'
+        )
+    return asked
+
+
+def check_schedule(pp: int, schedule: str, stages_per_rank: int) -> None:
+    """Check that a pipeline's schedule exists, and that it is for this number of stages on each rank.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if schedule not in ("1f1b", "gpipe", "interleaved"):
+        raise ValueError(f'pp_schedule={schedule!r}: give "1f1b", "gpipe" or "interleaved".')
+    if pp > 1 and (schedule == "interleaved") != (stages_per_rank > 1):
+        raise ValueError(
+            f'pp_schedule="{schedule}" with pp_stages_per_rank={stages_per_rank}: "interleaved" is '
+            "for 2 stages or more on each rank, the other schedules are for 1."
+        )
+
+
+def mesh_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the axes that a mesh of these sizes has, the outermost first."""
+    return {axis: sizes[axis] for axis in AXES if sizes[axis] > 1 or axis not in _ONLY_IF_USED}
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Return a mesh as text: "dp_shard 2 x tp 2, 4 ranks"."""
+    used = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1)
+    return f"{used}, {prod(sizes.values())} ranks" if used else "one rank"
+
+
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Return the place of a rank along each axis of `AXES`."""
+    places = {}
+    for axis in reversed(AXES):
+        size = sizes.get(axis, 1)
+        places[axis], rank = rank % size, rank // size
+    return {axis: places[axis] for axis in AXES}
+
+
+def rank_lines(sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield lines that say where each rank is: a column a rank for few ranks, a rule for many. One rank has no lines.
+
+    Args:
+        sizes: The size of each axis; axes that are left out have size 1.
+    """
+    ranks, used = prod(sizes.values()), [axis for axis in AXES if sizes.get(axis, 1) > 1]
+    if ranks == 1:
+        return
+    same_batch = [axis for axis in used if axis in ("pp", "cp", "tp")]
+    if ranks > _RANKS_IN_A_TABLE:
+        strides, stride = {}, 1
+        for axis in reversed(AXES):
+            strides[axis], stride = stride, stride * sizes.get(axis, 1)
+        terms = (axis if strides[axis] == 1 else f"{strides[axis]} x {axis}" for axis in used)
+        yield f"rank = {' + '.join(terms)}, each counted from 0"
+        if same_batch:
+            yield f"ranks that differ in {' or '.join(same_batch)} alone share a batch"
+        return
+    at = [coordinates(sizes, rank) for rank in range(ranks)]
+    rows: dict[str, list[int]] = {"rank": [*range(ranks)], **{axis: [each[axis] for each in at] for axis in used}}
+    if same_batch:
+        rows["batch"] = [each["dp_replicate"] * sizes.get("dp_shard", 1) + each["dp_shard"] for each in at]
+    for name, numbers in rows.items():
+        yield f"{name:<13}" + " ".join(f"{number:>2}" for number in numbers)

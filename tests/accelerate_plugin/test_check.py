@@ -1,0 +1,232 @@
+"""`accelerate-lora check`: what it refuses is what a run refuses, what it prints is what a run prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+
+from accelerate_plugin import cli, config_file, early_checks
+from tests.accelerate_plugin.harness import environment, launched
+from tests.accelerate_plugin.test_launch import written
+from tests.oracle import Case
+
+SIZES = {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2}
+GOOD = {"num_processes": 4, "parallelism_config": SIZES}
+REPLICAS = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_tp_size": 2}
+PIPELINE = {"parallelism_config_dp_shard_size": 2, "parallelism_config_pp_size": 2}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sizes": ({"num_processes": 3}, "dp_shard=2 x tp=2 = 4, but the world size is 3: start 4"),
+    "one key": ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard": True}}, "'fsdp_reshard', which"),
+    "version": ({"fsdp_config": {"fsdp_version": 1}}, "fsdp_version is 1"),
+    "no version": ({"fsdp_config": {}}, "fsdp_version is 1"),
+    "precision": ({"mixed_precision": "fp16"}, "'fp16' is not supported by LoRAParallelPlugin (it needs loss"),
+    "type": ({"distributed_type": "MULTI_GPU"}, "distributed_type: MULTI_GPU: set it to FSDP"),
+    "schedule": (
+        {"parallelism_config": {**PIPELINE, "parallelism_config_pp_schedule": "zigzag"}},
+        "pp_schedule='zigzag'",
+    ),
+    "stages": (
+        {"parallelism_config": {**PIPELINE, "parallelism_config_pp_stages_per_rank": 2}},
+        '"interleaved" is for 2 stages',
+    ),
+}
+REFUSED_LATER = {
+    "replicas": (
+        {
+            "parallelism_config": {
+                **SIZES,
+                "parallelism_config_dp_shard_size": 1,
+                "parallelism_config_dp_replicate_size": 2,
+            }
+        },
+        "pure data parallelism",
+    ),
+    "size zero": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 0}}, "tp_size must be at least 1"),
+    "words": ({"parallelism_config": {**PIPELINE, "parallelism_config_pp_size": "two"}}, "pp_size is 'two': give a"),
+    "offload": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "has not run on a GPU yet"),
+}
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+from tests.oracle import Case
+
+accelerator = Accelerator()
+assert accelerator.num_processes == 2 and sys.argv[1:] == ["--rows", "2"], sys.argv
+model = Case().model()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+raise AssertionError("the script went on")
+"""
+
+
+def checked(*arguments: object) -> None:
+    """Run the command as if it was alone in the process; the environment is put back."""
+    path, argv = [*sys.path], [*sys.argv]
+    try:
+        with launched():
+            cli.check([str(each) for each in arguments])
+    finally:
+        sys.path[:], sys.argv = path, argv
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_LATER])
+def test_a_file_that_cannot_work(tmp_path, name):
+    """The early check, which has no torch, says word for word what the set-up itself says."""
+    changes, message = {**REFUSED, **REFUSED_LATER}[name]
+    path = written(tmp_path, **{**GOOD, **changes})
+    with pytest.raises(ValueError, match=re.escape(message)) as late:
+        checked(path)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(message)) as early:
+            early_checks.check_early([str(path)])
+        assert str(early.value) == str(late.value)
+    else:
+        early_checks.check_early([str(path)])
+
+
+def test_num_processes_of_the_command_line(tmp_path):
+    path = written(tmp_path, **GOOD)
+    for check in (early_checks.check_early, lambda words: checked(*words)):
+        with pytest.raises(ValueError, match="the world size is 8"):
+            check([str(path), "--num_processes", "8"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["none.yaml"], "none.yaml is not there"), (["--config_file", "none.yaml", "train.py"], "none.yaml is not there")],
+)
+def test_a_file_that_is_not_there(arguments, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        early_checks.check_early(arguments)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "is no YAML"), ("text", "is no configuration")])
+def test_a_file_that_is_something_else(tmp_path, text, message):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        early_checks.check_early([str(path)])
+
+
+def test_the_options_in_the_source_are_those_of_the_parser():
+    sections = tuple(f"{each}_" for each in config_file._SECTIONS.values())
+    assert config_file.options_in_source() == {each for each in config_file._options() if each.startswith(sections)}
+
+
+def test_without_a_parallelism_config_all_processes_shard(tmp_path, capsys):
+    path = written(tmp_path, num_processes=6)
+    content = yaml.safe_load(path.read_text())
+    del content["parallelism_config"]
+    path.write_text(yaml.safe_dump(content))
+    early_checks.check_early([str(path)])
+    checked(path)
+    assert "dp_shard 6, 6 ranks\n" in capsys.readouterr().out
+
+
+def test_a_file_that_can_work(tmp_path, capsys):
+    """Accelerate adds the prefix of a section to keys that lack it."""
+    path = written(tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2})
+    early_checks.check_early([str(path)])
+    capsys.readouterr()
+    checked(path)
+    out = capsys.readouterr().out
+    assert out.startswith("pp 2 x dp_shard 2, 4 ranks\n")
+    assert "batch         0  1  0  1\n" in out
+    assert f"{path} can work." in out
+
+
+def prepared() -> str:
+    """What a run prints."""
+    with launched(**environment("2x2")), contextlib.redirect_stderr(io.StringIO()) as said:
+        accelerator = Accelerator()
+        model = Case().model()
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return said.getvalue()
+
+
+def test_a_script_is_described_as_its_run_describes_itself(pool, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    checked("--config_file", written(tmp_path, **GOOD), script, "--rows", "2")
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    first, *others = pool.run(4, prepared)
+    assert "tensor-parallel plan, 16 layers" in lines
+    assert lines[-len(first.splitlines()) :] == first.splitlines()
+    assert others == ["", "", ""]
+    assert verdict.startswith("The set-up can work: 4 processes")
+
+
+MORE_AXES = {
+    "pp 2 x dp_replicate 2 x dp_shard 2 x tp 2, 16 ranks": {
+        **PIPELINE,
+        "parallelism_config_tp_size": 2,
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_pp_microbatches": 2,
+    },
+    "dp_shard 4 x cp 2, 8 ranks": {"parallelism_config_cp_size": 2, "parallelism_config_dp_shard_size": 4},
+    "dp_shard 256, 256 ranks": {"parallelism_config_dp_shard_size": 256},
+}
+
+
+@pytest.mark.parametrize("mesh", [*MORE_AXES])
+def test_a_script_on_more_axes(tmp_path, capsys, mesh):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("accelerator.num_processes == 2 and ", ""))
+    processes = int(mesh.split()[-2])
+    path = written(tmp_path, num_processes=processes, parallelism_config=MORE_AXES[mesh])
+    checked("--config_file", path, script, "--rows", "2")
+    out = capsys.readouterr().out
+    assert f"LlamaForCausalLM on {mesh} (cpu)\n" in out
+    assert f"The set-up can work: {processes} processes" in out
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "prepare(Case(adapters=False).model())",
+            "accelerate-lora check: the model (LlamaForCausalLM) has no PEFT",
+        ),
+        ("wait_for_everyone()", "train.py has ended, and no model was prepared"),
+    ],
+)
+def test_a_script_that_cannot_work_ends_with_a_line(tmp_path, lines, message):
+    script = tmp_path / "train.py"
+    script.write_text(f"from accelerate import Accelerator\nfrom tests.oracle import Case\nAccelerator().{lines}\n")
+    with pytest.raises(SystemExit) as caught:
+        checked("--config_file", written(tmp_path, **GOOD), script)
+    assert message in str(caught.value)
+
+
+def test_an_error_of_the_script_itself_is_not_swallowed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import json\njson.loads('')\n")
+    with pytest.raises(ValueError, match="Expecting value"):
+        checked("--config_file", written(tmp_path, **GOOD), script)
+
+
+def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("float64", "float32"))
+    checked("--config_file", written(tmp_path, **GOOD), "--seq", "16", script, "--rows", "2")
+    assert "16 tokens in each forward: " in capsys.readouterr().out
+
+
+def test_where_a_script_stands_in_the_command_line():
+    given = early_checks.read_arguments(["-m", "package.train", "--lr", "1", "--config_file", "a.yaml", "rest"])
+    assert (given.module, given.script, given.config_file) == (True, "package.train", "a.yaml")
+    assert given.rest == ["--lr", "1", "rest"]
+    with pytest.raises(SystemExit):
+        early_checks.read_arguments(["a.yaml", "--seq", "16"])
+    assert Path(early_checks.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
