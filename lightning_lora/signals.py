@@ -2,19 +2,21 @@
 
 Lightning acts inside its signal handlers: on SIGTERM it broadcasts from rank 0, on SLURM's signal it saves. A rank may
 get the signal in the middle of a forward, a moment after other ranks, or alone: the ranks would wait for each other in
-different collectives. So the handlers here only record the signals, and after each optimizer step all ranks ask each
-other. What follows is Lightning's own, on every rank: for SLURM's signal its handler, for SIGTERM its
-`SIGTERMException`, at which `ModelCheckpoint(save_on_exception=True)` saves and the process exits with 0. Private names
-of Lightning are used in `watch` only; `tests/lightning_lora/test_signals.py` checks that they do what is assumed here.
+different collectives. So the handlers here only record the signals; after each optimizer step all ranks ask each other,
+and read the answers of the step before. What follows is Lightning's own, on every rank: for SLURM's signal its handler,
+for SIGTERM its `SIGTERMException`, at which `ModelCheckpoint(save_on_exception=True)` saves and the process exits with
+0. Private names of Lightning are used in `watch` only; `tests/lightning_lora/test_signals.py` checks that they do what
+is assumed here.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from lightning_lora.namespace import TrainerNamespace
-from lora_parallel.integration import largest_numbers
+from lora_parallel.integration import ask_for_largest
 
 __all__ = ["watch"]
 
@@ -35,20 +37,26 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> None:
     received = {"slurm": 0, "terminate": 0}
 
     class Signals(lightning.Callback):  # type: ignore[name-defined]
-        """Ask all ranks after each optimizer step, by one small message, for the signals that they have received."""
+        """Ask all ranks after each optimizer step, by one small message, for the signals that they have received.
+
+        The answer is read after the next step: no rank waits for its device then.
+        """
 
         step = 0
+        answer: Callable[[], list[int]] | None = None
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.step = trainer.global_step
+            self.step, self.answer = trainer.global_step, None
 
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == self.step:  # in mid-accumulation, whose gradients a save would lose
                 return
             self.step = trainer.global_step
-            slurm, terminated = largest_numbers(list(received.values()), "Trainer's step")
+            slurm, terminated = self.answer() if self.answer is not None else (0, 0)
             if slurm:
                 received["slurm"] = 0
+            self.answer = ask_for_largest(list(received.values()), "Trainer's step")
+            if slurm:
                 requeue(slurm, None)
             if terminated:
                 _warn_if_nothing_saves(trainer)

@@ -43,7 +43,7 @@ from lora_parallel.metrics.meter import MeshMeter
 from lora_parallel.runtime.description import describe, description_to_print
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
-from lora_parallel.runtime.stop_signal import largest_numbers
+from lora_parallel.runtime.stop_signal import ask_for_largest, largest_numbers
 from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
 from lora_parallel.sizes import mesh_text, rank_lines
 from lora_parallel.state import parallelized, state_of
@@ -59,6 +59,7 @@ __all__ = [
     "adapter_parameters",
     "adopt_rank_zero",
     "agreed",
+    "ask_for_largest",
     "base_fingerprints",
     "check_alike",
     "check_base",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from lora_parallel.distributed.rendezvous import wait_for
 
-__all__ = ["agreed", "check_alike", "fingerprint", "fingerprint_on_device", "gather_numbers", "is_rank_zero"]
+__all__ = [
+    "agreed",
+    "begin_gather",
+    "check_alike",
+    "fingerprint",
+    "fingerprint_on_device",
+    "gather_numbers",
+    "is_rank_zero",
+]
 
 _COLUMNS = 4096
 
@@ -111,6 +119,27 @@ def fingerprint_on_device(tensor: Tensor) -> Tensor:
         places = torch.arange(1, tail.numel() + 1, dtype=torch.int64, device=data.device) * -4658895280553007687 + 1
         total += (tail * places).sum()
     return total
+
+
+def begin_gather(numbers: list[int], device: str, what: str) -> Callable[[], Tensor]:
+    """Begin `gather_numbers` over all ranks, and return a function that waits for its result. Collective.
+
+    Args:
+        numbers: The numbers of this rank, as many as on every other rank.
+        device: The type of device that the message is sent from.
+        what: The name of the call that every rank must make.
+    """
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return lambda: mine.unsqueeze(0).cpu()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    work = dist.all_gather(everyone, mine, async_op=True)
+
+    def result() -> Tensor:
+        wait_for(work, what, device)
+        return torch.stack(everyone).cpu()
+
+    return result
 
 
 def gather_numbers(

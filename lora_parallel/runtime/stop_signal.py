@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lora_parallel.distributed.rank_checks import gather_numbers
+from lora_parallel.distributed.rank_checks import begin_gather, gather_numbers
 
-__all__ = ["StopSignal", "largest_numbers"]
+__all__ = ["StopSignal", "ask_for_largest", "largest_numbers"]
 
 
 class StopSignal:
@@ -70,6 +71,16 @@ def largest_numbers(numbers: list[int], what: str) -> list[int]:
         what: The name of the call that every rank makes, for the message about a rank that does not come.
     """
     return gather_numbers(numbers, _device_type(), what).amax(0).tolist()
+
+
+def ask_for_largest(numbers: list[int], what: str) -> Callable[[], list[int]]:
+    """Begin `largest_numbers`, and return a function that waits for its result.
+
+    A caller that reads the result after the next step does not wait for the device in between, where all messages of
+    the process group go through the device, as under Lightning on GPUs.
+    """
+    result = begin_gather(numbers, _device_type(), what)
+    return lambda: result().amax(0).tolist()
 
 
 def _device_type() -> str:
