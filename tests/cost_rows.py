@@ -117,10 +117,10 @@ def measure(run: Run, checkpoint: Path, mesh: dict[str, Any]) -> dict[str, float
 
 
 def _peak(profiler: Any) -> int:
-    """The most bytes that torch's allocator had given out above the start, in the order in which it did."""
-    most = given_out = 0
+    """The most bytes that torch's allocator had given out, above the fewest: what a step leaves, the next one frees."""
+    most = least = given_out = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             given_out += event.nbytes()
-            most = max(most, given_out)
-    return most
+            most, least = max(most, given_out), min(least, given_out)
+    return most - least
