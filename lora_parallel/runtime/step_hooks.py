@@ -194,6 +194,8 @@ class StepHooks:
 
     def _backward_ends(self) -> None:
         self._backward = None
+        if self._context is not None:
+            self._context.forget_input()  # that of a recomputed block, whose graph it would keep alive
 
     def _recover(self, model: nn.Module) -> None:
         """Reset the model after a step that did not finish, and drop the gradients accumulated so far.

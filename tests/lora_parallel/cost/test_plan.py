@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, Lla
 
 from lora_parallel import ParallelConfig, plan_memory
 from lora_parallel.cost.blocks import find_stack, shorten
+from lora_parallel.cost.described_model import DescribedModel
 from lora_parallel.cost.hardware import KNOWN, Hardware, predicted_seconds
 from lora_parallel.cost.meshes import possible_meshes
+from lora_parallel.cost.simulated_rank import cost_of_a_step
 from lora_parallel.loading.meta_init import meta_init
 from tests.cases import cases
 from tests.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
@@ -139,3 +141,17 @@ def test_seconds_follow_from_the_hardware():
     # a pipeline of 4 with 4 micro-batches has 3 slots of waiting
     assert predicted_seconds(h100, {**sizes, "pp": 4, "dp_shard": 1}, compute, {}, {}, 4) == pytest.approx(7 / 4)
     assert isinstance(h100, Hardware)
+
+
+def test_recomputation_leaves_nothing_behind_after_backward(tmp_path):
+    """What is alive as the optimizer steps are gradients: no block's activations, which a tensor may keep alive."""
+    LLAMA.save_pretrained(tmp_path)
+    LORA.save_pretrained(str(tmp_path / "lora"))
+    model = DescribedModel(str(tmp_path), str(tmp_path / "lora"), "bfloat16")
+    stack = model.stack()
+    left = [
+        cost_of_a_step(model, stack, ParallelConfig(tp=2, activation_checkpointing=recompute), 2, 1, 64, "SGD").total()
+        for recompute in (False, True)
+    ]
+    assert left[1]["peak head"] < left[0]["peak head"]
+    assert left[1]["peak optimizer"] == pytest.approx(left[0]["peak optimizer"], abs=1024)
