@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test test-fast matrix faults oracle-table optimizer-table trainer-table: export OMP_NUM_THREADS := 1
+demo test test-fast matrix faults oracle-table optimizer-table trainer-table memory-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table optimizer-table trainer-table bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint dist docs clean
+.PHONY: help demo test test-fast matrix faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ optimizer-table: $(VENV)/.dev ## hold every kind of optimizer against one proces
 
 trainer-table: $(VENV)/.dev ## hold TRL's trainers against one process, into docs/trainers.md
 	$(BIN)/python -m benchmarks.trainers $(ARGS)
+
+memory-table: $(VENV)/.dev ## hold predicted against measured memory, into docs/choosing_a_mesh.md
+	$(BIN)/python -m benchmarks.memory $(ARGS)
+
+plan-tables: $(VENV)/.dev ## plan runs of four models on four clusters, into docs/choosing_a_mesh.md
+	$(BIN)/python -m benchmarks.plans $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

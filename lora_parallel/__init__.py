@@ -19,12 +19,12 @@ from lora_parallel.cost.mesh_cost import MeshCost
 from lora_parallel.cost.plan import MemoryPlan, plan_memory
 from lora_parallel.distributed.gradients import clip_grad_norm_
 from lora_parallel.distributed.mesh import build_mesh
-from lora_parallel.distributed.stop_signal import StopSignal
 from lora_parallel.export.merged import export_merged
 from lora_parallel.lazy.materialize import Read, read_plan
 from lora_parallel.loading.attach_checkpoint import attach_checkpoint
 from lora_parallel.loading.meta_init import meta_init
 from lora_parallel.parallelize import parallelize
+from lora_parallel.runtime.stop_signal import StopSignal
 from lora_parallel.state import no_sync
 
 if TYPE_CHECKING:

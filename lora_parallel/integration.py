@@ -33,7 +33,6 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_ba
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.stages import merged_over_stages, over_stages
-from lora_parallel.distributed.stop_signal import largest_numbers
 from lora_parallel.distributed.torch_private import fake_process_group, is_simulated
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
@@ -44,6 +43,7 @@ from lora_parallel.metrics.meter import MeshMeter
 from lora_parallel.runtime.description import describe, description_to_print
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
+from lora_parallel.runtime.stop_signal import largest_numbers
 from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
 from lora_parallel.sizes import mesh_text, rank_lines
 from lora_parallel.state import parallelized, state_of
