@@ -24,7 +24,7 @@ from lora_parallel.cost.plan import MemoryPlan, plans_of
 PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
 MARK = "<!-- written by make plan-tables -->"
 CLUSTERS = (1, 4, 8, 64)
-BATCH, TOKENS = 64, 8192
+BATCH, TOKENS = 64, 4096
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int) -> PretrainedConfig:
