@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 from lora_parallel.distributed.torch_private import local_region
 
 __all__ = ["class_of", "gather_on_rank_zero", "local", "persistent_buffers", "region_of", "reshard", "sharded_as"]
 
 _BUCKET_BYTES = 64 * 2**20
+_SHORT = 1.0
+"""Seconds after which rank 0 shows a progress bar: an adapter is usually saved before that."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -101,6 +104,10 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     dist.all_gather_object(everyone, {name: _held(tensor) for name, tensor in detached.items()})
     union = {name: held for theirs in everyone for name, held in theirs.items()}
     gathered: dict[str, Tensor] = {}
+    sizes = {name: held.whole_bytes for name, held in union.items()}
+    progress = tqdm(
+        total=sum(sizes.values()), unit="B", unit_scale=True, desc="Saving", delay=_SHORT, disable=rank != 0
+    )
     for bucket in _buckets(union):
         parts = [_bytes_to_send(detached[name]) for name in bucket if name in detached]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)
@@ -121,6 +128,8 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 target = gathered[name][held[name].region]
                 target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
                 start = end
+        progress.update(sum(sizes[name] for name in bucket))
+    progress.close()
     return gathered
 
 

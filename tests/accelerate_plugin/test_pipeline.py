@@ -70,7 +70,9 @@ def test_peers_of_a_pipeline_act_as_one_process(pool):
     """Pp is the outermost axis: ranks 2 and 3 of 2x1pp2 are the peers of ranks 0 and 1."""
     want = pool.run(2, test_data.seen, "2x1")[0]
     for found in pool.run(4, test_data.seen, "2x1pp2"):
-        for name in ("shuffled", "next epoch", "stream", "worker rank", "split", "padded"):
+        # of each process: whether it is the main one, and whether it is the last
+        assert found.pop("ends") == [[True, False], [False, False], [False, False], [False, True]]
+        for name in ("shuffled", "next epoch", "stream", "worker rank", "split", "padded", "indices", "draws"):
             assert found.pop(name) == want[name] * 2, name
         assert found == {name: value for name, value in want.items() if name in found}
 
