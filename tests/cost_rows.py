@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,13 @@ class Run:
     def parallel(self, mesh: dict[str, Any]) -> ParallelConfig:
         return ParallelConfig(require_adapters=self.lora, **{**self.options, **mesh})
 
-    def predicted(self, mesh: dict[str, Any]) -> MeshCost:
+    def predicted(self, mesh: dict[str, Any], ranks: int = RANKS) -> MeshCost:
         config = self.parallel(mesh)
-        batch = ROWS * config.pp_microbatches * RANKS // (config.pp * config.cp * config.tp)
+        batch = ROWS * config.pp_microbatches * ranks // (config.pp * config.cp * config.tp)
         plan = plan_memory(
             self.config,
             config,
-            gpus=RANKS,
+            gpus=ranks,
             sequence_length=TOKENS,
             batch_size=batch,
             rows=ROWS,
@@ -92,7 +93,7 @@ def measure(run: Run, checkpoint: Path, mesh: dict[str, Any]) -> dict[str, float
             checkpoint, dtype=getattr(torch, run.dtype), quantization_config=given, use_cache=False
         )
         if run.lora:
-            model = get_peft_model(model, LORA)
+            model = get_peft_model(model, deepcopy(LORA))  # PEFT writes the layers that it finds into it
     parallelize(model, build_mesh(parallel, "cpu"), parallel)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)

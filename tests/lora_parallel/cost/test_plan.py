@@ -29,19 +29,26 @@ def checkpoint(run, folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "meshes"),
-    cases(("experts", ["2x2"]), matrix=[(kind, [*MESHES]) for kind in KINDS]),
-)
-def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, tmp_path, kind, meshes):
+@pytest.mark.parametrize("kind", cases("experts", "LoRA", matrix=["LoRA, recomputed", "full", "QLoRA"]))
+def test_prediction_is_what_one_process_measures(pool, tmp_path, kind):
+    run = KINDS[kind]
+    (found,) = pool.run(1, measure, run, checkpoint(run, tmp_path), {})
+    assert run.predicted({}, 1).total == pytest.approx(found["held"] + found["step"], rel=BOUND)
+
+
+@pytest.mark.matrix  # on a busy machine threads of gloo hold what they sent for longer, and more is measured
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, tmp_path, kind):
     run = KINDS[kind]
     folder = checkpoint(run, tmp_path)
-    for mesh in meshes:
-        found = pool.run(RANKS, measure, run, folder, MESHES[mesh])
+    for name, mesh in MESHES.items():
+        found = pool.run(RANKS, measure, run, folder, mesh)
         measured = max(each["held"] + each["step"] for each in found)
-        assert run.predicted(MESHES[mesh]).total == pytest.approx(measured, rel=BOUND), mesh
+        assert run.predicted(mesh).total == pytest.approx(measured, rel=BOUND), name
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_every_mesh_of_a_plan_is_within_5_percent(pool, tmp_path):
     """Meshes that a plan looks at share runs: those with more shards are computed from those with two."""
@@ -64,7 +71,7 @@ def test_every_mesh_of_a_plan_is_within_5_percent(pool, tmp_path):
 
 def test_a_small_gpu_gets_more_options_and_then_no_mesh():
     few = plan_memory(
-        LLAMA, gpus=2, gpu_memory=0.02, sequence_length=TOKENS, batch_size=2, lora_config=LORA, progress=False
+        LLAMA, gpus=2, gpu_memory=0.01, sequence_length=TOKENS, batch_size=2, lora_config=LORA, progress=False
     )
     assert few.recommended is None
     assert {"loss_parallel": True, "sequence_parallel": True, "activation_checkpointing": True} in [
