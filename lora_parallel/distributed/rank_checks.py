@@ -121,22 +121,22 @@ def fingerprint_on_device(tensor: Tensor) -> Tensor:
     return total
 
 
-def begin_gather(numbers: list[int], device: str, what: str) -> Callable[[], Tensor]:
-    """Begin `gather_numbers` over all ranks, and return a function that waits for its result. Collective.
+def begin_gather(
+    numbers: list[int], device: str, what: str | None = None, group: dist.ProcessGroup | None = None
+) -> Callable[[], Tensor]:
+    """Begin `gather_numbers`, and return a function that waits for its result. Collective; the arguments are the same.
 
-    Args:
-        numbers: The numbers of this rank, as many as on every other rank.
-        device: The type of device that the message is sent from.
-        what: The name of the call that every rank must make.
+    Without `what` the message has been sent and received when this function returns.
     """
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda: mine.unsqueeze(0).cpu()
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    work = dist.all_gather(everyone, mine, async_op=True)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(everyone, mine, group=group, async_op=what is not None)
 
     def result() -> Tensor:
-        wait_for(work, what, device)
+        if what is not None:
+            wait_for(work, what, device)
         return torch.stack(everyone).cpu()
 
     return result
@@ -154,11 +154,4 @@ def gather_numbers(
             are missing. None: a rank waits without a message.
         group: The process group of the ranks; None for all ranks.
     """
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine.unsqueeze(0).cpu()
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(everyone, mine, group=group, async_op=what is not None)
-    if what is not None:
-        wait_for(work, what, device)
-    return torch.stack(everyone).cpu()
+    return begin_gather(numbers, device, what, group)()

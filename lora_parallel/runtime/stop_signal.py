@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lora_parallel.distributed.rank_checks import begin_gather, gather_numbers
+from lora_parallel.distributed.rank_checks import begin_gather
 
 __all__ = ["StopSignal", "ask_for_largest", "largest_numbers"]
 
@@ -70,7 +70,7 @@ def largest_numbers(numbers: list[int], what: str) -> list[int]:
         numbers: The numbers of this rank, as many as on every other rank.
         what: The name of the call that every rank makes, for the message about a rank that does not come.
     """
-    return gather_numbers(numbers, _device_type(), what).amax(0).tolist()
+    return ask_for_largest(numbers, what)()
 
 
 def ask_for_largest(numbers: list[int], what: str) -> Callable[[], list[int]]:
