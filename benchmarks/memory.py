@@ -10,11 +10,9 @@ it, on the rank where the sum is largest. A cell that is off by more than 5 % sa
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
-from fnmatch import fnmatch
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +23,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tables import run_table
 from tests.cost_rows import KINDS, MESHES, RANKS, measure
 from tests.workers import Failure, WorkerPool
 
@@ -64,22 +63,5 @@ def table(kinds: list[str]) -> tuple[str, bool]:
     return "\n".join(lines), good
 
 
-def main() -> int:
-    """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="*", metavar="GLOB", help="kinds of training by name")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    kinds = [name for name in KINDS if fnmatch(name, args.kinds)]
-    if not kinds:
-        parser.error(f"no kind is called {args.kinds!r}; there are {', '.join(KINDS)}")
-    text, good = table(kinds)
-    print(text)
-    if args.kinds == "*":
-        before, _, after = PAGE.read_text().split(MARK)
-        PAGE.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
-    return 0 if good else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_table(__doc__, KINDS, table, PAGE, MARK, "kinds"))

@@ -9,20 +9,18 @@ FAILED, and then so does the command.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
-from fnmatch import fnmatch
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
-import torch
 from tqdm import tqdm
 
+from benchmarks.tables import run_table
 from lora_parallel.optimizers.kinds import steps_on
 from tests.optimizer_rows import CASE, MAKES, MORE, STEPS, bound, on_ranks, one_process
 from tests.oracle import ranks_of, relative_error
@@ -65,22 +63,5 @@ def table(names: list[str]) -> tuple[str, bool]:
     return "\n".join(lines), good
 
 
-def main() -> int:
-    """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="*", metavar="GLOB", help="optimizers by name")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    names = [name for name in MAKES if fnmatch(name, args.rows)]
-    if not names:
-        parser.error(f"no row is called {args.rows!r}; there are {', '.join(MAKES)}")
-    text, good = table(names)
-    print(text)
-    if args.rows == "*":
-        before, _, after = PAGE.read_text().split(MARK)
-        PAGE.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
-    return 0 if good else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_table(__doc__, MAKES, table, PAGE, MARK))

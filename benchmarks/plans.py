@@ -19,6 +19,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from accelerate_plugin.plan_command import cost_text
+from benchmarks.tables import write_between
 from lora_parallel.cost.plan import MemoryPlan, plans_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
@@ -82,8 +83,7 @@ def main() -> int:
     text = "\n\n".join(section(name) for name in args.models)
     print(text)
     if args.models == list(MODELS):
-        before, _, after = PAGE.read_text().split(MARK)
-        PAGE.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
+        write_between(PAGE, MARK, text)
     return 0
 
 
