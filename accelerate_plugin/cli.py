@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
 from accelerate_plugin.check_command import check_set_up
-from accelerate_plugin.config_file import check_config, config_file_of, own_keys
+from accelerate_plugin.config_file import check_config, config_file_of, mesh_sections, own_keys
 from accelerate_plugin.early_checks import check_type, read_arguments
 from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
@@ -217,22 +217,11 @@ def _write(path: Path, given: argparse.Namespace) -> None:
         debug=False,
         num_processes=processes,
         **_machines(given),
-        fsdp_config={
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_activation_checkpointing": recompute == "yes",
-            "fsdp_cpu_ram_efficient_loading": False,
-            "fsdp_offload_params": False,
-        },
-        parallelism_config={
-            "parallelism_config_dp_replicate_size": replicate,
-            "parallelism_config_dp_shard_size": shard,
-            "parallelism_config_tp_size": tp,
-            **({"parallelism_config_cp_size": cp} if cp > 1 else {}),
-            **({f"parallelism_config_pp_{name}": each for name, each in pipeline.items()} if pp > 1 else {}),
-        },
+        **mesh_sections(
+            {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp},
+            pipeline if pp > 1 else {},
+            recompute == "yes",
+        ),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")

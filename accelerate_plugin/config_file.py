@@ -17,7 +17,15 @@ from typing import Any
 import psutil
 import yaml
 
-__all__ = ["check_config", "check_config_file", "config_file_of", "options_in_source", "own_keys", "own_settings"]
+__all__ = [
+    "check_config",
+    "check_config_file",
+    "config_file_of",
+    "mesh_sections",
+    "options_in_source",
+    "own_keys",
+    "own_settings",
+]
 
 _OWN_KEYS: dict[str, type] = {
     "parallelism_config_cp_method": str,
@@ -33,6 +41,31 @@ The environment variable of a key has its name in upper case.
 
 _SECTIONS = {"fsdp_config": "fsdp", "dynamo_config": "dynamo", "parallelism_config": "parallelism_config"}
 """Prefix of the keys in each section. `accelerate launch` adds "fsdp_" and "dynamo_" to keys that lack them."""
+
+
+def mesh_sections(sizes: Mapping[str, int], pipeline: Mapping[str, Any], recompute: bool) -> dict[str, dict[str, Any]]:
+    """Return the sections of a configuration file that ask for a mesh.
+
+    Args:
+        sizes: Sizes of dp_replicate, dp_shard, cp and tp.
+        pipeline: Values of the keys that begin with `parallelism_config_pp_`, without that; empty without a pp axis.
+        recompute: Recompute activations in backward.
+    """
+    mesh = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
+    mesh |= {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}
+    mesh |= {f"pp_{name}": value for name, value in pipeline.items()}
+    return {
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_activation_checkpointing": recompute,
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_offload_params": False,
+        },
+        "parallelism_config": {f"parallelism_config_{name}": value for name, value in mesh.items()},
+    }
 
 
 @cache

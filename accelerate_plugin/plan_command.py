@@ -15,9 +15,11 @@ from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 
+from accelerate_plugin.config_file import mesh_sections
 from lora_parallel import MemoryPlan, MeshCost, plan_memory
+from lora_parallel.integration import axes_text
 
-__all__ = ["cost_text", "mesh_text", "plan", "snippets"]
+__all__ = ["cost_text", "plan", "snippets"]
 
 _QUANTIZATIONS = {
     "4bit": {
@@ -81,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, required=True, help="tokens of a row")
     parser.add_argument("--batch", type=int, help="rows of a step, over all GPUs (one for each GPU)")
     parser.add_argument("--rows", type=int, default=1, help="rows of one forward on one GPU (%(default)s)")
-    parser.add_argument("--hardware", default="H100", help="A100-40, A100, H100, H200 or B200 (%(default)s)")
+    parser.add_argument(
+        "--hardware", default="H100", help="name of the GPU (%(default)s); an unknown one lists those that are known"
+    )
     parser.add_argument("--r", type=int, default=16, help="rank of the adapter (%(default)s)")
     parser.add_argument("--target-modules", nargs="+", help="layers that the adapter is on (all linear layers)")
     parser.add_argument("--full", action="store_true", help="train all parameters, without an adapter")
@@ -121,7 +125,7 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
     console.print(table)
     if shown is not None and len(costs) > shown:
         console.print(f"{len(costs) - shown} more meshes: --all prints them.")
-    refusals = {each.refused: mesh_text(each.sizes) for each in plan.meshes if each.refused}
+    refusals = {each.refused: _mesh_text(each.sizes) for each in plan.meshes if each.refused}
     for text, mesh in refusals.items():
         console.print(f"not possible, {mesh}: {text}", style="dim")
     if plan.recommended is None:
@@ -132,22 +136,21 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
         )
         return
     best = plan.recommended
-    console.print(f"\nRecommended: {mesh_text(best.sizes)} {_options_text(best.options)}".rstrip(), style="bold")
+    console.print(f"\nRecommended: {_mesh_text(best.sizes)} {_options_text(best.options)}".rstrip(), style="bold")
     for title, text in snippets(plan).items():
         console.print(f"\n{title}", style="bold")
         print(text)
 
 
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """Return a mesh as text: "dp_shard 4 x tp 2"."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one GPU"
+def _mesh_text(sizes: Mapping[str, int]) -> str:
+    return axes_text(sizes) or "one GPU"
 
 
 def cost_text(cost: MeshCost) -> list[str]:
     """Return a mesh's cost as text: mesh, weights, trained, blocks, logits, total, sent and seconds."""
     sizes = (cost.weights, cost.trained + cost.gradients + cost.states, cost.activations, cost.logits, cost.total)
     sent = ", ".join(f"{axis} {_gib(size)}" for axis, size in cost.sent.items())
-    mesh = f"{mesh_text(cost.sizes)} {_options_text(cost.options)}".rstrip()
+    mesh = f"{_mesh_text(cost.sizes)} {_options_text(cost.options)}".rstrip()
     return [mesh, *map(_gib, sizes), sent, f"{cost.seconds:.1f}" if cost.seconds >= 10 else f"{cost.seconds:.2f}"]
 
 
@@ -176,7 +179,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     batch = best.rows * (best.microbatches if pipeline else 1)
     accumulation = 1 if pipeline else best.microbatches
     trainer = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
-    machines = -(-plan.gpus // plan.hardware.gpus_per_node)
+    machines = _machines(plan)
     flags = f"accelerate-lora config --config_file mesh.yaml --num_processes {plan.gpus} --num_machines {machines}"
     flags += f" --tp_size {sizes['tp']} --dp_replicate_size {sizes['dp_replicate']} --mixed_precision no"
     flags += f" --cp_size {sizes['cp']}" if sizes["cp"] > 1 else ""
@@ -197,33 +200,19 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
 def _yaml(plan: MemoryPlan) -> dict[str, Any]:
     best = plan.recommended
     assert best is not None
-    sizes, machines = best.sizes, -(-plan.gpus // plan.hardware.gpus_per_node)
-    more = {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}
-    if sizes["pp"] > 1:
-        more |= {"pp_size": sizes["pp"], "pp_microbatches": best.microbatches}
+    pipeline = {"size": best.sizes["pp"], "microbatches": best.microbatches} if best.sizes["pp"] > 1 else {}
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": DistributedType.FSDP.value,
         "mixed_precision": "no",
-        "num_machines": machines,
+        "num_machines": _machines(plan),
         "num_processes": plan.gpus,
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_activation_checkpointing": bool(best.options.get("activation_checkpointing", False)),
-        },
-        "parallelism_config": {
-            f"parallelism_config_{name}": value
-            for name, value in {
-                "dp_replicate_size": sizes["dp_replicate"],
-                "dp_shard_size": sizes["dp_shard"],
-                "tp_size": sizes["tp"],
-                **more,
-            }.items()
-        },
+        **mesh_sections(best.sizes, pipeline, bool(best.options.get("activation_checkpointing", False))),
     }
+
+
+def _machines(plan: MemoryPlan) -> int:
+    return -(-plan.gpus // plan.hardware.gpus_per_node)
 
 
 def _python(plan: MemoryPlan) -> str:
@@ -242,7 +231,7 @@ def _python(plan: MemoryPlan) -> str:
     strategy = f"LoRAParallelStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
     accumulation = 1 if sizes["pp"] > 1 else best.microbatches
     trainer = f"Trainer(devices={min(plan.gpus, plan.hardware.gpus_per_node)}"
-    machines = -(-plan.gpus // plan.hardware.gpus_per_node)
+    machines = _machines(plan)
     trainer += f", num_nodes={machines}" if machines > 1 else ""
     trainer += f", accumulate_grad_batches={accumulation}" if accumulation > 1 else ""
     return (
@@ -256,7 +245,7 @@ def _plot(plan: MemoryPlan, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     costs = [each for each in plan.meshes if not each.refused][:_SHOWN][::-1]
-    names = [f"{mesh_text(each.sizes)}\n{_options_text(each.options)}".strip() for each in costs]
+    names = [f"{_mesh_text(each.sizes)}\n{_options_text(each.options)}".strip() for each in costs]
     figure, axis = plt.subplots(figsize=(9, 1.2 + 0.5 * len(costs)), layout="constrained")
     left = [0.0] * len(costs)
     parts = {

@@ -1,6 +1,6 @@
 """The tables of docs/choosing_a_mesh.md: `plan_memory` for models of four sizes on four numbers of GPUs.
 
-    python -m benchmarks.plans                   # ten minutes on 2 cores; writes into docs/choosing_a_mesh.md
+    python -m benchmarks.plans                   # some minutes a model; writes into docs/choosing_a_mesh.md
     python -m benchmarks.plans --models 8B       # a look, without writing
 
 Models are described by the sizes that their authors publish; no weights and no config are downloaded.
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from accelerate_plugin.plan_command import cost_text
 from benchmarks.tables import write_between
-from lora_parallel.cost.plan import MemoryPlan, plans_of
+from lora_parallel import MemoryPlan, plan_memory
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
 MARK = "<!-- written by make plan-tables -->"
@@ -56,7 +56,10 @@ def section(name: str) -> str:
     title, config = MODELS[name]
     targets = ATTENTION if "experts" in title else "all-linear"
     adapter = LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM")
-    plans = plans_of(config, CLUSTERS, sequence_length=TOKENS, batch_size=BATCH, lora_config=adapter)
+    plans = [
+        plan_memory(config, gpus=gpus, sequence_length=TOKENS, batch_size=BATCH, lora_config=adapter)
+        for gpus in CLUSTERS
+    ]
     lines = [
         f"### {title}",
         "",

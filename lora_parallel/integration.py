@@ -45,7 +45,7 @@ from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, 
 from lora_parallel.runtime.refusals import explained
 from lora_parallel.runtime.stop_signal import ask_for_largest, largest_numbers
 from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
-from lora_parallel.sizes import mesh_text, rank_lines
+from lora_parallel.sizes import axes_text, mesh_text, rank_lines
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
 from lora_parallel.storage.weights_only import check_loadable, without_numpy
@@ -60,6 +60,7 @@ __all__ = [
     "adopt_rank_zero",
     "agreed",
     "ask_for_largest",
+    "axes_text",
     "base_fingerprints",
     "check_alike",
     "check_base",

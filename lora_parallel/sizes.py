@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-__all__ = ["AXES", "axis_sizes", "check_schedule", "coordinates", "mesh_axes", "mesh_text", "rank_lines"]
+__all__ = ["AXES", "axes_text", "axis_sizes", "check_schedule", "coordinates", "mesh_axes", "mesh_text", "rank_lines"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """All mesh axes, the outermost first. Everything that depends on their order is derived from this."""
@@ -71,9 +71,14 @@ def mesh_axes(sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: sizes[axis] for axis in AXES if sizes[axis] > 1 or axis not in _ONLY_IF_USED}
 
 
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """Return the axes that have more than one rank as text: "dp_shard 2 x tp 2"."""
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1)
+
+
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """Return a mesh as text: "dp_shard 2 x tp 2, 4 ranks"."""
-    used = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1)
+    used = axes_text(sizes)
     return f"{used}, {prod(sizes.values())} ranks" if used else "one rank"
 
 

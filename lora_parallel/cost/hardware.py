@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lora_parallel.metrics.device_peaks import PEAKS
 
-__all__ = ["KNOWN", "Hardware", "predicted_seconds"]
+__all__ = ["GPUS", "Hardware", "predicted_seconds"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Hardware:
     """Seconds that each message takes besides its bytes."""
 
 
-KNOWN = {
+GPUS = {
     "A100-40": Hardware(40, PEAKS["A100"] / 1e12, 300),
     "A100": Hardware(80, PEAKS["A100"] / 1e12, 300),
     "H100": Hardware(80, PEAKS["H100"] / 1e12, 450),

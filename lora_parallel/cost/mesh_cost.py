@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_parallel.cost.hardware import Hardware, predicted_seconds
-from lora_parallel.cost.simulated_rank import PHASES, Numbers, StepCost, added
+from lora_parallel.cost.simulated_rank import PHASES, Numbers, StepCost
 
 __all__ = ["MeshCost", "cost_of_mesh"]
 
@@ -156,12 +156,11 @@ def _stage(
     """
     is_first, is_last = ends
     total = step.total(*bounds)
-    mine = step.blocks[slice(*bounds)]
     shards, had = sizes["dp_shard"] * sizes["cp"], simulated["dp_shard"] * simulated["cp"]
     elsewhere = 0.0 if is_first else total["embedding"]
     elsewhere += 0.0 if is_last else total["head"]
     gathered = had if had > 1 else 0  # the weights around the blocks, gathered in every phase
-    activations = added((each, 1) for each in mine).get("peak head", 0.0)
+    activations = sum(each.get("peak head", 0.0) for each in step.blocks[slice(*bounds)])
     peaks = {phase: total.get(f"peak {phase}", 0.0) - gathered * elsewhere for phase in PHASES}
     for phase in ("forward", "head", "last blocks", "other blocks"):
         peaks[phase] += kept[0] * activations + kept[1]

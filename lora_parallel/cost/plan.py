@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.cost.hardware import KNOWN, Hardware
+from lora_parallel.cost.hardware import GPUS, Hardware
 from lora_parallel.cost.mesh_cost import MeshCost, cost_of_mesh
 from lora_parallel.cost.meshes import possible_meshes
 from lora_parallel.cost.simulated_rank import StepCost
@@ -22,7 +22,7 @@ from lora_parallel.cost.simulations import Simulations
 from lora_parallel.distributed.mesh import mesh_sizes
 from lora_parallel.pp.split import balanced_bounds
 
-__all__ = ["MemoryPlan", "plan_memory", "plans_of"]
+__all__ = ["MemoryPlan", "plan_memory"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MemoryPlan:
     sequence_length: int
     batch_size: int
     training: str
-    """What trains: "LoRA r=16", "QLoRA r=16" or "all parameters"."""
+    """Name of what trains: "LoRA r=16", "QLoRA r=16" or "all parameters"."""
 
     hardware: Hardware
     meshes: list[MeshCost]
@@ -87,7 +87,7 @@ def plan_memory(
         quantization_config: Quantisation of the base, as `from_pretrained` takes it; None takes that of the config.
         dtype: Dtype of the weights.
         optimizer: Name of a class of `torch.optim`.
-        hardware: A name of `lora_parallel.cost.hardware.KNOWN`, or numbers of your own.
+        hardware: A name of `lora_parallel.cost.hardware.GPUS`, or numbers of your own.
         gpu_memory: GiB of a GPU, in the place of the hardware's.
         progress: Show a bar.
 
@@ -98,49 +98,9 @@ def plan_memory(
         ValueError: An argument cannot work, or the config describes no causal language model.
         OSError: There is no config.
     """
-    plans = plans_of(
-        model,
-        [gpus],
-        config,
-        sequence_length=sequence_length,
-        batch_size=batch_size,
-        rows=rows,
-        lora_config=lora_config,
-        full=full,
-        quantization_config=quantization_config,
-        dtype=dtype,
-        optimizer=optimizer,
-        hardware=hardware,
-        gpu_memory=gpu_memory,
-        progress=progress,
-    )
-    return plans[0]
-
-
-def plans_of(
-    model: str | Path | PretrainedConfig | nn.Module,
-    clusters: Sequence[int],
-    config: ParallelConfig | None = None,
-    *,
-    sequence_length: int,
-    batch_size: int | None = None,
-    rows: int = 1,
-    lora_config: LoraConfig | None = None,
-    full: bool = False,
-    quantization_config: Any = None,
-    dtype: torch.dtype = torch.bfloat16,
-    optimizer: str = "AdamW",
-    hardware: str | Hardware = "H100",
-    gpu_memory: float | None = None,
-    progress: bool = True,
-) -> list[MemoryPlan]:
-    """Return what `plan_memory` does for each number of GPUs in `clusters`, which share runs."""
     given = _hardware(hardware, gpu_memory)
-    for gpus in clusters:
-        _check_numbers(gpus=gpus)
-    _check_numbers(sequence_length=sequence_length, rows=rows)
-    if batch_size is not None:
-        _check_numbers(batch_size=batch_size)
+    batch = gpus * rows if batch_size is None else batch_size
+    _check_numbers(gpus=gpus, sequence_length=sequence_length, rows=rows, batch_size=batch)
     if optimizer not in vars(torch.optim):
         raise ValueError(f"optimizer={optimizer!r}: give the name of a class of torch.optim, such as AdamW.")
     if full and lora_config is not None:
@@ -167,22 +127,27 @@ def plans_of(
         stack = simulations.ask({"kind": "stack", "model": files})
         if "refused" in stack:
             raise ValueError(stack["refused"])
-        plans = []
-        for gpus in clusters:
-            batch = batch_size or gpus * rows
-            look = _Look(
-                simulations, files, stack, given, rows, sequence_length, batch, optimizer, not full, dtype.itemsize,
-                config is not None,
-            )  # fmt: skip
-            if config is not None:
-                costs = look.at([_Candidate(mesh_sizes(config, gpus), _options(config))], progress)
-            else:
-                costs = _search(look, gpus, progress)
-            order = sorted(
-                costs, key=lambda each: (bool(each.refused), not each.fits, each.seconds if each.fits else each.total)
-            )
-            plans.append(MemoryPlan(name, gpus, sequence_length, batch, training, given, order))
-    return plans
+        look = _Look(
+            simulations=simulations,
+            files=files,
+            stack=stack,
+            hardware=given,
+            rows=rows,
+            tokens=sequence_length,
+            batch=batch,
+            optimizer=optimizer,
+            adapters=not full,
+            element_size=dtype.itemsize,
+            exact=config is not None,
+        )
+        if config is not None:
+            costs = look.at([_Candidate(mesh_sizes(config, gpus), _options(config))], progress)
+        else:
+            costs = _search(look, gpus, progress)
+    order = sorted(
+        costs, key=lambda each: (bool(each.refused), not each.fits, each.seconds if each.fits else each.total)
+    )
+    return MemoryPlan(name, gpus, sequence_length, batch, training, given, order)
 
 
 def _search(look: _Look, gpus: int, progress: bool) -> list[MeshCost]:
@@ -254,9 +219,9 @@ class _Look:
 
     def _cost(self, candidate: _Candidate, answer: dict[str, Any]) -> MeshCost:
         sizes = candidate.sizes
-        microbatches, left = divmod(self.batch, sizes["dp_replicate"] * sizes["dp_shard"] * self.rows)
+        ranks = sizes["dp_replicate"] * sizes["dp_shard"]
+        microbatches, left = divmod(self.batch, ranks * self.rows)
         if left or not microbatches:
-            ranks = sizes["dp_replicate"] * sizes["dp_shard"]
             text = f"{ranks} data-parallel ranks with {self.rows} rows each do not divide a batch of {self.batch} rows."
             answer = {"refused": text}
         if "refused" in answer:
@@ -281,9 +246,9 @@ class _Look:
 
 def _hardware(hardware: str | Hardware, gpu_memory: float | None) -> Hardware:
     if isinstance(hardware, str):
-        if hardware not in KNOWN:
-            raise ValueError(f"hardware={hardware!r}: give one of {', '.join(KNOWN)}, or a Hardware with its numbers.")
-        hardware = KNOWN[hardware]
+        if hardware not in GPUS:
+            raise ValueError(f"hardware={hardware!r}: give one of {', '.join(GPUS)}, or a Hardware with its numbers.")
+        hardware = GPUS[hardware]
     if gpu_memory is None:
         return hardware
     if not gpu_memory > 0:

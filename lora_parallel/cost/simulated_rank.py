@@ -21,10 +21,11 @@ from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.torch_private import fake_process_group, in_backward
 from lora_parallel.parallelize import parallelize
 
-__all__ = ["PHASES", "Numbers", "StepCost", "added", "cost_of_a_step"]
+__all__ = ["PHASES", "Numbers", "StepCost", "cost_of_a_step"]
 
 Numbers = dict[str, float]
-"""What a step of a rank takes: bytes, operations and messages by name. Each is a constant and a share of each block."""
+"""Type of what a step takes of a rank: bytes, operations and messages by name. Each is a constant and a share of each
+block."""
 
 HELD = ("base", "trained", "embedding", "head", "buffers")
 """Bytes that a rank holds between steps: frozen parameters, those that train, and of both those around the blocks."""
@@ -41,17 +42,17 @@ class StepCost:
     """Hold what a step takes of a rank, as shares that add up."""
 
     around: Numbers
-    """What the parts around the blocks take, and what a step takes once, however many blocks there are."""
+    """Numbers of the parts around the blocks, and of what a step takes once, however many blocks there are."""
 
     blocks: list[Numbers]
-    """What each block adds."""
+    """Numbers that each block adds."""
 
     def total(self, first: int = 0, last: int | None = None) -> Numbers:
         """Return what a model with the blocks `first` to `last` (left out) takes."""
-        return added([(self.around, 1), *((each, 1) for each in self.blocks[first:last])])
+        return _added([(self.around, 1), *((each, 1) for each in self.blocks[first:last])])
 
 
-def added(parts: Iterable[tuple[Numbers, float]]) -> Numbers:
+def _added(parts: Iterable[tuple[Numbers, float]]) -> Numbers:
     """Return the sum of numbers, each times a factor."""
     total: Numbers = {}
     for numbers, factor in parts:
@@ -86,11 +87,11 @@ def cost_of_a_step(
             return _run(model, stack, [*keep], config, rows, tokens, optimizer)
 
     shares = {
-        kind: added([(run(tuple(longer)), 1), (run(tuple(shorter)), -1)])
+        kind: _added([(run(tuple(longer)), 1), (run(tuple(shorter)), -1)])
         for kind, (longer, shorter) in stack.pairs().items()
     }
     blocks = [shares.get(kind, {}) for kind in stack.kinds]
-    around = added([(run(tuple(stack.few)), 1), *((blocks[index], -1) for index in stack.few)])
+    around = _added([(run(tuple(stack.few)), 1), *((blocks[index], -1) for index in stack.few)])
     return StepCost(around, blocks)
 
 

@@ -14,7 +14,7 @@ from accelerate_plugin import cli, plan_command
 from accelerate_plugin.config_file import check_config
 from lightning_lora import LoRAParallelStrategy
 from lora_parallel import MemoryPlan, MeshCost
-from lora_parallel.cost.hardware import KNOWN
+from lora_parallel.cost.hardware import GPUS
 
 SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 OPTIONS = {"activation_checkpointing": True, "loss_parallel": True}
@@ -22,7 +22,7 @@ COST = MeshCost(SIZES, OPTIONS, 1, 4, total=2**30, seconds=1.0, sent={"tp": 2**2
 
 
 def planned(cost: MeshCost) -> MemoryPlan:
-    return MemoryPlan("model", 32, 8192, 16, "LoRA r=16", KNOWN["H100"], [cost])
+    return MemoryPlan("model", 32, 8192, 16, "LoRA r=16", GPUS["H100"], [cost])
 
 
 @pytest.fixture

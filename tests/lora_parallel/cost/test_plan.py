@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, Lla
 from lora_parallel import ParallelConfig, plan_memory
 from lora_parallel.cost.blocks import find_stack, shorten
 from lora_parallel.cost.described_model import DescribedModel
-from lora_parallel.cost.hardware import KNOWN, Hardware, predicted_seconds
+from lora_parallel.cost.hardware import GPUS, Hardware, predicted_seconds
 from lora_parallel.cost.meshes import possible_meshes
 from lora_parallel.cost.simulated_rank import cost_of_a_step
 from lora_parallel.loading.meta_init import meta_init
@@ -135,7 +135,7 @@ def test_meshes_are_those_that_can_be():
 
 
 def test_seconds_follow_from_the_hardware():
-    h100 = KNOWN["H100"]
+    h100 = GPUS["H100"]
     sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 1}
     compute = h100.tflops * 1e12 * h100.efficiency
     assert predicted_seconds(h100, sizes, compute, {}, {}, 1) == pytest.approx(1)
