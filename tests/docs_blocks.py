@@ -144,7 +144,7 @@ GIVEN: dict[str, dict[int, str]] = {
         "def loss_of(logits, ids): return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())\n"
     },
 }
-"""What a page takes as given, by the number of the block before which it is run."""
+"""Code that defines what a page takes as given, by the number of the block before which it is run."""
 
 
 def blocks(page: Path) -> list[tuple[str, str, bool]]:

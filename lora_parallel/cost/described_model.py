@@ -39,11 +39,10 @@ class DescribedModel:
     dtype: str
     quantization: dict[str, Any] | None = None
 
-    @property
-    def hidden_size(self) -> int:
-        """Return the width of the hidden states between blocks."""
+    def widths(self) -> dict[str, int]:
+        """Return the width of the hidden states between blocks, and that of the logits."""
         config: Any = AutoConfig.from_pretrained(self.config).get_text_config()
-        return int(config.hidden_size)
+        return {"hidden": int(config.hidden_size), "vocabulary": int(config.vocab_size)}
 
     def stack(self) -> Stack:
         """Return the model's blocks and their kinds.

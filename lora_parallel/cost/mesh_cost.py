@@ -75,6 +75,7 @@ def cost_of_mesh(
     simulated: Mapping[str, int],
     stages: list[tuple[int, int]],
     hidden_bytes: int,
+    logits_bytes: int,
     rows: int,
     microbatches: int,
     hardware: Hardware,
@@ -88,23 +89,19 @@ def cost_of_mesh(
         simulated: Sizes of the smaller mesh.
         stages: The blocks of each pipeline stage: first, and last (left out).
         hidden_bytes: Bytes of the hidden states between blocks, of one micro-batch.
+        logits_bytes: Bytes of the logits of one micro-batch: the last stage of a pipeline holds those of all.
         rows: Rows of a micro-batch.
         microbatches: Micro-batches of a step.
         hardware: The cluster.
     """
     pp, last = sizes["pp"], len(stages) - 1
-    in_flight = [min(pp - index, microbatches) if pp > 1 else 1 for index in range(pp)]  # 1F1B
-    parts = [
-        _stage(
-            step,
-            bounds,
-            (index == 0, index == last),
-            (in_flight[index] - 1, microbatches * hidden_bytes * (1 if index == 0 else 2) if pp > 1 else 0),
-            sizes,
-            simulated,
-        )
-        for index, bounds in enumerate(stages)
-    ]
+    parts = []
+    for index, bounds in enumerate(stages):
+        in_flight = min(pp - index, microbatches) if pp > 1 else 1  # 1F1B
+        held = microbatches * hidden_bytes * (1 if index == 0 else 2) if pp > 1 else 0
+        held += (microbatches - 1) * logits_bytes if pp > 1 and index == last else 0
+        ends = (index == 0, index == last)
+        parts.append(_stage(step, bounds, ends, (in_flight - 1, held), sizes, simulated))
     largest = max(parts, key=lambda part: part["total"])
     busiest = max(parts, key=lambda part: part["flops"])
     sent = {axis: microbatches * busiest.get(f"sent {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
@@ -149,8 +146,8 @@ def _stage(
         step: What one micro-batch takes of all stages.
         bounds: The stage's blocks.
         ends: Whether it is the first stage, which has the embedding, and whether it is the last, which has the head.
-        kept: Micro-batches whose activations are kept besides those of one, and bytes that are held until all messages
-            between stages have arrived: hidden states and their gradients.
+        kept: Micro-batches whose activations are kept besides those of one, and bytes that are held until the end of
+            the step: hidden states and gradients that are sent, and logits.
         sizes: Sizes of the mesh's axes.
         simulated: Sizes of the mesh that `step` is of.
     """

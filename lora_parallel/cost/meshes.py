@@ -16,7 +16,8 @@ def possible_meshes(gpus: int, gpus_per_node: int, blocks: int, tokens: int, bat
     - tp stays inside of a machine, as it sends the activations of every layer.
     - cp leaves each rank 4,096 tokens at least.
     - pp has a block at least for each stage, and a micro-batch at least for each stage.
-    - dp_replicate is 1, or as many copies as let dp_shard stay inside of a machine.
+    - dp_replicate is 1, or as many copies as let dp_shard, of 2 at least, stay inside of a machine: Accelerate refuses
+      copies that nothing is sharded in.
     - The data-parallel ranks divide the batch.
 
     Args:
@@ -35,7 +36,7 @@ def possible_meshes(gpus: int, gpus_per_node: int, blocks: int, tokens: int, bat
                 if batch % dp or (pp > 1 and batch // dp < pp):
                     continue
                 inside = max(1, gpus_per_node // (tp * cp))
-                for copies in sorted({1, dp // inside if dp > inside and dp % inside == 0 else 1}):
+                for copies in sorted({1, dp // inside if dp > inside > 1 and dp % inside == 0 else 1}):
                     yield {"pp": pp, "dp_replicate": copies, "dp_shard": dp // copies, "cp": cp, "tp": tp}
 
 

@@ -101,6 +101,8 @@ def plan_memory(
     given = _hardware(hardware, gpu_memory)
     batch = gpus * rows if batch_size is None else batch_size
     _check_numbers(gpus=gpus, sequence_length=sequence_length, rows=rows, batch_size=batch)
+    if config is not None and config.pp > 1:
+        _check_pipeline(config, batch // rows * config.pp * config.cp * config.tp // gpus)
     if optimizer not in vars(torch.optim):
         raise ValueError(f"optimizer={optimizer!r}: give the name of a class of torch.optim, such as AdamW.")
     if full and lora_config is not None:
@@ -231,6 +233,8 @@ class _Look:
         before, after = (step.around["embedding"], 0.0), (step.around["head"], step.around["flops"])
         stages = balanced_bounds(blocks, before, after, sizes["pp"])
         hidden = self.rows * self.tokens // sizes["cp"] * self.stack["hidden"] * self.element_size
+        logits = hidden // self.stack["hidden"] * self.stack["vocabulary"]
+        logits //= sizes["tp"] if candidate.options.get("loss_parallel") else 1
         return cost_of_mesh(
             step,
             sizes,
@@ -238,6 +242,7 @@ class _Look:
             self._simulated(sizes),
             stages,
             hidden,
+            logits,
             self.rows,
             microbatches,
             self.hardware,
@@ -260,6 +265,18 @@ def _check_numbers(**numbers: int) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name}={number!r}: give a positive int.")
+
+
+def _check_pipeline(config: ParallelConfig, microbatches: int) -> None:
+    if config.pp_schedule != "1f1b":
+        raise ValueError(
+            f'pp_schedule="{config.pp_schedule}" has no prediction: it holds more than "1f1b", for which there is one.'
+        )
+    if config.pp_microbatches != microbatches:
+        raise ValueError(
+            f"pp_microbatches={config.pp_microbatches}, and batch_size with rows make {microbatches} micro-batches on "
+            "each data-parallel rank: give values that agree."
+        )
 
 
 def _options(config: ParallelConfig) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_a_file_that_can_work(tmp_path, capsys):
 
 
 def prepared() -> str:
-    """What a run prints."""
+    """Return what a run prints."""
     with launched(**environment("2x2")), contextlib.redirect_stderr(io.StringIO()) as said:
         accelerator = Accelerator()
         model = Case().model()

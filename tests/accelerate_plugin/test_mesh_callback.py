@@ -18,7 +18,7 @@ STEPS, TOKENS = 4, 12
 
 
 class Reports(TrainerCallback):
-    """As those of report_to, which come before the callbacks that a user gives."""
+    """Hear of logs as the callbacks of report_to do, which come before the callbacks that a user gives."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -28,7 +28,7 @@ class Reports(TrainerCallback):
 
 
 class Seconds(MeshCallback):
-    """As if the steps between two reads had taken a second."""
+    """Let the steps between two reads seem to have taken a second."""
 
     def read(self) -> dict[str, float]:
         if self._meter is not None:

@@ -98,6 +98,12 @@ def test_a_mesh_that_parallelize_refuses_has_its_error():
         ({"full": True, "lora_config": LoraConfig()}, ValueError, "full=True trains all parameters"),
         ({"full": True, "quantization_config": {"quant_method": "bitsandbytes"}}, ValueError, "which a quantised base"),
         ({"model": "/nowhere/at/all"}, OSError, "nowhere"),
+        ({"config": ParallelConfig(pp=2, pp_schedule="gpipe")}, ValueError, 'pp_schedule="gpipe" has no prediction'),
+        (
+            {"config": ParallelConfig(pp=2), "batch_size": 4},
+            ValueError,
+            "pp_microbatches=1, and batch_size with rows make 4",
+        ),
         ({"model": BertConfig(architectures=["BertForMaskedLM"])}, ValueError, "causal language models"),
     ],
 )
@@ -131,6 +137,7 @@ def test_meshes_are_those_that_can_be():
         assert cp <= 2
         assert tp <= 8
         assert copies == 1 or shards * cp * tp == 8
+        assert copies == 1 or shards > 1  # which Accelerate refuses under tp and cp
         assert pp == 1 or 16 // (copies * shards) >= pp
 
 
