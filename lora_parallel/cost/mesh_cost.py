@@ -99,9 +99,9 @@ def cost_of_mesh(
     for index, bounds in enumerate(stages):
         in_flight = min(pp - index, microbatches) if pp > 1 else 1  # 1F1B
         held = microbatches * hidden_bytes * (1 if index == 0 else 2) if pp > 1 else 0
-        held += (microbatches - 1) * logits_bytes if pp > 1 and index == last else 0
+        logits = microbatches * logits_bytes if pp > 1 and index == last else 0
         ends = (index == 0, index == last)
-        parts.append(_stage(step, bounds, ends, (in_flight - 1, held), sizes, simulated))
+        parts.append(_stage(step, bounds, ends, (in_flight - 1, held + logits), sizes, simulated))
     largest = max(parts, key=lambda part: part["total"])
     busiest = max(parts, key=lambda part: part["flops"])
     sent = {axis: microbatches * busiest.get(f"sent {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
@@ -147,7 +147,8 @@ def _stage(
         bounds: The stage's blocks.
         ends: Whether it is the first stage, which has the embedding, and whether it is the last, which has the head.
         kept: Micro-batches whose activations are kept besides those of one, and bytes that are held until the end of
-            the step: hidden states and gradients that are sent, and logits.
+            the step: hidden states and gradients that are sent, and logits. (The peak of `step` is in the backward of
+            the head, for which it holds no logits.)
         sizes: Sizes of the mesh's axes.
         simulated: Sizes of the mesh that `step` is of.
     """

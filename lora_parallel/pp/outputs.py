@@ -104,6 +104,7 @@ class Outputs:
             return leaf.constant
         assert leaf.dtype is not None
         held = None if parts is None or leaf.kind == "loss" else [each.detach() for each in parts]
+        links, device = self._links, self._device  # not self, whose values hold `get`: a cycle would outlive the step
 
         def get() -> Tensor:
             if leaf.kind == "loss":
@@ -111,11 +112,11 @@ class Outputs:
             else:
                 whole = None if held is None else _joined(held, leaf)
             if whole is None:
-                whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
-            return self._links.broadcast(whole.contiguous())
+                whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            return links.broadcast(whole.contiguous())
 
         if fetches and leaf.kind == "rows":
-            return LastStageTensor(get, leaf.shape, leaf.dtype, self._device)
+            return LastStageTensor(get, leaf.shape, leaf.dtype, device)
         return get()
 
     def build(self, instead: dict[int, Tensor]) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,6 +131,13 @@ def returned(mesh: str) -> dict[str, Any]:
     assert isinstance(output.logits, LastStageTensor)
     found["shape"] = tuple(output.logits.shape)
     found["training"] = output.loss.item(), output.logits.detach().clone()
+    gc.disable()  # a cycle of references would hold the logits of all micro-batches until Python looks for cycles
+    output = model(**batch)
+    held = weakref.ref(output.logits.held)
+    output.loss.backward()
+    del output
+    found["logits outlive the step"] = held() is not None
+    gc.enable()
     model.eval()
     with torch.no_grad():
         for rows in (4, 3, 1):
@@ -145,6 +154,7 @@ def test_every_rank_has_what_the_model_returns(pool):
     loss, logits = (each.detach() for each in model(**batch, return_dict=False))
     for found in pool.run(2, returned, "1x1pp2"):
         assert found["shape"] == tuple(logits.shape)
+        assert not found["logits outlive the step"]
         got_loss, got = found["training"]
         assert got_loss == pytest.approx(loss.item(), rel=1e-6)
         torch.testing.assert_close(got, logits, rtol=1e-12, atol=1e-12)
