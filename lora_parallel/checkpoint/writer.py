@@ -38,6 +38,7 @@ from lora_parallel.checkpoint.layout import (
 )
 from lora_parallel.checkpoint.meta import checksum, read_meta, write_meta
 from lora_parallel.checkpoint.optimizer_state import OptimizerState, merged_records, optimizer_state
+from lora_parallel.checkpoint.progress import SavePlanner
 from lora_parallel.checkpoint.retention import complete_checkpoints, prune
 from lora_parallel.checkpoint.rng_state import gather_random_states
 from lora_parallel.checkpoint.train_state import TrainState
@@ -310,7 +311,7 @@ _swept: set[Path] = set()
 
 def _write_state(tensors: dict[str, Tensor], save: _Save) -> None:
     try:
-        dcp.save(tensors, storage_writer=save.state_writer)
+        dcp.save(tensors, storage_writer=save.state_writer, planner=SavePlanner())
     except dcp.CheckpointException as error:  # raised on every rank
         raise OSError(f"the train state cannot be written to {save.folder}: {error}") from error
 

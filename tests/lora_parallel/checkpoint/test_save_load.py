@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,6 +36,7 @@ from lora_parallel import (
     save_checkpoint,
     wait_for_save,
 )
+from lora_parallel.checkpoint import progress
 from lora_parallel.checkpoint.optimizer_state import optimizer_state, restored
 from lora_parallel.distributed.gather import local
 from tests.cases import cases
@@ -233,6 +237,21 @@ def test_the_layout(pool, tmp_path):
     assert keys
     assert all(".lora_" in key for key in keys), "the base is in it"
     torch.load(path / "extra.pt", weights_only=True)
+
+
+def shown(path: Path) -> str:
+    """What a save prints that takes as long as one of many bytes."""
+    model, optimizer = made("2x1", Case(dtype=torch.float32))
+    with patch.object(progress, "_SHORT", 0.0), redirect_stderr(io.StringIO()) as said:
+        save_checkpoint(model, optimizer, path)
+    return said.getvalue()
+
+
+def test_rank_0_shows_the_bytes_of_its_shards(pool, tmp_path):
+    first, second = pool.run(2, shown, tmp_path / "step-1")
+    assert "Saving: 100%" in first
+    assert "B/s" in first
+    assert second == ""
 
 
 def test_plain_peft_loads_the_adapter(pool, tmp_path):
