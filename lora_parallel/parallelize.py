@@ -62,7 +62,7 @@ from lora_parallel.pp.context import Entry, StageContext
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import OwnLoss
 from lora_parallel.pp.pipeline import Pipeline, refuse_outputs
-from lora_parallel.pp.schedules import check_microbatches
+from lora_parallel.pp.schedules import check_held, check_microbatches
 from lora_parallel.pp.split import split_stages
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
 from lora_parallel.pp.stage_model import StageModel, check_trained
@@ -260,11 +260,7 @@ def _find_stages(model: nn.Module, config: ParallelConfig) -> tuple[StageLayers,
     """
     inner = innermost(model)
     refuse_outputs(inner, {})
-    if not has_adapters(model) and config.pp_schedule != "gpipe":
-        raise ValueError(
-            f'pp={config.pp} without adapters, with pp_schedule="{config.pp_schedule}", which holds the gradients of '
-            'everything that trains twice: use pp_schedule="gpipe", or adapters.'
-        )
+    check_held(config.pp, config.pp_schedule, has_adapters(model))
     names = clean_names(model)
     trace = StageTrace(model, names, config.pp)
     check_microbatches(config.pp, config.pp_stages_per_rank, config.pp_microbatches)

@@ -20,6 +20,7 @@ from lora_parallel.cost.meshes import possible_meshes
 from lora_parallel.cost.simulated_rank import StepCost
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.distributed.mesh import mesh_sizes
+from lora_parallel.pp.schedules import check_held
 from lora_parallel.pp.split import balanced_bounds
 
 __all__ = ["MemoryPlan", "plan_memory"]
@@ -102,6 +103,7 @@ def plan_memory(
     batch = gpus * rows if batch_size is None else batch_size
     _check_numbers(gpus=gpus, sequence_length=sequence_length, rows=rows, batch_size=batch)
     if config is not None and config.pp > 1:
+        check_held(config.pp, config.pp_schedule, not full)
         _check_pipeline(config, batch // rows * config.pp * config.cp * config.tp // gpus)
     if optimizer not in vars(torch.optim):
         raise ValueError(f"optimizer={optimizer!r}: give the name of a class of torch.optim, such as AdamW.")
@@ -157,7 +159,10 @@ def _search(look: _Look, gpus: int, progress: bool) -> list[MeshCost]:
     per_node = min(gpus, look.hardware.gpus_per_node)
     found = possible_meshes(gpus, per_node, look.stack["blocks"], look.tokens, look.batch // look.rows)
     candidates = [
-        _Candidate(sizes, {"activation_checkpointing": recompute}) for sizes in found for recompute in (False, True)
+        _Candidate(sizes, {"activation_checkpointing": recompute})
+        for sizes in found
+        if sizes["pp"] == 1 or look.adapters  # check_held
+        for recompute in (False, True)
     ]
     costs = look.at(candidates, progress)
     if not any(each.fits for each in costs):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Action", "check_microbatches", "drained", "filled", "one_forward_one_backward"]
+__all__ = ["Action", "check_held", "check_microbatches", "drained", "filled", "one_forward_one_backward"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,24 @@ class Action:
     stage: int
     microbatch: int
     is_forward: bool
+
+
+def check_held(pp: int, schedule: str, has_adapters: bool) -> None:
+    """Check that a schedule need not hold the gradients of a whole model.
+
+    Args:
+        pp: The number of pipeline ranks.
+        schedule: The name of the schedule.
+        has_adapters: True if adapters train, False if parameters of the model itself do.
+
+    Raises:
+        ValueError: It would have to.
+    """
+    if pp > 1 and schedule != "gpipe" and not has_adapters:
+        raise ValueError(
+            f'pp={pp} without adapters, with pp_schedule="{schedule}", which holds the gradients of everything that '
+            'trains twice: use pp_schedule="gpipe", or adapters.'
+        )
 
 
 def check_microbatches(pp: int, stages: int, microbatches: int) -> None:
