@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from lora_parallel.cost.blocks import Stack, find_stack, shorten
 from lora_parallel.loading.meta_init import meta_init
+from lora_parallel.pp.split import layer_cost, total_cost
 
 __all__ = ["DescribedModel"]
 
@@ -51,6 +52,23 @@ class DescribedModel:
             ValueError: The config describes no causal language model with one list of blocks.
         """
         return find_stack(self._base())
+
+    def layer_costs(self, stack: Stack) -> dict[str, Any]:
+        """Return what a pipeline is divided by: the costs of all blocks, of what is before them, and after them."""
+        model, blocks = self.build(stack, stack.few)
+        config = model.config
+        of_kind = {
+            stack.kinds[index]: layer_cost(block, config) for index, block in zip(stack.few, blocks, strict=True)
+        }
+        inside = {each for block in blocks for each in block.modules()}
+        around = [each for each in model.modules() if each not in inside and each._parameters]
+        before = [layer_cost(each, config) for each in around if isinstance(each, nn.Embedding)]
+        after = [layer_cost(each, config) for each in around if not isinstance(each, nn.Embedding)]
+        return {
+            "blocks": [of_kind[kind] for kind in stack.kinds],
+            "before": total_cost(before),
+            "after": total_cost(after),
+        }
 
     def build(self, stack: Stack, keep: list[int]) -> tuple[nn.Module, list[nn.Module]]:
         """Return the model on meta with the blocks `keep` only, and these blocks."""

@@ -157,7 +157,7 @@ def plan_memory(
 def _search(look: _Look, gpus: int, progress: bool) -> list[MeshCost]:
     """Return the cost of every mesh, with options that take less memory where none fits without."""
     per_node = min(gpus, look.hardware.gpus_per_node)
-    found = possible_meshes(gpus, per_node, look.stack["blocks"], look.tokens, look.batch // look.rows)
+    found = possible_meshes(gpus, per_node, len(look.stack["costs"]["blocks"]), look.tokens, look.batch // look.rows)
     candidates = [
         _Candidate(sizes, {"activation_checkpointing": recompute})
         for sizes in found
@@ -234,9 +234,8 @@ class _Look:
         if "refused" in answer:
             return MeshCost(sizes, candidate.options, self.rows, microbatches, refused=answer["refused"])
         step = StepCost(answer["around"], answer["blocks"])
-        blocks = [(each["base"] + each["trained"], each["flops"]) for each in step.blocks]
-        before, after = (step.around["embedding"], 0.0), (step.around["head"], step.around["flops"])
-        stages = balanced_bounds(blocks, before, after, sizes["pp"])
+        costs = self.stack["costs"]
+        stages = balanced_bounds(costs["blocks"], costs["before"], costs["after"], sizes["pp"])
         hidden = self.rows * self.tokens // sizes["cp"] * self.stack["hidden"] * self.element_size
         logits = hidden // self.stack["hidden"] * self.stack["vocabulary"]
         logits //= sizes["tp"] if candidate.options.get("loss_parallel") else 1

@@ -49,7 +49,7 @@ def _answers(jobs: TextIO) -> Iterator[dict[str, Any]]:
                 models[key] = model, model.stack()
             model, stack = models[key]
             if job["kind"] == "stack":
-                yield {"blocks": len(stack.kinds), **model.widths()}
+                yield {**model.widths(), "costs": model.layer_costs(stack)}
                 continue
             options = {
                 name: getattr(torch, value) if name.endswith("_dtype") and value else value

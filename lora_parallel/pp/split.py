@@ -10,7 +10,7 @@ from torch import nn
 from lora_parallel.layers.products import matrices
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
 
-__all__ = ["balanced_bounds", "split_stages"]
+__all__ = ["balanced_bounds", "layer_cost", "split_stages", "total_cost"]
 
 
 def split_stages(
@@ -40,9 +40,9 @@ def split_stages(
         )
     if not isinstance(split, str):
         return _named_bounds(blocks, split)
-    costs = [_cost(block, config) for block in layers.blocks]
-    before, after = ([_cost(layer, config) for layer in part] for part in (layers.before, layers.after))
-    return balanced_bounds(costs, _total(before), _total(after), stages)
+    costs = [layer_cost(block, config) for block in layers.blocks]
+    before, after = ([layer_cost(layer, config) for layer in part] for part in (layers.before, layers.after))
+    return balanced_bounds(costs, total_cost(before), total_cost(after), stages)
 
 
 def _named_bounds(blocks: list[str], split: Sequence[str]) -> Bounds:
@@ -77,15 +77,15 @@ def balanced_bounds(blocks: Sequence[Cost], before: Cost, after: Cost, stages: i
         after: The cost of what the last stage has besides blocks.
         stages: The number of stages, of which each has one block at least.
     """
-    whole = _total([*blocks, before, after])
+    whole = total_cost([*blocks, before, after])
     sums = [(0.0, 0.0)]
     for block in blocks:
-        sums.append(_total([sums[-1], block]))
+        sums.append(total_cost([sums[-1], block]))
 
     def share(first: int, last: int) -> float:
         more = [before] if first == 0 else []
         more += [after] if last == len(blocks) else []
-        held = [sums[last][kind] - sums[first][kind] + _total(more)[kind] for kind in (0, 1)]
+        held = [sums[last][kind] - sums[first][kind] + total_cost(more)[kind] for kind in (0, 1)]
         return max(part / total if total else 0.0 for part, total in zip(held, whole, strict=True))
 
     count = len(blocks)
@@ -106,11 +106,17 @@ def balanced_bounds(blocks: Sequence[Cost], before: Cost, after: Cost, stages: i
     return best[count][2]
 
 
-def _total(costs: Sequence[Cost]) -> Cost:
+def total_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of several layers."""
     return sum(bytes for bytes, _ in costs), sum(products for _, products in costs)
 
 
-def _cost(module: nn.Module, config: Any) -> Cost:
-    """Return the bytes of a module's parameters, and the multiplications that it does for a token."""
+def layer_cost(module: nn.Module, config: Any) -> Cost:
+    """Return the bytes of a module's parameters, and the multiplications that it does for a token.
+
+    Args:
+        module: A block, or a layer around the blocks.
+        config: As in `split_stages`.
+    """
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     return size, sum(products for _, products in matrices(module, config))
