@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from lightning_lora.data import moved_position
 from lightning_lora.fabric_state import FabricState, divide, kinds
 from lightning_lora.find_models import find_roots
 from lightning_lora.namespace import is_lightning_module
@@ -32,6 +33,7 @@ from lora_parallel.integration import (
     check_not_stale,
     clip_grad_value_,
     collective_call,
+    dp_size,
     has_adapters,
     load_models,
     load_optimizers,
@@ -312,7 +314,7 @@ class FabricLogic(BaseLogic, Base):
         with agreed():  # before any model is changed, since an object may refuse its state
             for key, value in wanted.rest.items():
                 if isinstance(value, Stateful):
-                    value.load_state_dict(rest.pop(key))
+                    value.load_state_dict(moved_position(rest.pop(key), found.dp, dp_size(self.device_mesh)))
         for commit in commits:
             commit()
         resume_counting(found, target)

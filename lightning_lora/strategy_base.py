@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from lightning_lora.communication import Communication
-from lightning_lora.data import seed_workers
+from lightning_lora.data import seed_order, seed_workers
 from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
@@ -240,6 +240,7 @@ class BaseLogic(Communication):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         seed_workers(dataloader, self.device_mesh, self.lightning.worker_init_function)
+        seed_order(dataloader)
         return dataloader
 
     # ------------------------------------------------------------------ the model

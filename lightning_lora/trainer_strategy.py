@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
+from lightning_lora.data import UnevenPrediction, check_shares, moved_position, sync_metrics
 from lightning_lora.find_models import find_roots
 from lightning_lora.namespace import TrainerNamespace
 from lightning_lora.precision import PrecisionLogic
@@ -29,6 +29,7 @@ from lora_parallel.integration import (
     agreed,
     check_not_stale,
     collective_call,
+    dp_size,
     explained,
     load_models,
     load_optimizers,
@@ -306,6 +307,10 @@ class TrainerStrategyLogic(BaseLogic, Base):
         if not found.record["weights_only"]:
             state["optimizer_states"] = []
         self._models_from = self._optimizers_from = found
+        dp = dp_size(self.device_mesh)
+        fit = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        if "combined_loader" in fit:
+            fit["combined_loader"] = [moved_position(each, found.dp, dp) for each in fit["combined_loader"]]
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

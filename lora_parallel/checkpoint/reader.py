@@ -62,6 +62,12 @@ class Contents:
         """Return the record of each optimizer (see `OptimizerState`), by optimizer name; empty if none was saved."""
         return self.record["optimizers"]
 
+    @property
+    def dp(self) -> int:
+        """Return the number of data-parallel ranks that wrote it."""
+        sizes = self.meta["mesh"]
+        return int(sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1))
+
     def adapter_folder(self, model: str) -> Path:
         return adapter_folder(self.path, model, self.record["models"])
 

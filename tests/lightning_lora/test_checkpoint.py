@@ -19,7 +19,9 @@ from lightning.pytorch.tuner import Tuner as RateFinder
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_lora.data import moved_position
 from lora_parallel.adapters import save_adapter as adapter_writer
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.storage import atomic
@@ -39,7 +41,7 @@ from tests.lightning_lora.harness import (
     trainer,
     tuner,
 )
-from tests.oracle import causal_lm, fill_adapters, full, lora_config, ranks_of, trained
+from tests.oracle import causal_lm, dp_of, fill_adapters, full, lora_config, ranks_of, trained
 from tests.workers import Failure, attempt
 
 Tuner = tuner()
@@ -208,6 +210,32 @@ def test_a_resumed_run_equals_one_on_another_mesh(pool, tmp_path):
             assert resumed["losses"] == pytest.approx(whole["losses"][2:], abs=1e-6)
             for name, tensor in whole["adapters"].items():
                 torch.testing.assert_close(resumed["adapters"][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def counted(mesh: str, folder: str, step: int = 0) -> list[float]:
+    """Losses of an epoch of six batches in the order of Lightning's sampler, which torchdata's loader counts."""
+    dp = dp_of(mesh)
+    module = Scheduled(seed=1 + step, dropout=0.0)
+    callbacks = [] if step else [every_two_steps(folder)]
+    with tidy():
+        settings = {**DOUBLE, "use_distributed_sampler": True, "enable_checkpointing": not step}
+        run = trainer(mesh, max_epochs=1, callbacks=callbacks, **settings)
+        rows = StatefulDataLoader(Tokens(6 * ROWS), batch_size=ROWS // dp, shuffle=True)
+        run.fit(module, rows, ckpt_path=f"{folder}/step={step}.ckpt" if step else None)
+    return global_means(module.losses)
+
+
+def test_a_loaders_position_is_that_of_all_ranks(pool, tmp_path):
+    whole = pool.run(4, counted, "2x2", str(tmp_path))[0]
+    for mesh in ("1x2", "2x1"):
+        for losses in pool.run(2, counted, mesh, str(tmp_path), 2):
+            assert losses == pytest.approx(whole[2:], abs=1e-6)
+    assert moved_position({"_sampler_iter_state": {"samples_yielded": 8}}, 2, 1)["_sampler_iter_state"] == {
+        "samples_yielded": 16
+    }
+    assert moved_position({"position": 3, "yielded": 4}, 2, 1) == {"position": 3, "yielded": 4}
+    with pytest.raises(ValueError, match="after 16 rows, which 3 data-parallel ranks do not divide: resume with 2"):
+        moved_position({"_snapshot": {"_main_snapshot": {"_sampler_iter_state": {"yielded": 8}}}}, 2, 3)
 
 
 class Random(Scheduled):
