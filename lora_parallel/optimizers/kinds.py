@@ -13,7 +13,7 @@ from enum import Enum
 
 from torch.optim import Optimizer
 
-__all__ = ["StepsOn", "compares_losses", "joins_parameters", "steps_on"]
+__all__ = ["StepsOn", "joins_parameters", "steps_on"]
 
 
 class StepsOn(Enum):
@@ -78,17 +78,16 @@ def steps_on(optimizer: Optimizer) -> StepsOn:
 
 def joins_parameters(optimizer: Optimizer) -> bool:
     """Return True if a step computes with all parameters together, as inner products over all of them."""
-    return _step_of(optimizer).startswith(_JOINS)
-
-
-def compares_losses(optimizer: Optimizer) -> bool:
-    """Return True if what a step does depends on the loss that its closure returns."""
-    return _step_of(optimizer).startswith("torch.optim.lbfgs.LBFGS")
+    steps = (_name(kind.step) for kind in type(optimizer).__mro__ if issubclass(kind, Optimizer))
+    return any(step.startswith(_JOINS) for step in steps)
 
 
 def _step_of(optimizer: Optimizer) -> str:
+    return _name(type(optimizer).step)
+
+
+def _name(step: Callable[..., object]) -> str:
     """Return the name of the method, which torch's wrapper for hooks keeps."""
-    step: Callable[..., object] = type(optimizer).step
     return f"{step.__module__}.{step.__qualname__}"
 
 

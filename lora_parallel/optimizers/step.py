@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lora_parallel.distributed.gather import local, region_of, sharded_as
-from lora_parallel.optimizers.kinds import StepsOn, compares_losses, steps_on
+from lora_parallel.optimizers.draws import SharedDraws
+from lora_parallel.optimizers.kinds import StepsOn, steps_on
 
 __all__ = ["let_optimizers_step"]
 
@@ -161,6 +162,12 @@ class _FullStep(_ShardStep):
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(optimizer, parameters)
         _tell(type(optimizer), sum(mine.nbytes for mine in self._back))
+        self._draws = [SharedDraws(device) for device in {p.device.type: p.device for p in parameters}.values()]
+
+    def finish(self) -> None:
+        super().finish()
+        for each in self._draws:
+            each.end()
 
     @torch.no_grad()
     def put(self) -> None:
@@ -169,8 +176,8 @@ class _FullStep(_ShardStep):
                 local(parameter).copy_(mine[region_of(parameter)])
 
     def _joined(self, loss: Any) -> Any:
-        """Return the mean over the ranks, if the step depends on it: ranks that saw other batches would part."""
-        if not compares_losses(self._optimizer) or not isinstance(loss, Tensor):
+        """Return the mean over the ranks: if the step depends on it, ranks that saw other batches would part."""
+        if not isinstance(loss, Tensor):
             return loss
         mean = loss.detach().clone()
         dist.all_reduce(mean)

@@ -105,6 +105,7 @@ class SameBatch:
             raise RuntimeError(
                 f"ranks {self._ranks} are {' and '.join(self._kinds)} parallel peers and were fed different batches in "
                 f"forward {number}, or one of them makes forwards that the others do not: what they compute is of "
-                f"neither batch. Shard the data by data-parallel rank ({self._formula}), not by process, and call the "
-                "model on all of these ranks, in evaluation too."
+                f"neither batch. Shard the data by data-parallel rank ({self._formula}), not by process; give each "
+                "process the same dataset (random data needs one seed); and call the model on all of these ranks, in "
+                "evaluation too."
             )

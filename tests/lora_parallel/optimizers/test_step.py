@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lora_parallel import parallelize
@@ -65,6 +67,60 @@ def test_steps_under_pp(pool, tmp_path):
         assert TOGETHER in found.pop("LBFGS").message
         assert "Prodigy computes one step from all" in found.pop("prodigyopt Prodigy").message
         check(found, want, 0)
+
+
+class Noisy(torch.optim.Optimizer):
+    """A step with noise, as stochastic rounding adds it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad + torch.randn(parameter.shape), alpha=group["lr"])
+
+
+class Searches(torch.optim.LBFGS):
+    """LBFGS under another name: what it does depends on the loss."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+def own_seeds(mesh_text: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Adapters after steps of ranks that draw other numbers, and of a search for which they have other losses."""
+    mesh, config = on_mesh(mesh_text)
+    found = []
+    for make in (Noisy, partial(Searches, line_search_fn="strong_wolfe", max_iter=4)):
+        model = parallelize(CASE.model(), mesh, config)
+        torch.manual_seed(1000 + dist.get_rank())
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
+        ids = CASE.batches()[0].chunk(dp_size(mesh))[dp_rank(mesh)]
+
+        def closure(model: Any = model, ids: Tensor = ids) -> Tensor:
+            model.zero_grad()
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            return loss
+
+        before = torch.get_rng_state()
+        for _ in range(2):
+            if isinstance(optimizer, Noisy):
+                closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+        found.append({name: full(p) for name, p in trained(model).items()})
+    return (*found, bool(dist.get_rank() == 0 or torch.equal(before, torch.get_rng_state())))
+
+
+def test_ranks_with_other_seeds_and_losses_step_alike(pool):
+    noise, searched, kept = zip(*pool.run(4, own_seeds, "2x2"), strict=True)
+    for ranks in (noise, searched):
+        assert all(torch.equal(each[name], ranks[0][name]) for each in ranks for name in each)
+    assert all(kept)
 
 
 class Fails(torch.optim.SGD):
