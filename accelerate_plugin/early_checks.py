@@ -31,9 +31,9 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         prog="accelerate-lora check",
         usage="accelerate-lora check CONFIG.yaml [--num_processes N]\n"
         "       accelerate-lora check --config_file CONFIG.yaml [options] [-m] SCRIPT [ARGUMENTS OF THE SCRIPT]",
-        description="Check a configuration file, and print its mesh. With a script of Accelerate, Trainer or TRL: run "
-        "it in one process up to where its model is sharded, as rank 0 of the mesh without the others and without "
-        "reading weights, and print which rank holds what. The exit code is 1 if the set-up cannot work.",
+        description="Check a configuration file, and print its mesh. With a script of Accelerate, Trainer, TRL, "
+        "Lightning or torchrun: run it in one process up to where its model is sharded, as rank 0 of the mesh without "
+        "the others and without reading weights, and print which rank holds what. The exit code is 1 if the set-up cannot work.",
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="CONFIG.yaml or SCRIPT")

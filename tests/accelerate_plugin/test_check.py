@@ -191,6 +191,71 @@ def test_a_script_on_more_axes(tmp_path, capsys, mesh):
     assert f"The set-up can work: {processes} processes" in out
 
 
+LIGHTNING = """
+import lightning as L
+import lightning_lora
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils.data import DataLoader
+from tests.oracle import Case
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Case(dtype=torch.float32).model()
+
+    def training_step(self, batch, index):
+        raise AssertionError("the script went on")
+
+    def configure_optimizers(self):
+        raise AssertionError("the script went on")
+
+callbacks = [OnExceptionCheckpoint("exception"), L.pytorch.callbacks.ModelCheckpoint("last", save_on_exception=True)]
+trainer = L.Trainer(devices=4, accelerator="cpu", strategy="lora_fsdp2_tp2", max_steps=1, callbacks=callbacks)
+try:
+    trainer.fit(Module(), DataLoader(Case().batches(), batch_size=None))
+except Exception:
+    trainer.save_checkpoint("caught")
+"""
+FABRIC = """
+import lightning as L
+from lightning_lora import FabricLoRAParallelStrategy
+from tests.oracle import Case
+
+fabric = L.Fabric(devices=4, accelerator="cpu", strategy=FabricLoRAParallelStrategy(tensor_parallel_size=2))
+fabric.launch()
+fabric.setup(Case().model())
+raise AssertionError("the script went on")
+"""
+LOOP = """
+import torch.distributed as dist
+from lora_parallel import ParallelConfig, build_mesh, parallelize
+from tests.oracle import Case
+
+dist.init_process_group("gloo")
+config = ParallelConfig(tp=2)
+try:
+    parallelize(Case().model(), build_mesh(config, "cpu"), config)
+    raise AssertionError("the script went on")
+finally:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("text", [LIGHTNING, FABRIC, LOOP], ids=["Trainer of Lightning", "Fabric", "loop"])
+def test_a_script_of_another_trainer_ends_where_its_model_is_sharded(tmp_path, monkeypatch, capsys, text):
+    """Nothing is trained, and nothing is written: no checkpoint of a callback, no log."""
+    path, script, folder = written(tmp_path, **GOOD), tmp_path / "train.py", tmp_path / "here"
+    script.write_text(text)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    checked("--config_file", path, script)
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM on dp_shard 2 x tp 2, 4 ranks (cpu)\n" in out
+    assert out.endswith("The set-up can work: 4 processes would train this model. Nothing was trained.\n")
+    assert not [*folder.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -199,13 +264,15 @@ def test_a_script_on_more_axes(tmp_path, capsys, mesh):
             "accelerate-lora check: the model (LlamaForCausalLM) has no PEFT",
         ),
         ("wait_for_everyone()", "train.py has ended, and no model was prepared"),
+        ("end_training()\nraise SystemExit(0)", "train.py has ended, and no model was prepared"),
+        ("wait_for_everyone()\nraise SystemExit('mine')", "mine"),
     ],
 )
 def test_a_script_that_cannot_work_ends_with_a_line(tmp_path, lines, message):
     script = tmp_path / "train.py"
     script.write_text(f"from accelerate import Accelerator\nfrom tests.oracle import Case\nAccelerator().{lines}\n")
     with pytest.raises(SystemExit) as caught:
-        checked("--config_file", written(tmp_path, **GOOD), script)
+        checked("--config_file", written(tmp_path, **GOOD), script, "8")
     assert message in str(caught.value)
 
 
