@@ -39,7 +39,7 @@ accelerate_lora.main()
         (["check", "--help"], 0, "usage: accelerate-lora check"),
         (["check"], 2, "usage: accelerate-lora check"),
         (["check", "none.yaml"], 1, "accelerate-lora check: none.yaml is not there"),
-        (["check", FILE, "--num_processes", "3"], 1, "check: dp_replicate=1 x dp_shard=2 x tp=2 = 4, but"),
+        (["check", FILE, "--num_processes", "3"], 1, "fsdp2_tp.yaml: dp_replicate=1 x dp_shard=2 x tp=2 = 4, but"),
     ],
 )
 def test_what_needs_no_torch_imports_none(arguments, code, text):

@@ -25,7 +25,11 @@ REPLICAS = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_tp_si
 PIPELINE = {"parallelism_config_dp_shard_size": 2, "parallelism_config_pp_size": 2}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sizes": ({"num_processes": 3}, "dp_shard=2 x tp=2 = 4, but the world size is 3: start 4"),
+    "sizes": (
+        {"num_processes": 3},
+        "dp_shard=2 x tp=2 = 4, but the world size is 3: start 4 processes, or choose sizes whose product is 3.",
+    ),
+    "a size to change": ({"num_processes": 8}, "or set parallelism_config_dp_shard_size: 4."),
     "one key": ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard": True}}, "'fsdp_reshard', which"),
     "version": ({"fsdp_config": {"fsdp_version": 1}}, "fsdp_version is 1"),
     "no version": ({"fsdp_config": {}}, "fsdp_version is 1"),
@@ -39,6 +43,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallelism_config": {**PIPELINE, "parallelism_config_pp_stages_per_rank": 2}},
         '"interleaved" is for 2 stages',
     ),
+    "size zero": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 0}}, "tp_size is 0: give a positive"),
+    "size -2": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": -2}}, "tp_size is -2: give a positive"),
+    "size 2.5": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 2.5}}, "tp_size is 2.5: give a"),
+    "size null": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": None}}, "tp_size is None: give a"),
+    "words": ({"parallelism_config": {**PIPELINE, "parallelism_config_pp_size": "two"}}, "pp_size is 'two': give a"),
+    "method": ({"parallelism_config": {**SIZES, "parallelism_config_cp_method": "ring"}}, "cp_method is 'ring': give"),
+    "no section": ({"fsdp_config": 2}, "fsdp_config is 2: give keys"),
+    "no section of sizes": ({"parallelism_config": 2}, "parallelism_config is 2: give keys"),
+    "number for a key": ({"fsdp_config": {2: 2}}, "fsdp_config has the key 2, which"),
+    "version null": ({"fsdp_config": {"fsdp_version": None}}, "fsdp_version is None"),
+    "version two": ({"fsdp_config": {"version": "two"}}, "fsdp_version is two"),
+    "flag": (
+        {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": "maybe"}},
+        "fsdp_config has fsdp_activation_checkpointing: 'maybe': give true or false",
+    ),
+    "flag null": (
+        {"fsdp_config": {"version": 2, "offload_params": None}},
+        "fsdp_config has fsdp_offload_params: None: give true or false",
+    ),
+    "use_cpu": ({"use_cpu": "maybe"}, "use_cpu is 'maybe': give true or false"),
+    "processes null": ({"num_processes": None}, "num_processes is missing: give"),
+    "processes in words": ({"num_processes": "four"}, "num_processes is 'four': give"),
+    "machines": ({"num_machines": 3}, "num_processes 4 on num_machines 3"),
+    "no machine": ({"num_machines": 0}, "num_processes 4 on num_machines 0"),
+    "no address": ({"num_machines": 2}, "main_process_ip is missing"),
+    "machine": ({"num_machines": 2, "main_process_ip": "a", "machine_rank": 5}, "machine_rank 5 of 2 machines"),
+    "address with a port": (
+        {"num_machines": 2, "main_process_port": 1, "main_process_ip": "10.0.0.1:29500"},
+        "main_process_ip is '10.0.0.1:29500': give the name or address of machine 0 alone",
+    ),
+    "port": ({"main_process_port": 99999999}, "main_process_port 99999999: give a free port"),
 }
 REFUSED_LATER = {
     "replicas": (
@@ -51,8 +86,6 @@ REFUSED_LATER = {
         },
         "pure data parallelism",
     ),
-    "size zero": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 0}}, "tp_size must be at least 1"),
-    "words": ({"parallelism_config": {**PIPELINE, "parallelism_config_pp_size": "two"}}, "pp_size is 'two': give a"),
     "offload": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "has not run on a GPU yet"),
 }
 
@@ -91,6 +124,8 @@ def test_a_file_that_cannot_work(tmp_path, name):
         with pytest.raises(ValueError, match=re.escape(message)) as early:
             early_checks.check_early([str(path)])
         assert str(early.value) == str(late.value)
+        assert str(early.value).startswith(str(path))
+        assert "\n" not in str(early.value)
     else:
         early_checks.check_early([str(path)])
 
@@ -111,11 +146,13 @@ def test_a_file_that_is_not_there(arguments, message):
         early_checks.check_early(arguments)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "is no YAML"), ("text", "is no configuration")])
-def test_a_file_that_is_something_else(tmp_path, text, message):
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"a: [", "is no YAML"), (b"text", "is no configuration"), (b"\x89\xff\0", "is no YAML")]
+)
+def test_a_file_that_is_something_else(tmp_path, content, message):
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"config.yaml {message}\b.*\Z"):
         early_checks.check_early([str(path)])
 
 
@@ -135,8 +172,10 @@ def test_without_a_parallelism_config_all_processes_shard(tmp_path, capsys):
 
 
 def test_a_file_that_can_work(tmp_path, capsys):
-    """Accelerate adds the prefix of a section to keys that lack it."""
-    path = written(tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2})
+    """Accelerate adds the prefix of a section to keys that lack it; an unquoted `no` is false in YAML."""
+    path = written(
+        tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2}, mixed_precision=False
+    )
     early_checks.check_early([str(path)])
     capsys.readouterr()
     checked(path)
@@ -291,9 +330,12 @@ def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
 
 
 def test_where_a_script_stands_in_the_command_line():
-    given = early_checks.read_arguments(["-m", "package.train", "--lr", "1", "--config_file", "a.yaml", "rest"])
+    """What stands behind the script is the script's own, also where `check` has an option of the name."""
+    own = ["--lr", "1", "--seq", "8", "--config_file", "b.yaml", "-m", "--num_processes", "2", "rest"]
+    given = early_checks.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
     assert (given.module, given.script, given.config_file) == (True, "package.train", "a.yaml")
-    assert given.rest == ["--lr", "1", "rest"]
-    with pytest.raises(SystemExit):
-        early_checks.read_arguments(["a.yaml", "--seq", "16"])
+    assert (given.seq, given.num_processes, given.rest) == (None, None, own)
+    for more in (["--seq", "16"], ["train.py"], ["--lr", "1"]):
+        with pytest.raises(SystemExit):
+            early_checks.read_arguments(["a.yaml", *more])
     assert Path(early_checks.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
