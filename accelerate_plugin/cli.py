@@ -18,7 +18,7 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 
 from accelerate_plugin.check_command import check_set_up
 from accelerate_plugin.config_file import config_file_of, mesh_sections, own_keys
-from accelerate_plugin.early_checks import CONFIG_FILES, check_file, read_arguments
+from accelerate_plugin.early_checks import CONFIG_FILES, OVER_THE_FILE, check_file, read_arguments
 from accelerate_plugin.file_values import check_machines, check_share
 from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
@@ -110,8 +110,7 @@ def _launch_options(arguments: list[str]) -> argparse.Namespace:
 
 def _said(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the command line of `accelerate launch` that take the place of the file's."""
-    names = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision")
-    said = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    said = {name: getattr(options, name) for name in OVER_THE_FILE if getattr(options, name) is not None}
     return said | {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
 
 

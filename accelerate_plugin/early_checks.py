@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from lora_parallel.sizes import AXES, axis_sizes, check_schedule
 
 __all__ = [
     "CONFIG_FILES",
+    "OVER_THE_FILE",
     "check_early",
     "check_file",
+    "check_launch_early",
     "check_precision",
     "check_type",
     "check_version",
@@ -28,6 +31,16 @@ __all__ = [
 
 CONFIG_FILES = (".yaml", ".yml", ".json")
 """Endings of names that are no scripts."""
+
+OVER_THE_FILE = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "mixed_precision",
+)
+"""Options of `accelerate launch` that take the place of the file's, beside those of its sections."""
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -50,7 +63,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="CONFIG.yaml or SCRIPT")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of the script").required = False
     parser.add_argument("--config_file", help="the configuration file, if a script is checked (Accelerate's default)")
     parser.add_argument("--num_processes", type=int, help="processes in all (as the file says)")
     parser.add_argument("--seq", type=int, help="tokens of a row: predict the memory of a step, of a language model")
@@ -84,6 +97,29 @@ def check_early(arguments: list[str]) -> None:
         return
     said = {} if given.num_processes is None else {"num_processes": given.num_processes}
     check_file(Path(given.config_file), said, options)
+
+
+def check_launch_early(arguments: list[str]) -> None:
+    """Check the configuration file in the command line of `accelerate-lora launch`, as far as that takes no torch.
+
+    A command line whose script has no name of Python's is not understood here, and is checked with torch.
+
+    Args:
+        arguments: The command line after `launch`.
+
+    Raises:
+        ValueError: What the file asks for, with the options of the command line, cannot work.
+    """
+    words = [*takewhile(lambda word: word not in ("-m", "--module") and not word.endswith(".py"), arguments)]
+    given: dict[str, str] = {}
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            given[name.replace("-", "_")] = value if equals else following
+    path, options = Path(given.get("config_file", "")), options_in_source()
+    if len(words) < len(arguments) and path.is_file() and options:
+        said = {key: value for key, value in given.items() if key.startswith(("fsdp_", "parallelism_config_"))}
+        check_file(path, said | {name: given[name] for name in OVER_THE_FILE if name in given}, options)
 
 
 def check_file(path: Path, given: Mapping[str, Any], options: Collection[str] | None = None) -> dict[str, Any]:

@@ -339,3 +339,17 @@ def test_where_a_script_stands_in_the_command_line():
         with pytest.raises(SystemExit):
             early_checks.read_arguments(["a.yaml", *more])
     assert Path(early_checks.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "--config_file", "FILE", "--num_processes", "3"],  # the script's own
+        ["--config_file", "FILE", "--num_machines", "2", "--main_process_ip", "a", "--machine_rank=1", "train.py"],
+        ["--config_file", "FILE", "--num_processes", "8", "--parallelism_config_tp_size", "4", "train.py"],
+        ["--config_file", "FILE", "--num_processes", "8", "script"],
+    ],
+)
+def test_what_launch_does_not_refuse_without_torch(tmp_path, words):
+    path = str(written(tmp_path, **{**GOOD, "main_process_port": 29500}))
+    early_checks.check_launch_early([path if each == "FILE" else each for each in words])
