@@ -315,6 +315,13 @@ def test_a_script_that_cannot_work_ends_with_a_line(tmp_path, lines, message):
     assert message in str(caught.value)
 
 
+def test_a_script_that_starts_other_processes_than_the_file(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FABRIC.replace("devices=4", "devices=2"))
+    with pytest.raises(SystemExit, match="check: devices and num_nodes of the script ask for 2 processes, and the con"):
+        checked("--config_file", written(tmp_path, **GOOD), script)
+
+
 def test_an_error_of_the_script_itself_is_not_swallowed(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import json\njson.loads('')\n")
