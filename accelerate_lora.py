@@ -47,8 +47,8 @@ def main() -> None:
     elif command == "--version":
         print("\n".join(f"{name} {_version(name)}" for name in _DISTRIBUTIONS))
     elif command in _COMMANDS:
-        if command == "check" and "lora_parallel" not in sys.modules:
-            _check_early(arguments)
+        if command in ("check", "launch") and "lora_parallel" not in sys.modules:
+            _check_early(command, arguments)
         from accelerate_plugin import cli
 
         cli.main(command, arguments)
@@ -58,7 +58,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def _check_early(arguments: list[str]) -> None:
+def _check_early(command: str, arguments: list[str]) -> None:
     """Refuse a configuration file that cannot work without importing torch, which takes seconds.
 
     The module that does it is imported without what `import accelerate_plugin` and `import lora_parallel` do.
@@ -69,11 +69,11 @@ def _check_early(arguments: list[str]) -> None:
         assert spec is not None
         sys.modules[name] = module_from_spec(spec)
     try:
-        from accelerate_plugin.early_checks import check_early
+        from accelerate_plugin.early_checks import check_early, check_launch_early
 
-        check_early(arguments)
+        (check_early if command == "check" else check_launch_early)(arguments)
     except (ValueError, OSError) as error:
-        sys.exit(f"accelerate-lora check: {error}")
+        sys.exit(f"accelerate-lora {command}: {error}")
     finally:
         for name in [each for each in sys.modules if each.split(".")[0] in packages]:
             del sys.modules[name]

@@ -6,9 +6,12 @@ import argparse
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import prepare_multi_gpu_env
 from peft import LoraConfig
 from torch import nn
@@ -16,14 +19,22 @@ from transformers import PretrainedConfig
 
 from accelerate_plugin import launch
 from accelerate_plugin.detect import requested_parallelism
-from accelerate_plugin.models import SetUpIsPossible
-from accelerate_plugin.parallelism import LoRAParallelism
 from lora_parallel import plan_memory
-from lora_parallel.integration import describe, fake_process_group, mesh_sizes, mesh_text, peft_configs, rank_lines
+from lora_parallel.integration import (
+    SetUpIsPossible,
+    describe,
+    end_after_set_up,
+    fake_process_group,
+    mesh_sizes,
+    mesh_text,
+    peft_configs,
+    rank_lines,
+    state_of,
+)
 
 __all__ = ["check_set_up"]
 
-_OWN_FOLDERS = [Path(__file__).parent, Path(sys.modules["lora_parallel"].__file__ or "").parent]
+_OWN_FOLDERS = [Path(__file__).parents[1] / name for name in ("accelerate_plugin", "lightning_lora", "lora_parallel")]
 
 
 def check_set_up(options: argparse.Namespace, script: list[str], sequence_length: int | None) -> None:
@@ -48,10 +59,10 @@ def check_set_up(options: argparse.Namespace, script: list[str], sequence_length
         print(f"{options.config_file} can work. Given a script too, check says what rank 0 would hold.")
         return
     with fake_process_group(processes, 0):
-        found = _sharded_by(script)
-        print(describe(found.model))
+        model = _sharded_by(script)
+        print(describe(model))
     if sequence_length is not None:
-        _print_prediction(found.model, found.parallelism, processes, sequence_length)
+        _print_prediction(model, processes, sequence_length)
     print(f"The set-up can work: {processes} processes would train this model. Nothing was trained.")
 
 
@@ -72,24 +83,41 @@ def _become_rank_zero(options: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.main_process_port))
 
 
-def _sharded_by(script: list[str]) -> SetUpIsPossible:
-    """Run a script up to where its first model has been sharded.
+def _sharded_by(script: list[str]) -> nn.Module:
+    """Run a script up to where its first model has been sharded, and return the model.
 
     An error that this library raises ends the process with a line, one of the script's own with its traceback.
     """
+    said = f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared."
     try:
-        launch.main(script)
+        with end_after_set_up(), _joined():
+            launch.main(script)
     except SetUpIsPossible as found:
-        return found
+        return found.model
+    except SystemExit as ended:
+        if ended.code in (None, 0):
+            sys.exit(said)
+        raise
     except Exception as error:
         place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if not any(folder in place.parents for folder in _OWN_FOLDERS):
             raise
         sys.exit(f"accelerate-lora check: {error}")
-    sys.exit(f"accelerate-lora check: {script[-1]} has ended, and no model was prepared.")
+    sys.exit(said)
 
 
-def _print_prediction(model: nn.Module, parallelism: LoRAParallelism, processes: int, sequence_length: int) -> None:
+@contextmanager
+def _joined() -> Iterator[None]:
+    """Within the context, `init_process_group` does nothing: a loop of torchrun's makes the process group by itself."""
+    own = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        dist.init_process_group = own
+
+
+def _print_prediction(model: nn.Module, processes: int, sequence_length: int) -> None:
     """Print the predicted peak of a step, with a forward of one row on each data-parallel rank.
 
     What the script does to recompute activations by itself is not known here; the options of the file are.
@@ -98,13 +126,15 @@ def _print_prediction(model: nn.Module, parallelism: LoRAParallelism, processes:
     if not isinstance(config, PretrainedConfig):
         raise ValueError(f"--seq is for models of transformers; this is a {type(model).__name__}: leave it out.")
     adapters = [each for each in peft_configs(model).values() if isinstance(each, LoraConfig)]
-    sizes = mesh_sizes(parallelism.config, processes)
+    state = state_of(model)
+    assert state is not None
+    sizes = mesh_sizes(state.config, processes)
     plan = plan_memory(
         config,
-        parallelism.config,
+        state.config,
         gpus=processes,
         sequence_length=sequence_length,
-        batch_size=sizes["dp_replicate"] * sizes["dp_shard"] * parallelism.config.pp_microbatches,
+        batch_size=sizes["dp_replicate"] * sizes["dp_shard"] * state.config.pp_microbatches,
         lora_config=adapters[0] if adapters else None,
         full=not adapters,
         dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,

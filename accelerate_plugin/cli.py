@@ -17,8 +17,9 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
 from accelerate_plugin.check_command import check_set_up
-from accelerate_plugin.config_file import check_config, config_file_of, mesh_sections, own_keys
-from accelerate_plugin.early_checks import check_type, read_arguments
+from accelerate_plugin.config_file import config_file_of, mesh_sections, own_keys
+from accelerate_plugin.early_checks import CONFIG_FILES, OVER_THE_FILE, check_file, read_arguments
+from accelerate_plugin.file_values import check_machines, check_share
 from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
 
@@ -51,11 +52,13 @@ def launch(arguments: list[str]) -> None:
         arguments: The arguments that `accelerate launch` would get.
 
     Raises:
-        ValueError: The configuration file does not say `distributed_type: FSDP`, or has keys that `accelerate launch`
-            drops; or `--cpu` was given.
-        FileNotFoundError: There is no configuration file.
+        ValueError: The configuration file does not say `distributed_type: FSDP`, has keys that `accelerate launch`
+            drops, or asks for what cannot work; `--cpu` was given; or a configuration file was given as the script.
+        FileNotFoundError: There is no configuration file, or no script.
     """
     options = _launch_options(arguments)
+    if not options.module and not Path(options.training_script).is_file():
+        raise FileNotFoundError(f"{options.training_script} is not there.")
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
@@ -83,22 +86,32 @@ def check(arguments: list[str]) -> None:
 def _launch_options(arguments: list[str]) -> argparse.Namespace:
     """Return the options of `accelerate launch`, and put the keys that it drops into the environment."""
     options = launch_command_parser().parse_args(arguments)
+    script = options.training_script
+    if script.endswith(CONFIG_FILES) and not options.module and options.config_file != script:
+        raise ValueError(f"{script} is no script, but a configuration file: give it as --config_file {script}.")
     path = config_file_of(arguments)
     if path is None:
         raise FileNotFoundError(
             f"{options.config_file or default_config_file} is not there: write it with `accelerate-lora config`, or "
             "pass --config_file."
         )
-    content = check_config(path)
     if options.cpu:
         raise ValueError(
             "--cpu starts one process and drops fsdp_config and parallelism_config: leave it out. On a machine without "
             "accelerators distributed_type: FSDP runs on the CPU, over gloo."
         )
-    check_type(path, content)
+    content = check_file(path, _said(options))
+    if content.get("mixed_precision") is False and options.mixed_precision is None:
+        options.mixed_precision = "no"  # YAML reads an unquoted no as false, which Accelerate cannot handle
     for key, value in own_keys(content).items():
         os.environ.setdefault(key.upper(), value)
     return options
+
+
+def _said(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the command line of `accelerate launch` that take the place of the file's."""
+    said = {name: getattr(options, name) for name in OVER_THE_FILE if getattr(options, name) is not None}
+    return said | {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
 
 
 # ---------------------------------------------------------------------- config
@@ -116,28 +129,38 @@ def config(arguments: list[str]) -> None:
     """
     given = _parser().parse_args(arguments)
     path = Path(given.config_file)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it, {path / 'mesh.yaml'}.")
     if path.exists() and not given.force:
         raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
 
     def ask(name: str, question: str, default: Any, convert: Callable[[str], Any]) -> None:
         if getattr(given, name) is None:
-            answer = input(f"{question} [{default}]: ").strip()
+            try:
+                answer = input(f"{question} [{default}]: ").strip()
+            except EOFError as error:
+                raise ValueError(f"there is no terminal to ask on: give --{name}.") from error
             setattr(given, name, convert(answer) if answer else default)
 
     ask("num_processes", "How many processes in all, one a GPU?", 4, _positive)
     ask("num_machines", "On how many machines?", 1, _positive)
+    check_share(given.num_processes, given.num_machines)
     if given.num_machines > 1:
         ask("machine_rank", "Which of them is this one (0 is the first)?", 0, _natural)
         ask("main_process_ip", "What is the address of machine 0, as the others reach it?", "", str)
         ask("main_process_port", "On which free port of it do the processes meet?", 29500, _positive)
+    _check_used(given)
+    check_machines(vars(given))
     ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1, _positive)
+    _shards(given, 1)
     ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1, _positive)
-    ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", str)
+    _shards(given, given.dp_replicate_size)
+    ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", _one_of("no", "bf16"))
     ask(
         "activation_checkpointing",
         "Recompute activations in backward (no, if the script enables gradient checkpointing, as TRL does)?",
         "no",
-        str,
+        _one_of("yes", "no"),
     )
     _write(path, given)
     print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
@@ -176,6 +199,15 @@ def _positive(answer: str) -> int:
     return int(answer)
 
 
+def _one_of(*words: str) -> Callable[[str], str]:
+    def convert(answer: str) -> str:
+        if answer not in words:
+            raise ValueError(f"{answer!r}: give {' or '.join(words)}.")
+        return answer
+
+    return convert
+
+
 def _natural(answer: str) -> int:
     if not answer.isdigit():
         raise ValueError(f"{answer!r}: give a whole number from 0 on.")
@@ -184,43 +216,20 @@ def _natural(answer: str) -> int:
 
 def _write(path: Path, given: argparse.Namespace) -> None:
     processes, tp, cp, pp = given.num_processes, given.tp_size, given.cp_size, given.pp_size
-    replicate, precision, recompute = given.dp_replicate_size, given.mixed_precision, given.activation_checkpointing
+    replicate = given.dp_replicate_size
     pipeline = {name: getattr(given, f"pp_{name}") for name in ("size", "microbatches", "schedule", "stages_per_rank")}
-    fixed = tp * cp * pp * replicate
-    if min(processes, tp, cp, pp, replicate) < 1 or processes % fixed:
-        raise ValueError(
-            f"tp_size {tp} x cp_size {cp} x pp_size {pp} x dp_replicate_size {replicate} = {fixed} does not divide "
-            f"{processes} processes."
-        )
-    ParallelConfig(
-        pp=pp,
-        pp_microbatches=given.pp_microbatches,
-        pp_schedule=given.pp_schedule,
-        pp_stages_per_rank=given.pp_stages_per_rank,
-    )  # bad options are an error here
-    if precision not in ("no", "bf16") or recompute not in ("yes", "no"):
-        raise ValueError(
-            f"mixed_precision {precision!r} is no or bf16, activation_checkpointing {recompute!r} yes or no."
-        )
-    shard = processes // fixed
-    if tp * cp > 1 and replicate > 1 and shard == 1:
-        raise ValueError(
-            f"tp_size {tp} x cp_size {cp} x dp_replicate_size {replicate} leaves nothing to shard over {processes} "
-            "processes, which Accelerate does not support: give dp_replicate_size 1; the model is then sharded over "
-            f"{replicate}."
-        )
     content = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=DistributedType.FSDP,
-        mixed_precision=precision,
+        mixed_precision=given.mixed_precision,
         use_cpu=False,
         debug=False,
         num_processes=processes,
         **_machines(given),
         **mesh_sections(
-            {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp},
+            {"dp_replicate": replicate, "dp_shard": _shards(given, replicate), "cp": cp, "tp": tp},
             pipeline if pp > 1 else {},
-            recompute == "yes",
+            given.activation_checkpointing == "yes",
         ),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,32 +238,52 @@ def _write(path: Path, given: argparse.Namespace) -> None:
     os.replace(beside, path)
 
 
-def _machines(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of Accelerate that say how processes of several machines find each other.
+def _shards(given: argparse.Namespace, replicate: int) -> int:
+    """Return the number of processes that a copy of the model is sharded over, of `replicate` copies.
 
     Raises:
-        ValueError: One of them is missing, or cannot work.
+        ValueError: The sizes do not divide the number of processes, or leave nothing to shard over.
     """
-    machines = given.num_machines
-    if machines < 1 or given.num_processes % machines:
+    processes, tp, cp, pp = given.num_processes, given.tp_size, given.cp_size, given.pp_size
+    fixed = tp * cp * pp * replicate
+    if min(processes, tp, cp, pp, replicate) < 1 or processes % fixed:
         raise ValueError(
-            f"num_processes {given.num_processes} on num_machines {machines}: each machine runs as many, so give a "
-            "multiple of the machines."
+            f"tp_size {tp} x cp_size {cp} x pp_size {pp} x dp_replicate_size {replicate} = {fixed} does not divide "
+            f"{processes} processes."
         )
+    if tp * cp > 1 and replicate > 1 and processes == fixed:
+        raise ValueError(
+            f"tp_size {tp} x cp_size {cp} x dp_replicate_size {replicate} leaves nothing to shard over {processes} "
+            "processes, which Accelerate does not support: give dp_replicate_size 1; the model is then sharded over "
+            f"{replicate}."
+        )
+    return int(processes // fixed)
+
+
+_OF_SEVERAL_MACHINES = ("machine_rank", "main_process_ip", "main_process_port")
+_OF_A_PIPELINE = {"pp_microbatches": 1, "pp_schedule": "1f1b", "pp_stages_per_rank": 1}
+"""Options that say nothing without a pipeline, with their defaults."""
+
+
+def _check_used(given: argparse.Namespace) -> None:
+    """Check that no option was given that the file would not have, and that a pipeline has a schedule.
+
+    Raises:
+        ValueError: One was, or the options of the pipeline cannot work.
+    """
+    for name in _OF_SEVERAL_MACHINES if given.num_machines == 1 else ():
+        if getattr(given, name) is not None:
+            raise ValueError(f"--{name} is for several machines, and num_machines is 1: leave it out.")
+    for name, default in _OF_A_PIPELINE.items() if given.pp_size == 1 else ():
+        if getattr(given, name) != default:
+            raise ValueError(f"--{name} is for a pipeline, and pp_size is 1: leave it out, or give --pp_size.")
+    ParallelConfig(pp=given.pp_size, **{name: getattr(given, name) for name in _OF_A_PIPELINE})
+
+
+def _machines(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of Accelerate that say how processes of several machines find each other."""
+    machines = given.num_machines
     if machines == 1:
         return {"num_machines": 1, "same_network": True}
-    rank, address, port = given.machine_rank, given.main_process_ip, given.main_process_port
-    if not 0 <= rank < machines:
-        raise ValueError(f"machine_rank {rank} of {machines} machines: give 0 to {machines - 1}.")
-    if not address:
-        raise ValueError("main_process_ip is missing: give the address of machine 0, as the others reach it.")
-    if not 0 < port < 65536:
-        raise ValueError(f"main_process_port {port}: give a free port of machine 0, 1 to 65535.")
-    return {
-        "num_machines": machines,
-        "machine_rank": rank,
-        "main_process_ip": address,
-        "main_process_port": port,
-        "rdzv_backend": "static",
-        "same_network": True,
-    }
+    settings = {name: getattr(given, name) for name in _OF_SEVERAL_MACHINES}
+    return {"num_machines": machines, **settings, "rdzv_backend": "static", "same_network": True}

@@ -101,19 +101,22 @@ def check_config(path: Path, options: Collection[str] | None = None) -> dict[str
         The content of the file.
 
     Raises:
-        ValueError: A section has keys that `accelerate launch` drops, or the file holds no configuration.
+        ValueError: A section has keys that `accelerate launch` drops, or is none; or the file holds no configuration.
     """
     try:
-        content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no configuration: `accelerate-lora config` writes one.")
     options = _options() if options is None else options
     for section, begin in _SECTIONS.items():
         known = sorted(each for each in options if each.startswith(f"{begin}_"))
-        for key in content.get(section) or {}:
-            option = key if begin == section or key.startswith(begin) else f"{begin}_{key}"
+        keys = content.get(section) or {}
+        if not isinstance(keys, dict):
+            raise ValueError(f"{path}: {section} is {keys!r}: give keys with values there, or leave it out.")
+        for key, name in ((each, str(each)) for each in keys):
+            option = name if begin == section or name.startswith(begin) else f"{begin}_{name}"
             if option not in known and option not in _OWN_KEYS:
                 own = [each for each in _OWN_KEYS if each.startswith(begin)]
                 close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", [*known, *own], 1)

@@ -24,20 +24,11 @@ from lora_parallel.integration import (
     describe_optimizer,
     description_to_print,
     has_adapters,
-    is_simulated,
     parallelized,
     unwrap_compiled,
 )
 
-__all__ = ["SetUpIsPossible", "innermost", "prepare_models", "uncompiled"]
-
-
-class SetUpIsPossible(SystemExit):
-    """End a script that `accelerate-lora check` runs, once its first model has been sharded."""
-
-    def __init__(self, model: nn.Module, parallelism: LoRAParallelism) -> None:
-        super().__init__(0)
-        self.model, self.parallelism = model, parallelism
+__all__ = ["innermost", "prepare_models", "uncompiled"]
 
 
 def prepare_models(
@@ -104,9 +95,6 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
 
     Returns:
         True if an adapter was injected.
-
-    Raises:
-        SetUpIsPossible: `accelerate-lora check` runs the script, as one rank without peers. No weights were read.
     """
     plugin, config = parallelism.plugin, parallelism.config
     bare = not has_adapters(model)
@@ -121,11 +109,8 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
         parallelism.mesh,
         config if not frozen else replace(config, require_adapters=False),
         lora_config=lora_config,
-        materialize=not is_simulated(),
         autocast_adapter_dtype=plugin.autocast_adapter_dtype,
     )
-    if is_simulated():
-        raise SetUpIsPossible(model, parallelism)
     if (said := description_to_print(model)) is not None:
         print(said, file=sys.stderr, flush=True)
     return lora_config is not None

@@ -59,6 +59,7 @@ class TrainerNamespace(Namespace):
     """Member `INTERRUPTED` of `TrainerStatus`."""
     optimizers_to_device: Any
     Callback: Any
+    DummyLogger: Any
     SLURMEnvironment: Any
 
 
@@ -77,6 +78,7 @@ def trainer_namespace(pytorch: str, fabric: str) -> TrainerNamespace:
         fitting=states.TrainerFn.FITTING,
         interrupted=states.TrainerStatus.INTERRUPTED,
         Callback=import_module(f"{pytorch}.callbacks").Callback,
+        DummyLogger=import_module(f"{pytorch}.loggers.logger").DummyLogger,
         SLURMEnvironment=import_module(f"{fabric}.plugins.environments").SLURMEnvironment,
         optimizers_to_device=import_module(f"{fabric}.utilities.optimizer")._optimizers_to_device,
     )

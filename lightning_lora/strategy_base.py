@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftConfig
 from torch import nn
 from torch.distributed import DeviceMesh
@@ -27,6 +28,7 @@ from lora_parallel.integration import (
     dp_rank,
     dp_size,
     has_deferred,
+    is_checked,
     mesh_sizes,
     read_weights,
     state_of,
@@ -230,6 +232,12 @@ class BaseLogic(Communication):
             timeout=timedelta(seconds=self._options["timeout_seconds"]),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
+        asked = self.num_nodes * self.num_processes
+        if is_checked() and dist.get_world_size() != asked:
+            raise ValueError(
+                f"devices and num_nodes of the script ask for {asked} processes, and the configuration file for "
+                f"{dist.get_world_size()}: check it with a file, or with --num_processes, of {asked}."
+            )
         self._mesh = build_mesh(self.config, self.root_device.type)
 
     # ------------------------------------------------------------------ data

@@ -31,6 +31,7 @@ from lora_parallel.integration import (
     collective_call,
     dp_size,
     explained,
+    is_checked,
     load_models,
     load_optimizers,
     local,
@@ -95,6 +96,9 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._connect()
+        if is_checked() and self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            trainer.loggers = [self.lightning.DummyLogger() for _ in trainer.loggers]  # a logger makes its folder soon
 
     @property
     def precision_plugin(self) -> Any:
@@ -130,6 +134,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
             self._roots = self._find_roots()
             self._check_meshes(self._roots)
         assert self.lightning_module is not None
+        if is_checked():
+            trainer.callbacks.clear()  # some save a checkpoint where a run is ended
         self._shard(self.lightning_module, self._roots)
         self._fill_model()
         # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.

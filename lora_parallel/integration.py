@@ -33,13 +33,14 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_ba
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.stages import merged_over_stages, over_stages
-from lora_parallel.distributed.torch_private import fake_process_group, is_simulated
+from lora_parallel.distributed.torch_private import fake_process_group
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import defer_from_pretrained
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
 from lora_parallel.metrics.meter import MeshMeter
+from lora_parallel.runtime.checked_set_up import SetUpIsPossible, end_after_set_up, is_checked
 from lora_parallel.runtime.description import describe, description_to_print
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
@@ -55,6 +56,7 @@ __all__ = [
     "HeldByName",
     "MeshMeter",
     "Scratch",
+    "SetUpIsPossible",
     "TrainState",
     "adapter_parameters",
     "adopt_rank_zero",
@@ -77,13 +79,14 @@ __all__ = [
     "description_to_print",
     "dp_rank",
     "dp_size",
+    "end_after_set_up",
     "explained",
     "fake_process_group",
     "gather_on_rank_zero",
     "has_adapters",
     "has_deferred",
+    "is_checked",
     "is_checkpoint",
-    "is_simulated",
     "largest_numbers",
     "load_adapter",
     "load_models",

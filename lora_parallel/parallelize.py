@@ -67,6 +67,7 @@ from lora_parallel.pp.split import split_stages
 from lora_parallel.pp.stage_layers import Bounds, StageLayers
 from lora_parallel.pp.stage_model import StageModel, check_trained
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
+from lora_parallel.runtime.checked_set_up import end_if_checked, is_checked
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
 from lora_parallel.runtime.description import log_description
 from lora_parallel.runtime.generation import allow_generate, refuse_generate
@@ -122,7 +123,9 @@ def parallelize(
         TypeError, ValueError: An argument is wrong; raised on every rank, before the model is changed.
         OSError, ValueError: The model's checkpoint is incomplete, damaged or belongs to another model.
         RuntimeError: A guard found the result wrong (see `lora_parallel.runtime.guards`).
+        SetUpIsPossible: `accelerate-lora check` runs the script; no weights were read.
     """
+    materialize = materialize and not is_checked()
     with agreed():
         _check_arrival(model, mesh, config)
         if mesh.size() > 1 or wants_fsdp(mesh, config):
@@ -248,6 +251,7 @@ def parallelize(
     seal(model, mesh.size())
     if mesh.size() > 1:
         refuse_whole_compile(model)
+    end_if_checked(model)
     log_description(model)
     return model
 

@@ -22,12 +22,13 @@ _RANKS_IN_A_TABLE = 16
 """Largest number of ranks whose coordinates are printed one by one."""
 
 
-def axis_sizes(asked: Mapping[str, Any], world_size: int) -> dict[str, int]:
+def axis_sizes(asked: Mapping[str, Any], world_size: int, remedy: str = 'leave dp_shard="auto"') -> dict[str, int]:
     """Return the size of each axis of `AXES` for `world_size` ranks.
 
     Args:
         asked: The size of each axis; that of dp_shard may be "auto".
         world_size: The number of ranks.
+        remedy: What else than another number of processes makes the sizes fit, for the message.
 
     Raises:
         ValueError: The product of the sizes is not `world_size`; or, with `dp_shard="auto"`, the product of the other
@@ -45,8 +46,7 @@ def axis_sizes(asked: Mapping[str, Any], world_size: int) -> dict[str, int]:
         return asked | {"dp_shard": world_size // product}
     if product != world_size:
         raise ValueError(
-            f"{text} = {product}, but the world size is {world_size}: start {product} processes, or leave "
-            'dp_shard="auto".'
+            f"{text} = {product}, but the world size is {world_size}: start {product} processes, or {remedy}."
         )
     return asked
 

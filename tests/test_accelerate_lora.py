@@ -39,7 +39,13 @@ accelerate_lora.main()
         (["check", "--help"], 0, "usage: accelerate-lora check"),
         (["check"], 2, "usage: accelerate-lora check"),
         (["check", "none.yaml"], 1, "accelerate-lora check: none.yaml is not there"),
-        (["check", FILE, "--num_processes", "3"], 1, "check: dp_replicate=1 x dp_shard=2 x tp=2 = 4, but"),
+        (["check", FILE, "--num_processes", "3"], 1, "fsdp2_tp.yaml: dp_replicate=1 x dp_shard=2 x tp=2 = 4, but"),
+        (
+            ["launch", "--config_file", FILE, "--num-processes=3", "a.py"],
+            1,
+            "launch: " + FILE + ": dp_replicate=1 x dp_",
+        ),
+        (["launch", "--config_file", FILE, "--fsdp_version", "1", "-m", "a"], 1, "yaml: fsdp_version is 1"),
     ],
 )
 def test_what_needs_no_torch_imports_none(arguments, code, text):

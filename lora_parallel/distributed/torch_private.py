@@ -364,7 +364,8 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # code inside may have ended it, as a script does at its end
+            dist.destroy_process_group()
 
 
 def is_simulated() -> bool:

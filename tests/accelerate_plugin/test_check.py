@@ -25,7 +25,11 @@ REPLICAS = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_tp_si
 PIPELINE = {"parallelism_config_dp_shard_size": 2, "parallelism_config_pp_size": 2}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sizes": ({"num_processes": 3}, "dp_shard=2 x tp=2 = 4, but the world size is 3: start 4"),
+    "sizes": (
+        {"num_processes": 3},
+        "dp_shard=2 x tp=2 = 4, but the world size is 3: start 4 processes, or choose sizes whose product is 3.",
+    ),
+    "a size to change": ({"num_processes": 8}, "or set parallelism_config_dp_shard_size: 4."),
     "one key": ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard": True}}, "'fsdp_reshard', which"),
     "version": ({"fsdp_config": {"fsdp_version": 1}}, "fsdp_version is 1"),
     "no version": ({"fsdp_config": {}}, "fsdp_version is 1"),
@@ -39,6 +43,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallelism_config": {**PIPELINE, "parallelism_config_pp_stages_per_rank": 2}},
         '"interleaved" is for 2 stages',
     ),
+    "size zero": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 0}}, "tp_size is 0: give a positive"),
+    "size -2": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": -2}}, "tp_size is -2: give a positive"),
+    "size 2.5": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 2.5}}, "tp_size is 2.5: give a"),
+    "size null": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": None}}, "tp_size is None: give a"),
+    "words": ({"parallelism_config": {**PIPELINE, "parallelism_config_pp_size": "two"}}, "pp_size is 'two': give a"),
+    "method": ({"parallelism_config": {**SIZES, "parallelism_config_cp_method": "ring"}}, "cp_method is 'ring': give"),
+    "no section": ({"fsdp_config": 2}, "fsdp_config is 2: give keys"),
+    "no section of sizes": ({"parallelism_config": 2}, "parallelism_config is 2: give keys"),
+    "number for a key": ({"fsdp_config": {2: 2}}, "fsdp_config has the key 2, which"),
+    "version null": ({"fsdp_config": {"fsdp_version": None}}, "fsdp_version is None"),
+    "version two": ({"fsdp_config": {"version": "two"}}, "fsdp_version is two"),
+    "flag": (
+        {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": "maybe"}},
+        "fsdp_config has fsdp_activation_checkpointing: 'maybe': give true or false",
+    ),
+    "flag null": (
+        {"fsdp_config": {"version": 2, "offload_params": None}},
+        "fsdp_config has fsdp_offload_params: None: give true or false",
+    ),
+    "use_cpu": ({"use_cpu": "maybe"}, "use_cpu is 'maybe': give true or false"),
+    "processes null": ({"num_processes": None}, "num_processes is missing: give"),
+    "processes in words": ({"num_processes": "four"}, "num_processes is 'four': give"),
+    "machines": ({"num_machines": 3}, "num_processes 4 on num_machines 3"),
+    "no machine": ({"num_machines": 0}, "num_processes 4 on num_machines 0"),
+    "no address": ({"num_machines": 2}, "main_process_ip is missing"),
+    "machine": ({"num_machines": 2, "main_process_ip": "a", "machine_rank": 5}, "machine_rank 5 of 2 machines"),
+    "address with a port": (
+        {"num_machines": 2, "main_process_port": 1, "main_process_ip": "10.0.0.1:29500"},
+        "main_process_ip is '10.0.0.1:29500': give the name or address of machine 0 alone",
+    ),
+    "port": ({"main_process_port": 99999999}, "main_process_port 99999999: give a free port"),
 }
 REFUSED_LATER = {
     "replicas": (
@@ -51,8 +86,6 @@ REFUSED_LATER = {
         },
         "pure data parallelism",
     ),
-    "size zero": ({"parallelism_config": {**SIZES, "parallelism_config_tp_size": 0}}, "tp_size must be at least 1"),
-    "words": ({"parallelism_config": {**PIPELINE, "parallelism_config_pp_size": "two"}}, "pp_size is 'two': give a"),
     "offload": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "has not run on a GPU yet"),
 }
 
@@ -91,6 +124,8 @@ def test_a_file_that_cannot_work(tmp_path, name):
         with pytest.raises(ValueError, match=re.escape(message)) as early:
             early_checks.check_early([str(path)])
         assert str(early.value) == str(late.value)
+        assert str(early.value).startswith(str(path))
+        assert "\n" not in str(early.value)
     else:
         early_checks.check_early([str(path)])
 
@@ -111,11 +146,13 @@ def test_a_file_that_is_not_there(arguments, message):
         early_checks.check_early(arguments)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "is no YAML"), ("text", "is no configuration")])
-def test_a_file_that_is_something_else(tmp_path, text, message):
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"a: [", "is no YAML"), (b"text", "is no configuration"), (b"\x89\xff\0", "is no YAML")]
+)
+def test_a_file_that_is_something_else(tmp_path, content, message):
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"config.yaml {message}\b.*\Z"):
         early_checks.check_early([str(path)])
 
 
@@ -135,8 +172,10 @@ def test_without_a_parallelism_config_all_processes_shard(tmp_path, capsys):
 
 
 def test_a_file_that_can_work(tmp_path, capsys):
-    """Accelerate adds the prefix of a section to keys that lack it."""
-    path = written(tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2})
+    """Accelerate adds the prefix of a section to keys that lack it; an unquoted `no` is false in YAML."""
+    path = written(
+        tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2}, mixed_precision=False
+    )
     early_checks.check_early([str(path)])
     capsys.readouterr()
     checked(path)
@@ -191,6 +230,71 @@ def test_a_script_on_more_axes(tmp_path, capsys, mesh):
     assert f"The set-up can work: {processes} processes" in out
 
 
+LIGHTNING = """
+import lightning as L
+import lightning_lora
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils.data import DataLoader
+from tests.oracle import Case
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Case(dtype=torch.float32).model()
+
+    def training_step(self, batch, index):
+        raise AssertionError("the script went on")
+
+    def configure_optimizers(self):
+        raise AssertionError("the script went on")
+
+callbacks = [OnExceptionCheckpoint("exception"), L.pytorch.callbacks.ModelCheckpoint("last", save_on_exception=True)]
+trainer = L.Trainer(devices=4, accelerator="cpu", strategy="lora_fsdp2_tp2", max_steps=1, callbacks=callbacks)
+try:
+    trainer.fit(Module(), DataLoader(Case().batches(), batch_size=None))
+except Exception:
+    trainer.save_checkpoint("caught")
+"""
+FABRIC = """
+import lightning as L
+from lightning_lora import FabricLoRAParallelStrategy
+from tests.oracle import Case
+
+fabric = L.Fabric(devices=4, accelerator="cpu", strategy=FabricLoRAParallelStrategy(tensor_parallel_size=2))
+fabric.launch()
+fabric.setup(Case().model())
+raise AssertionError("the script went on")
+"""
+LOOP = """
+import torch.distributed as dist
+from lora_parallel import ParallelConfig, build_mesh, parallelize
+from tests.oracle import Case
+
+dist.init_process_group("gloo")
+config = ParallelConfig(tp=2)
+try:
+    parallelize(Case().model(), build_mesh(config, "cpu"), config)
+    raise AssertionError("the script went on")
+finally:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("text", [LIGHTNING, FABRIC, LOOP], ids=["Trainer of Lightning", "Fabric", "loop"])
+def test_a_script_of_another_trainer_ends_where_its_model_is_sharded(tmp_path, monkeypatch, capsys, text):
+    """Nothing is trained, and nothing is written: no checkpoint of a callback, no log."""
+    path, script, folder = written(tmp_path, **GOOD), tmp_path / "train.py", tmp_path / "here"
+    script.write_text(text)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    checked("--config_file", path, script)
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM on dp_shard 2 x tp 2, 4 ranks (cpu)\n" in out
+    assert out.endswith("The set-up can work: 4 processes would train this model. Nothing was trained.\n")
+    assert not [*folder.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -199,14 +303,23 @@ def test_a_script_on_more_axes(tmp_path, capsys, mesh):
             "accelerate-lora check: the model (LlamaForCausalLM) has no PEFT",
         ),
         ("wait_for_everyone()", "train.py has ended, and no model was prepared"),
+        ("end_training()\nraise SystemExit(0)", "train.py has ended, and no model was prepared"),
+        ("wait_for_everyone()\nraise SystemExit('mine')", "mine"),
     ],
 )
 def test_a_script_that_cannot_work_ends_with_a_line(tmp_path, lines, message):
     script = tmp_path / "train.py"
     script.write_text(f"from accelerate import Accelerator\nfrom tests.oracle import Case\nAccelerator().{lines}\n")
     with pytest.raises(SystemExit) as caught:
-        checked("--config_file", written(tmp_path, **GOOD), script)
+        checked("--config_file", written(tmp_path, **GOOD), script, "8")
     assert message in str(caught.value)
+
+
+def test_a_script_that_starts_other_processes_than_the_file(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FABRIC.replace("devices=4", "devices=2"))
+    with pytest.raises(SystemExit, match="check: devices and num_nodes of the script ask for 2 processes, and the con"):
+        checked("--config_file", written(tmp_path, **GOOD), script)
 
 
 def test_an_error_of_the_script_itself_is_not_swallowed(tmp_path):
@@ -224,9 +337,26 @@ def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
 
 
 def test_where_a_script_stands_in_the_command_line():
-    given = early_checks.read_arguments(["-m", "package.train", "--lr", "1", "--config_file", "a.yaml", "rest"])
+    """What stands behind the script is the script's own, also where `check` has an option of the name."""
+    own = ["--lr", "1", "--seq", "8", "--config_file", "b.yaml", "-m", "--num_processes", "2", "rest"]
+    given = early_checks.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
     assert (given.module, given.script, given.config_file) == (True, "package.train", "a.yaml")
-    assert given.rest == ["--lr", "1", "rest"]
-    with pytest.raises(SystemExit):
-        early_checks.read_arguments(["a.yaml", "--seq", "16"])
+    assert (given.seq, given.num_processes, given.rest) == (None, None, own)
+    for more in (["--seq", "16"], ["train.py"], ["--lr", "1"]):
+        with pytest.raises(SystemExit):
+            early_checks.read_arguments(["a.yaml", *more])
     assert Path(early_checks.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "--config_file", "FILE", "--num_processes", "3"],  # the script's own
+        ["--config_file", "FILE", "--num_machines", "2", "--main_process_ip", "a", "--machine_rank=1", "train.py"],
+        ["--config_file", "FILE", "--num_processes", "8", "--parallelism_config_tp_size", "4", "train.py"],
+        ["--config_file", "FILE", "--num_processes", "8", "script"],
+    ],
+)
+def test_what_launch_does_not_refuse_without_torch(tmp_path, words):
+    path = str(written(tmp_path, **{**GOOD, "main_process_port": 29500}))
+    early_checks.check_launch_early([path if each == "FILE" else each for each in words])

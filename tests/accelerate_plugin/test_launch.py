@@ -66,10 +66,14 @@ def test_config_writes_what_stock_accelerate_reads(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (["6", "1", "4", "1", "no", "no"], "does not divide 6"),
-        (["4", "1", "2", "2", "no", "no"], "nothing to shard"),
+        (["6", "1", "4"], "does not divide 6"),
+        (["4", "1", "2", "2"], "nothing to shard"),
         (["x"], "'x'"),
-        (["4", "1", "2", "1", "fp16", "no"], "fp16"),
+        (["4", "1", "2", "1", "fp16"], "'fp16': give no or bf16"),
+        (["4", "1", "2", "1", "no", "maybe"], "'maybe': give yes or no"),
+        (["4", "3"], "num_processes 4 on num_machines 3"),
+        (["4", "1", "3"], "tp_size 3 x cp_size 1 x pp_size 1 x dp_replicate_size 1 = 3 does not divide 4"),
+        (["4", "2", "0", "10.0.0.1:29500", ""], "main_process_ip is '10.0.0.1:29500'"),
     ],
 )
 def test_answers_that_cannot_work(tmp_path, monkeypatch, answers, message):
@@ -77,7 +81,31 @@ def test_answers_that_cannot_work(tmp_path, monkeypatch, answers, message):
     monkeypatch.setattr("builtins.input", lambda question: next(given))
     with pytest.raises(ValueError, match=message):
         cli.config(["--config_file", str(tmp_path / "config.yaml")])
+    assert not [*given]  # each answer is checked as it comes
     assert not (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no terminal to ask on: give --num_processes."),
+        (["--machine_rank", "1"], "--machine_rank is for several machines"),
+        (["--main_process_ip", "a"], "--main_process_ip is for several machines"),
+        (["--pp_microbatches", "4"], "--pp_microbatches is for a pipeline"),
+        (["--pp_schedule", "gpipe"], "--pp_schedule is for a pipeline"),
+    ],
+)
+def test_options_of_config_that_cannot_work(tmp_path, monkeypatch, options, message):
+    def nobody(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", nobody)
+    sizes = ["--num_processes", "4", "--num_machines", "1", "--tp_size", "2"] if options else []
+    with pytest.raises(ValueError, match=message):
+        cli.config(["--config_file", str(tmp_path / "config.yaml"), *sizes, *options])
+    with pytest.raises(IsADirectoryError, match="is a folder: give"):
+        cli.config(["--config_file", str(tmp_path), "--force"])
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +137,9 @@ def test_the_method_of_context_parallelism_is_handed_on(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "launch_command", lambda options: None)
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_METHOD", "")
     monkeypatch.delenv("PARALLELISM_CONFIG_CP_METHOD")
-    cli.launch(["--config_file", str(path), "train.py"])
+    script = tmp_path / "train.py"
+    script.touch()
+    cli.launch(["--config_file", str(path), str(script)])
     assert os.environ["PARALLELISM_CONFIG_CP_METHOD"] == "all_gather"
 
 
@@ -176,12 +206,20 @@ def test_the_file_that_accelerate_launch_reads(tmp_path, monkeypatch):
         (["--cpu"], {}, "--cpu starts one process"),
         ([], {"distributed_type": "MULTI_GPU"}, "distributed_type: MULTI_GPU"),
         ([], {"fsdp_config": {"fsdp_versions": 2}}, "did you mean fsdp_version"),
+        (["--num_processes", "3"], {}, "tp=2 = 2, but the world size is 3: start 2 processes, or choose sizes whose"),
+        (["--num_processes", "4"], {}, "or set parallelism_config_dp_shard_size: 2."),
+        (["--parallelism_config_tp_size", "4"], {}, "tp=4 = 4, but the world size is 2"),
+        (["--num_machines", "2"], {}, "main_process_ip is missing"),
+        (["mesh.yaml"], {}, "mesh.yaml is no script, but a configuration file: give it as --config_file mesh.yaml"),
     ],
 )
 def test_what_launch_refuses(tmp_path, arguments, changes, message):
+    """No process is started."""
     path = written(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         cli.launch(["--config_file", str(path), *arguments, "train.py"])
+    with pytest.raises(FileNotFoundError, match=r"nothere.py is not there"):
+        cli.launch(["--config_file", str(written(tmp_path)), "nothere.py"])
     with pytest.raises(FileNotFoundError, match="accelerate-lora config"):
         cli.launch(["--config_file", str(tmp_path / "none.yaml"), "train.py"])
 
