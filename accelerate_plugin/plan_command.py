@@ -187,6 +187,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
         flags += f" --pp_size {sizes['pp']} --pp_microbatches {best.microbatches}"
     recompute = options.pop("activation_checkpointing", False)
     flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
+    options |= {"require_adapters": False} if plan.trains_all else {}
     if options:  # which no key of the file stands for
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({given}))"
@@ -226,8 +227,9 @@ def _python(plan: MemoryPlan) -> str:
         "pipeline_parallel_size": sizes["pp"],
         "pipeline_microbatches": best.microbatches if sizes["pp"] > 1 else 1,
     }
-    changed = {name: value for name, value in given.items() if value > 1}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value > 1}
     changed |= {name: value for name, value in best.options.items() if value}
+    changed |= {"require_adapters": False} if plan.trains_all else {}
     strategy = f"LoRAParallelStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
     accumulation = 1 if sizes["pp"] > 1 else best.microbatches
     trainer = f"Trainer(devices={min(plan.gpus, plan.hardware.gpus_per_node)}"

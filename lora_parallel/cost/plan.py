@@ -25,6 +25,8 @@ from lora_parallel.pp.split import balanced_bounds
 
 __all__ = ["MemoryPlan", "plan_memory"]
 
+_FULL = "all parameters"
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -45,6 +47,11 @@ class MemoryPlan:
     def recommended(self) -> MeshCost | None:
         """Return the fastest mesh of those that fit, or None if none does."""
         return self.meshes[0] if self.meshes and self.meshes[0].fits else None
+
+    @property
+    def trains_all(self) -> bool:
+        """Return True if all parameters train, without adapters."""
+        return self.training == _FULL
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a mapping that JSON can hold; sizes are in bytes, times in seconds."""
@@ -117,7 +124,7 @@ def plan_memory(
         raise ValueError("full=True trains all parameters, which a quantised base cannot: leave one of the two out.")
     lora = lora_config or LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     name = str(model) if isinstance(model, (str, Path)) else type(described).__name__
-    training = "all parameters" if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
+    training = _FULL if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
     with tempfile.TemporaryDirectory() as folder, Simulations() as simulations:
         described.save_pretrained(folder)
         if not full:

@@ -58,8 +58,10 @@ def test_no_mesh_fits_is_said_with_remedies(capsys):
 
 @pytest.mark.parametrize("pipeline", [True, False])
 def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
+    """Without a pipeline all parameters train."""
     cost = COST if pipeline else replace(COST, sizes={**SIZES, "pp": 1}, options={"activation_checkpointing": False})
-    texts = plan_command.snippets(planned(cost))
+    plan = planned(cost) if pipeline else replace(planned(cost), training="all parameters")
+    texts = plan_command.snippets(plan)
     path = tmp_path / "mesh.yaml"
     path.write_text(texts["mesh.yaml"])
     assert check_config(path)["parallelism_config"]["parallelism_config_cp_size"] == 2
@@ -76,6 +78,8 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     names: dict[str, object] = {"Trainer": dict, "LoRAParallelStrategy": LoRAParallelStrategy}
     trainer = eval(texts["Python"].splitlines()[-1], names)
     assert isinstance(trainer["strategy"], LoRAParallelStrategy)
+    assert trainer["strategy"]._options["require_adapters"] is pipeline
+    assert ("LoRAParallelPlugin(require_adapters=False)" in texts["Commands"]) is not pipeline
     assert trainer.get("accumulate_grad_batches", 1) == (1 if pipeline else 4)
 
 
