@@ -45,7 +45,9 @@ def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
 
 
 def test_json_holds_every_mesh(model, capsys):
-    cli.main("plan", [model, "--gpus", "1", "--seq", "64", "--gpu-memory", "0.0001", "--json"])
+    cli.main(
+        "plan", [model, "--gpus", "1", "--seq", "64", "--gpu-memory", "0.0001", "--json", "--quantization", "8bit"]
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["recommended"] is None
     assert {each["options"]["activation_checkpointing"] for each in found["meshes"]} == {True, False}
