@@ -123,8 +123,9 @@ def config_of(model: str | Path | PretrainedConfig | nn.Module) -> PretrainedCon
     except OSError as error:
         if is_here:
             raise
+        first, *_ = str(error).split("\n")
         raise FileNotFoundError(
-            f"There is no folder {name} here, and the model hub gave no config of that name: {error}"
+            f"There is no folder {name} here, and the model hub gave no config of that name: {first}"
         ) from error
     if "AutoConfig" in (settings.get("auto_map") or {}) and settings.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(

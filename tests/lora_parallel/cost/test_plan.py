@@ -135,10 +135,12 @@ def test_bad_arguments_are_refused_by_name(changes, error, text):
 
 def test_a_name_that_is_no_folder_is_said_to_be_none(monkeypatch):
     def unreachable(name, **_):
-        raise OSError("We couldn't connect")
+        raise OSError("We couldn't connect\nCheck your connection")
 
     monkeypatch.setattr(PretrainedConfig, "get_config_dict", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"There is no folder nosuch here, and the model hub .* couldn't"):
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no folder nosuch here, and the model hub .* couldn't connect$"
+    ):
         plan_memory("nosuch", gpus=2, sequence_length=16)
 
 
