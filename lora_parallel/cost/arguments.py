@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.cost.hardware import GPUS, Hardware
-from lora_parallel.loading.transformers_quantisers import check_method
+from lora_parallel.loading.known_quantisers import check_method
 
 __all__ = [
     "check_gpus",

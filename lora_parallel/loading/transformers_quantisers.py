@@ -25,12 +25,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import keep_settings
+from lora_parallel.loading.known_quantisers import check_method
 from lora_parallel.quantised.conversion import own_modules
 from lora_parallel.quantised.packed_weight import Packed
 
-__all__ = ["check_complete", "check_loaded", "check_marks", "check_method", "lazily", "reverted"]
-
-_KNOWN = ("bitsandbytes", "torchao")
+__all__ = ["check_complete", "check_loaded", "check_marks", "lazily", "reverted"]
 
 
 def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
@@ -46,23 +45,6 @@ def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
     mapping = [_lazy(each, own) for each in load_config.weight_mapping or []]
     quantiser: Any = _Quantiser(own)
     return replace(load_config, hf_quantizer=quantiser, weight_mapping=mapping)
-
-
-def check_method(name: str, method: str) -> None:
-    """Check that weights that are quantised in a way can be sharded.
-
-    Args:
-        name: Name of the model, for the message.
-        method: The `quant_method` of its quantisation.
-
-    Raises:
-        ValueError: They cannot.
-    """
-    if not method.startswith(_KNOWN):
-        raise ValueError(
-            f"{name} is quantised by {method}, whose weights cannot be sharded. "
-            "What can: linear layers of bitsandbytes (4-bit, int8) and of torchao (int8, float8, intx weight-only)."
-        )
 
 
 def _method(own: Any) -> str:
