@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,13 @@ _QUANTIZATIONS = {
         "bnb_4bit_compute_dtype": "bfloat16",
     },
     "8bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "none": {},
 }
 _SHOWN = 12
 """Number of meshes in the printed table; `--all` prints every one."""
+
+_MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_process_port": 29500}
+"""What processes of several machines need to find each other: placeholders, as a plan does not know the machines."""
 
 
 def plan(arguments: list[str]) -> None:
@@ -42,11 +48,13 @@ def plan(arguments: list[str]) -> None:
         arguments: The command line after `plan`.
 
     Raises:
-        ValueError, OSError: An argument cannot work, or there is no config.
+        ValueError, OSError: An argument cannot work, there is no config, or each mesh is refused.
     """
     given = _parser().parse_args(arguments)
     if given.plot is not None:
-        import matplotlib  # noqa: F401  the error comes before the work
+        _check_picture(Path(given.plot))
+    if not Path(given.model).exists():
+        print(f"There is no folder {given.model} here: the model hub is asked for it.", file=sys.stderr)
     found = plan_memory(
         given.model,
         gpus=given.gpus,
@@ -67,6 +75,8 @@ def plan(arguments: list[str]) -> None:
         print(json.dumps({**found.to_json(), "recommended": _json_of(found)}, indent=2))
     else:
         _print(found, None if given.all else _SHOWN)
+    if all(each.refused for each in found.meshes):
+        raise ValueError(f"No mesh is possible: {found.meshes[0].refused}")
     if given.plot is not None:
         _plot(found, Path(given.plot))
 
@@ -89,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--r", type=int, default=16, help="rank of the adapter (%(default)s)")
     parser.add_argument("--target-modules", nargs="+", help="layers that the adapter is on (all linear layers)")
     parser.add_argument("--full", action="store_true", help="train all parameters, without an adapter")
-    parser.add_argument("--quantization", choices=sorted(_QUANTIZATIONS), help="hold the base in 4 or 8 bits (QLoRA)")
+    parser.add_argument(
+        "--quantization",
+        choices=sorted(_QUANTIZATIONS),
+        help="hold the base in 4 or 8 bits (QLoRA), or not quantised (what its config says)",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="dtype of the weights")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (%(default)s)")
     parser.add_argument("--all", action="store_true", help=f"print every mesh, not the first {_SHOWN}")
@@ -122,14 +136,17 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
         mesh, *sizes, sent, seconds = cost_text(each)
         sizes[-1] += "" if each.fits else " !"
         table.add_row(mesh, str(each.microbatches), *sizes, seconds, sent, style="" if each.fits else "dim")
-    console.print(table)
+    if costs:
+        console.print(table)
     if shown is not None and len(costs) > shown:
         console.print(f"{len(costs) - shown} more meshes: --all prints them.")
     refusals = {each.refused: _mesh_text(each.sizes) for each in plan.meshes if each.refused}
     for text, mesh in refusals.items():
         console.print(f"not possible, {mesh}: {text}", style="dim")
+    if not costs:
+        return
     if plan.recommended is None:
-        least = min((each.total for each in costs), default=0)
+        least = min(each.total for each in costs)
         console.print(
             f"No mesh fits. The smallest needs {_gib(least)} GiB of {memory:g} GiB, of which 8 % are left free: take "
             "more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
@@ -187,12 +204,17 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
         flags += f" --pp_size {sizes['pp']} --pp_microbatches {best.microbatches}"
     recompute = options.pop("activation_checkpointing", False)
     flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
+    if machines > 1:
+        flags += "".join(f" --{name} {value}" for name, value in _MEETING.items()) + f"   # rank 0..{machines - 1}"
+    options |= {"require_adapters": False} if plan.trains_all else {}
     if options:  # which no key of the file stands for
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({given}))"
     return {
         "Commands": f"{flags}\naccelerate-lora launch --config_file mesh.yaml train.py {trainer}",
-        "mesh.yaml": yaml.safe_dump(_yaml(plan), sort_keys=False).rstrip(),
+        "mesh.yaml": yaml.safe_dump(_yaml(plan), sort_keys=False)
+        .replace("machine_rank: 0", f"machine_rank: 0  # 0..{machines - 1}, on each machine its own")
+        .rstrip(),
         "Python": _python(plan),
     }
 
@@ -200,19 +222,22 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
 def _yaml(plan: MemoryPlan) -> dict[str, Any]:
     best = plan.recommended
     assert best is not None
+    machines = _machines(plan)
+    meeting = {**_MEETING, "rdzv_backend": "static", "same_network": True} if machines > 1 else {}
     pipeline = {"size": best.sizes["pp"], "microbatches": best.microbatches} if best.sizes["pp"] > 1 else {}
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": DistributedType.FSDP.value,
         "mixed_precision": "no",
-        "num_machines": _machines(plan),
+        "num_machines": machines,
+        **meeting,
         "num_processes": plan.gpus,
         **mesh_sections(best.sizes, pipeline, bool(best.options.get("activation_checkpointing", False))),
     }
 
 
 def _machines(plan: MemoryPlan) -> int:
-    return -(-plan.gpus // plan.hardware.gpus_per_node)
+    return max(1, plan.gpus // plan.hardware.gpus_per_node)
 
 
 def _python(plan: MemoryPlan) -> str:
@@ -226,8 +251,9 @@ def _python(plan: MemoryPlan) -> str:
         "pipeline_parallel_size": sizes["pp"],
         "pipeline_microbatches": best.microbatches if sizes["pp"] > 1 else 1,
     }
-    changed = {name: value for name, value in given.items() if value > 1}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value > 1}
     changed |= {name: value for name, value in best.options.items() if value}
+    changed |= {"require_adapters": False} if plan.trains_all else {}
     strategy = f"LoRAParallelStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
     accumulation = 1 if sizes["pp"] > 1 else best.microbatches
     trainer = f"Trainer(devices={min(plan.gpus, plan.hardware.gpus_per_node)}"
@@ -238,6 +264,25 @@ def _python(plan: MemoryPlan) -> str:
         "from lightning import Trainer\nfrom lightning_lora import LoRAParallelStrategy\n\n"
         f"{trainer}, strategy={strategy})"
     )
+
+
+def _check_picture(path: Path) -> None:
+    """Check, before the work, that a picture can be drawn and written.
+
+    Raises:
+        ValueError: matplotlib is missing, or does not know such a file.
+        OSError: There can be no file in this place.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("--plot draws with matplotlib, which is not installed: pip install matplotlib.") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {path}: give the name of a file that ends in .{', .'.join(sorted(kinds))}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise OSError(f"--plot {path}: no file can be written there.")
 
 
 def _plot(plan: MemoryPlan, path: Path) -> None:
@@ -262,6 +307,5 @@ def _plot(plan: MemoryPlan, path: Path) -> None:
     axis.axvline(plan.hardware.gpu_memory, color="black", linestyle="--", label="a GPU's memory")
     axis.set(xlabel="GiB on the GPU that holds most", title=f"{plan.model}, {plan.training}, {plan.gpus} GPUs")
     axis.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)

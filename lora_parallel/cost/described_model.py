@@ -42,7 +42,7 @@ class DescribedModel:
 
     def widths(self) -> dict[str, int]:
         """Return the width of the hidden states between blocks, and that of the logits."""
-        config: Any = AutoConfig.from_pretrained(self.config).get_text_config()
+        config: Any = AutoConfig.from_pretrained(self.config, trust_remote_code=False).get_text_config()
         return {"hidden": int(config.hidden_size), "vocabulary": int(config.vocab_size)}
 
     def stack(self) -> Stack:
@@ -95,7 +95,7 @@ class DescribedModel:
         return {}
 
     def _base(self) -> PreTrainedModel:
-        config = AutoConfig.from_pretrained(self.config)
+        config = AutoConfig.from_pretrained(self.config, trust_remote_code=False)
         config.use_cache = False
         config.__dict__.pop("quantization_config", None)
         kind = _class_of(config)

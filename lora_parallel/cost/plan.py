@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.cost.hardware import GPUS, Hardware
+from lora_parallel.cost.arguments import (
+    check_gpus,
+    check_numbers,
+    check_optimizer,
+    check_pipeline,
+    config_of,
+    hardware_of,
+    quantization_of,
+)
+from lora_parallel.cost.hardware import Hardware
 from lora_parallel.cost.mesh_cost import MeshCost, cost_of_mesh
 from lora_parallel.cost.meshes import possible_meshes
 from lora_parallel.cost.simulated_rank import StepCost
@@ -24,6 +33,8 @@ from lora_parallel.pp.schedules import check_held
 from lora_parallel.pp.split import balanced_bounds
 
 __all__ = ["MemoryPlan", "plan_memory"]
+
+_FULL = "all parameters"
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,11 @@ class MemoryPlan:
     def recommended(self) -> MeshCost | None:
         """Return the fastest mesh of those that fit, or None if none does."""
         return self.meshes[0] if self.meshes and self.meshes[0].fits else None
+
+    @property
+    def trains_all(self) -> bool:
+        """Return True if all parameters train, without adapters."""
+        return self.training == _FULL
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a mapping that JSON can hold; sizes are in bytes, times in seconds."""
@@ -85,7 +101,8 @@ def plan_memory(
         rows: Rows of one forward on one data-parallel rank; more rows of a step are micro-batches.
         lora_config: The adapter; None stands for `LoraConfig(r=16, target_modules="all-linear")`.
         full: True trains all parameters, without adapters.
-        quantization_config: Quantisation of the base, as `from_pretrained` takes it; None takes that of the config.
+        quantization_config: Quantisation of the base, as `from_pretrained` takes it; None takes that of the config, and
+            an empty mapping plans for weights that are not quantised.
         dtype: Dtype of the weights.
         optimizer: Name of a class of `torch.optim`.
         hardware: A name of `lora_parallel.cost.hardware.GPUS`, or numbers of your own.
@@ -97,27 +114,28 @@ def plan_memory(
 
     Raises:
         ValueError: An argument cannot work, or the config describes no causal language model.
-        OSError: There is no config.
+        OSError: There is no config, or a process that simulates a step ended.
     """
-    given = _hardware(hardware, gpu_memory)
+    given = hardware_of(hardware, gpu_memory)
     batch = gpus * rows if batch_size is None else batch_size
-    _check_numbers(gpus=gpus, sequence_length=sequence_length, rows=rows, batch_size=batch)
+    check_numbers(gpus=gpus, sequence_length=sequence_length, rows=rows, batch_size=batch)
+    if batch % rows:
+        raise ValueError(f"batch_size={batch} is no multiple of rows={rows}: give values that divide.")
+    check_gpus(gpus, given)
+    check_optimizer(optimizer)
     if config is not None and config.pp > 1:
         check_held(config.pp, config.pp_schedule, not full)
-        _check_pipeline(config, batch // rows * config.pp * config.cp * config.tp // gpus)
-    if optimizer not in vars(torch.optim):
-        raise ValueError(f"optimizer={optimizer!r}: give the name of a class of torch.optim, such as AdamW.")
+        check_pipeline(config, batch // rows * config.pp * config.cp * config.tp // gpus)
     if full and lora_config is not None:
         raise ValueError("full=True trains all parameters, without adapters: leave lora_config out.")
-    described: Any = model.config if isinstance(model, nn.Module) else model
-    if not isinstance(described, PretrainedConfig):
-        described = AutoConfig.from_pretrained(described)
-    quantization = _quantization(quantization_config, described)
+    lora = lora_config or LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    check_numbers(r=lora.r)
+    described = config_of(model)
+    name = str(model) if isinstance(model, (str, Path)) else type(described).__name__
+    quantization = quantization_of(quantization_config, described, name)
     if full and quantization is not None:
         raise ValueError("full=True trains all parameters, which a quantised base cannot: leave one of the two out.")
-    lora = lora_config or LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    name = str(model) if isinstance(model, (str, Path)) else type(described).__name__
-    training = "all parameters" if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
+    training = _FULL if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
     with tempfile.TemporaryDirectory() as folder, Simulations() as simulations:
         described.save_pretrained(folder)
         if not full:
@@ -164,6 +182,11 @@ def _search(look: _Look, gpus: int, progress: bool) -> list[MeshCost]:
         if sizes["pp"] == 1 or look.adapters  # check_held
         for recompute in (False, True)
     ]
+    if not candidates:
+        raise ValueError(
+            f"gpus={gpus}, batch_size={look.batch}, rows={look.rows}: no mesh divides such a batch. Give a batch_size "
+            f"that is a multiple of {gpus * look.rows} rows."
+        )
     costs = look.at(candidates, progress)
     if not any(each.fits for each in costs):
         costs += look.at([more for each in candidates for more in each.with_less_memory()], progress)
@@ -253,36 +276,6 @@ class _Look:
         )
 
 
-def _hardware(hardware: str | Hardware, gpu_memory: float | None) -> Hardware:
-    if isinstance(hardware, str):
-        if hardware not in GPUS:
-            raise ValueError(f"hardware={hardware!r}: give one of {', '.join(GPUS)}, or a Hardware with its numbers.")
-        hardware = GPUS[hardware]
-    if gpu_memory is None:
-        return hardware
-    if not gpu_memory > 0:
-        raise ValueError(f"gpu_memory={gpu_memory}: give the GiB of a GPU's memory.")
-    return replace(hardware, gpu_memory=gpu_memory)
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r}: give a positive int.")
-
-
-def _check_pipeline(config: ParallelConfig, microbatches: int) -> None:
-    if config.pp_schedule != "1f1b":
-        raise ValueError(
-            f'pp_schedule="{config.pp_schedule}" has no prediction: it holds more than "1f1b", for which there is one.'
-        )
-    if config.pp_microbatches != microbatches:
-        raise ValueError(
-            f"pp_microbatches={config.pp_microbatches}, and batch_size with rows make {microbatches} micro-batches on "
-            "each data-parallel rank: give values that agree."
-        )
-
-
 def _options(config: ParallelConfig) -> dict[str, Any]:
     """Return the fields of a config besides the mesh's sizes, as JSON holds them."""
     sizes = ("tp", "cp", "pp", "dp_shard", "dp_replicate", "timeout_seconds", "compile", "require_adapters", "seed")
@@ -293,12 +286,3 @@ def _options(config: ParallelConfig) -> dict[str, Any]:
         for name, value in found.items()
         if value != getattr(ParallelConfig(), name)
     }
-
-
-def _quantization(given: Any, config: PretrainedConfig) -> dict[str, Any] | None:
-    held = given if given is not None else getattr(config, "quantization_config", None)
-    if held is None:
-        return None
-    held = held if isinstance(held, Mapping) else held.to_dict()
-    method = held.get("quant_method")
-    return {**held, "quant_method": getattr(method, "value", method)}

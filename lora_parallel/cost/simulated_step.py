@@ -98,7 +98,7 @@ class SimulatedStep(TorchDispatchMode):
         out = self._run(func, args, kwargs or {}, given)
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.counts.flops += count(*args, **(kwargs or {}), out_val=out)
-        elif func._overloadpacket.__name__ == "_grouped_mm":  # which the registry lacks
+        elif func._overloadpacket.__name__ in ("_grouped_mm", "int8_linear_matmul"):  # which the registry lacks
             self.counts.flops += 2 * args[0].numel() * out.shape[-1]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_message(func, args, given, out)
@@ -120,6 +120,10 @@ class SimulatedStep(TorchDispatchMode):
             args, on_meta = tree_map_only(Tensor, _on_meta, (args, on_meta))
             if name == "_grouped_mm":
                 return _grouped_product(func, args, on_meta)
+            if name == "int8_vectorwise_quant":  # of bitsandbytes: no column has outliers
+                return *func(args[0])[:2], torch.empty(0, dtype=torch.long)
+            if name == "int8_mixed_scaled_mm":
+                return self._product_of_bytes(*args), args[0].new_empty(0)
             out = func(*args, **on_meta)
             return (out[0], _in_turn(out[1], given[0].shape[-1])) if name == "topk" else out
         if given and kwargs.get("device") is None:
@@ -136,6 +140,13 @@ class SimulatedStep(TorchDispatchMode):
             if not out.is_meta and out.is_floating_point() and out.dim():
                 return func(*args, **{**kwargs, "device": _META})
         return out
+
+    def _product_of_bytes(self, x: Tensor, rows: Tensor, weight: Tensor, *scales: Tensor | None) -> Tensor:
+        """Return the product of bitsandbytes' int8, whose CUDA kernels make int32, then float16, then `x`'s dtype."""
+        with self:
+            product = torch.ops.bitsandbytes.int8_linear_matmul(rows, weight)
+            half: Tensor = torch.ops.bitsandbytes.int8_mm_dequant(product, *scales[:2])
+            return half.to(x.dtype)
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

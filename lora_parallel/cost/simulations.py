@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,8 +26,11 @@ class Simulations:
 
     def __init__(self) -> None:
         self._free: SimpleQueue[subprocess.Popen[str] | None] = SimpleQueue()
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: dict[subprocess.Popen[str], Path] = {}
+        """Each process, and the folder of its temporary files, which it cannot remove when it is killed."""
+
         self._answers: dict[str, dict[str, Any]] = {}
+        self._folder = tempfile.TemporaryDirectory()
         for _ in range(min(_WORKERS, os.cpu_count() or 1)):
             self._free.put(None)
 
@@ -36,6 +41,7 @@ class Simulations:
         for process in self._started:
             process.kill()
             process.wait()
+        self._folder.cleanup()
 
     def answers(self, jobs: Sequence[dict[str, Any]], progress: bool) -> list[dict[str, Any]]:
         """Return the answer to each job. Equal jobs, of earlier calls too, are answered once.
@@ -57,7 +63,7 @@ class Simulations:
         """Return the answer to a job. Several threads may ask.
 
         Raises:
-            RuntimeError: The process ended without an answer.
+            ChildProcessError: The process ended without an answer.
         """
         process = self._free.get() or self._start()
         assert process.stdin is not None
@@ -69,7 +75,10 @@ class Simulations:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise RuntimeError(f"the process that simulates a step ended with {process.wait()}; its job was {job}")
+            code = process.wait()
+            said = Path(self._started[process], "stderr").read_text(errors="replace").split("\n")
+            last = next((line for line in reversed(said) if line.strip()), "it printed no error")
+            raise ChildProcessError(f"the process that simulates a step ended with exit code {code}: {last}")
         self._free.put(process)
         answer_of: dict[str, Any] = json.loads(answer)
         return answer_of
@@ -78,13 +87,16 @@ class Simulations:
         launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in launcher}
         path = os.pathsep.join(each for each in sys.path if each)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lora_parallel.cost.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        )
-        self._started.append(process)
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        folder = tempfile.mkdtemp(dir=self._folder.name)
+        with Path(folder, "stderr").open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lora_parallel.cost.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**environment, "TMPDIR": folder},
+            )
+        self._started[process] = Path(folder)
         return process

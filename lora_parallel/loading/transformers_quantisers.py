@@ -25,12 +25,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import keep_settings
+from lora_parallel.loading.known_quantisers import check_method
 from lora_parallel.quantised.conversion import own_modules
 from lora_parallel.quantised.packed_weight import Packed
 
 __all__ = ["check_complete", "check_loaded", "check_marks", "lazily", "reverted"]
-
-_KNOWN = ("bitsandbytes", "torchao")
 
 
 def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
@@ -42,12 +41,7 @@ def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
     own = load_config.hf_quantizer
     if own is None:
         return load_config
-    method = _method(own)
-    if not method.startswith(_KNOWN):
-        raise ValueError(
-            f"{load_config.pretrained_model_name_or_path} is quantised by {method}, whose weights cannot be sharded. "
-            "What can: linear layers of bitsandbytes (4-bit, int8) and of torchao (int8, float8, intx weight-only)."
-        )
+    check_method(str(load_config.pretrained_model_name_or_path), _method(own))
     mapping = [_lazy(each, own) for each in load_config.weight_mapping or []]
     quantiser: Any = _Quantiser(own)
     return replace(load_config, hf_quantizer=quantiser, weight_mapping=mapping)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import replace
 
 import pytest
@@ -44,7 +45,9 @@ def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
 
 
 def test_json_holds_every_mesh(model, capsys):
-    cli.main("plan", [model, "--gpus", "1", "--seq", "64", "--gpu-memory", "0.0001", "--json"])
+    cli.main(
+        "plan", [model, "--gpus", "1", "--seq", "64", "--gpu-memory", "0.0001", "--json", "--quantization", "8bit"]
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["recommended"] is None
     assert {each["options"]["activation_checkpointing"] for each in found["meshes"]} == {True, False}
@@ -58,24 +61,31 @@ def test_no_mesh_fits_is_said_with_remedies(capsys):
 
 @pytest.mark.parametrize("pipeline", [True, False])
 def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
+    """Without a pipeline all parameters train."""
     cost = COST if pipeline else replace(COST, sizes={**SIZES, "pp": 1}, options={"activation_checkpointing": False})
-    texts = plan_command.snippets(planned(cost))
+    plan = planned(cost) if pipeline else replace(planned(cost), training="all parameters")
+    texts = plan_command.snippets(plan)
     path = tmp_path / "mesh.yaml"
     path.write_text(texts["mesh.yaml"])
     assert check_config(path)["parallelism_config"]["parallelism_config_cp_size"] == 2
     command = next(line for line in texts["Commands"].splitlines() if line.startswith("accelerate-lora config"))
-    arguments = shlex.split(command)[2:]
+    arguments = shlex.split(command, comments=True)[2:]
     arguments[1] = str(tmp_path / "asked.yaml")
-    arguments += ["--machine_rank", "0", "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
     if not pipeline:
         arguments[arguments.index("--num_processes") + 1] = "16"
         arguments[arguments.index("--num_machines") + 1] = "2"
     cli.main("config", arguments)
     asked = yaml.safe_load((tmp_path / "asked.yaml").read_text())
-    assert asked["parallelism_config"].items() >= yaml.safe_load(texts["mesh.yaml"])["parallelism_config"].items()
+    written = yaml.safe_load(texts["mesh.yaml"])
+    assert asked["parallelism_config"].items() >= written["parallelism_config"].items()
+    meeting = ("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network")
+    assert [asked[name] for name in meeting] == [written[name] for name in meeting]
+    assert "machine_rank: 0  # 0..3" in texts["mesh.yaml"]
     names: dict[str, object] = {"Trainer": dict, "LoRAParallelStrategy": LoRAParallelStrategy}
     trainer = eval(texts["Python"].splitlines()[-1], names)
     assert isinstance(trainer["strategy"], LoRAParallelStrategy)
+    assert trainer["strategy"]._options["require_adapters"] is pipeline
+    assert ("LoRAParallelPlugin(require_adapters=False)" in texts["Commands"]) is not pipeline
     assert trainer.get("accumulate_grad_batches", 1) == (1 if pipeline else 4)
 
 
@@ -85,8 +95,17 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
         (["/nowhere", "--gpus", "2", "--seq", "64"], "nowhere"),
         (["{model}", "--gpus", "0", "--seq", "64"], "gpus=0"),
         (["{model}", "--gpus", "2", "--seq", "64", "--hardware", "TPU"], "give one of A100-40"),
+        (["{model}", "--gpus", "2", "--seq", "64", "--plot", "plan.xyz"], "--plot plan.xyz: .* ends in .*png"),
+        (["{model}", "--gpus", "2", "--seq", "64", "--plot", "{model}/config.json/plan.png"], "config.json"),
+        (["{model}", "--gpus", "3", "--seq", "64", "--batch", "1"], "No mesh is possible: .*heads"),
     ],
 )
 def test_bad_arguments_end_with_one_line(arguments, text, model):
     with pytest.raises(SystemExit, match=text):
         cli.main("plan", [each.format(model=model) for each in arguments])
+
+
+def test_matplotlib_is_asked_for_before_the_work(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        cli.main("plan", [model, "--gpus", "2", "--seq", "64", "--plot", "plan.png"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from lora_parallel import ParallelConfig, plan_memory
 from lora_parallel.cost.blocks import find_stack, shorten
@@ -15,6 +16,7 @@ from lora_parallel.cost.described_model import DescribedModel
 from lora_parallel.cost.hardware import GPUS, Hardware, predicted_seconds
 from lora_parallel.cost.meshes import possible_meshes
 from lora_parallel.cost.simulated_rank import cost_of_a_step
+from lora_parallel.cost.simulations import Simulations
 from lora_parallel.loading.meta_init import meta_init
 from tests.cases import cases
 from tests.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
@@ -103,10 +105,19 @@ def test_a_mesh_that_parallelize_refuses_has_its_error():
         ({"hardware": "H1000"}, ValueError, "hardware='H1000': give one of A100-40, A100, H100"),
         ({"gpu_memory": -1}, ValueError, "gpu_memory=-1: give the GiB"),
         ({"optimizer": "Adamw"}, ValueError, "optimizer='Adamw': give the name of a class of torch.optim"),
+        ({"optimizer": "lr_scheduler"}, ValueError, "optimizer='lr_scheduler': give the name of a class"),
+        ({"optimizer": "Optimizer"}, ValueError, "optimizer='Optimizer': give the name of a class"),
+        ({"optimizer": "LBFGS"}, ValueError, "optimizer='LBFGS' runs the model several times in a step"),
+        ({"gpus": 12}, ValueError, "gpus=12 is no whole number of machines of 8 GPUs: give up to 8, or a multiple"),
+        ({"gpus": 16, "batch_size": 1}, ValueError, "gpus=16, batch_size=1, rows=1: no mesh divides such a batch"),
+        ({"batch_size": 4, "rows": 3}, ValueError, "batch_size=4 is no multiple of rows=3"),
+        ({"lora_config": LoraConfig(r=0)}, ValueError, "r=0: give a positive int"),
+        ({"lora_config": LoraConfig(target_modules=["nosuch"])}, ValueError, "Target modules {'nosuch'} not found"),
+        ({"quantization_config": {"quant_method": "gptq"}}, ValueError, "is quantised by gptq, .* --quantization none"),
         ({"full": True, "lora_config": LoraConfig()}, ValueError, "full=True trains all parameters"),
         ({"full": True, "quantization_config": {"quant_method": "bitsandbytes"}}, ValueError, "which a quantised base"),
         ({"config": ParallelConfig(pp=2, require_adapters=False), "full": True}, ValueError, "pp=2 without adapters"),
-        ({"model": "/nowhere/at/all"}, OSError, "nowhere"),
+        ({"model": "/nowhere/at/all"}, FileNotFoundError, "There is no folder /nowhere/at/all"),
         ({"config": ParallelConfig(pp=2, pp_schedule="gpipe")}, ValueError, 'pp_schedule="gpipe" has no prediction'),
         (
             {"config": ParallelConfig(pp=2), "batch_size": 4},
@@ -120,6 +131,56 @@ def test_bad_arguments_are_refused_by_name(changes, error, text):
     given = {"model": LLAMA, "gpus": 2, "sequence_length": 16, "progress": False, **changes}
     with pytest.raises(error, match=text):
         plan_memory(given.pop("model"), **given)
+
+
+def test_a_name_that_is_no_folder_is_said_to_be_none(monkeypatch):
+    def unreachable(name, **_):
+        raise OSError("We couldn't connect\nCheck your connection")
+
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", unreachable)
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no folder nosuch here, and the model hub .* couldn't connect$"
+    ):
+        plan_memory("nosuch", gpus=2, sequence_length=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "c.C"}}, "has code of its own"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantised by mxfp4, .* bfloat16 copy"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised by fp8, .* bfloat16 copy"),
+    ],
+)
+def test_configs_that_no_plan_can_be_made_for(changes, error, tmp_path, capsys):
+    LLAMA.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=error):
+        plan_memory(tmp_path, gpus=2, sequence_length=16)
+    assert not capsys.readouterr().out  # transformers asks there
+
+
+def test_a_quantised_config_is_planned_as_dense_if_asked():
+    config = LlamaConfig(**LLAMA.to_diff_dict(), quantization_config={"quant_method": "mxfp4"})
+    plan = plan_memory(config, ParallelConfig(), gpus=1, sequence_length=16, quantization_config={}, progress=False)
+    assert plan.training == "LoRA r=16"
+    assert not plan.meshes[0].refused
+
+
+def test_a_worker_leaves_nothing_behind_and_says_why_it_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # for one process
+    with Simulations() as simulations:
+        answer = simulations.ask({"kind": "stack", "model": {}})
+        assert "DescribedModel.__init__() missing" in answer["refused"]
+        ((process, folder),) = simulations._started.items()
+        tempfile.mkdtemp(dir=folder)
+        process.kill()
+        (folder / "stderr").write_text("Traceback\nMemoryError\n\n")
+        with pytest.raises(ChildProcessError, match="ended with exit code -9: MemoryError"):
+            simulations.ask({"kind": "stack", "model": {}})
+    assert not any(tmp_path.iterdir())
 
 
 def test_blocks_of_one_kind_share_a_run_and_settings_follow():

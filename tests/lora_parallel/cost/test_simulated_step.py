@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bitsandbytes
 import pytest
 import torch
 from torch import nn
@@ -57,6 +58,22 @@ def test_attention_keeps_what_a_fused_kernel_keeps():
     assert forward == 2 * 2 * 64 * 64 * (8 + 8)
     assert step.counts.flops == forward * 7 // 2
     assert functional.scaled_dot_product_attention.__module__ != "lora_parallel.cost.simulated_step"
+
+
+def test_a_product_of_int8_takes_what_the_kernels_of_cuda_take():
+    x = torch.empty(2, 32, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    state = bitsandbytes.MatmulLtState()
+    state.threshold, state.has_fp16_weights, state.is_training = 6.0, False, True
+    state.CB = torch.empty(128, 64, dtype=torch.int8, device="meta")
+    state.SCB = torch.empty(128, device="meta")
+    with simulated_step([x, state.CB, state.SCB]) as step:
+        out = bitsandbytes.matmul(x, state.CB, state=state)
+        assert step.alive == out.numel() * 2
+        # int32, float16 and bfloat16 of the output; int8 of the input and a scale for each row
+        assert step.counts.peaks == {"forward": out.numel() * (4 + 2 + 2) + 64 * (64 + 4)}
+        assert step.counts.flops == 2 * 64 * 64 * 128
+        out.sum().backward()
+    assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("width", [4, 7])
