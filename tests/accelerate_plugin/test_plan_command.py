@@ -101,6 +101,8 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     ],
 )
 def test_bad_arguments_end_with_one_line(arguments, text, model):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit, match=text):
         cli.main("plan", [each.format(model=model) for each in arguments])
 
