@@ -205,7 +205,7 @@ def test_the_keys_are_handed_on(tmp_path, monkeypatch):
     for key in SIZES:
         monkeypatch.setenv(key.upper(), "")
         monkeypatch.delenv(key.upper())
-    cli.launch(["--config_file", str(path), "train.py"])
+    cli.launch(["--config_file", str(path), __file__])
     assert {key: os.environ[key.upper()] for key in SIZES} == {key: str(value) for key, value in SIZES.items()}
     monkeypatch.setenv("PARALLELISM_CONFIG_PP_MICROBATCHES", "four")
     with pytest.raises(ValueError, match="parallelism_config_pp_microbatches is 'four'"):
