@@ -50,7 +50,8 @@ class QuantisedLayer(nn.Linear):
 
     def cut_problem(self, style: Any, tp: int) -> str | None:
         """Return the reason why tp ranks cannot each have a part of the layer as `style` says, or None if they can."""
-        if style.weight != Shard(1) or self.block >= self.in_features or self.in_features % (self.block * tp) == 0:
+        of_rows = all(self.scales.values())
+        if style.weight != Shard(1) or of_rows or self.in_features % (self.block * tp) == 0:
             return None
         blocks = self.in_features // self.block
         possible = ", ".join(str(n) for n in range(1, blocks + 1) if blocks % n == 0)
