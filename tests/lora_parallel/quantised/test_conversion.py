@@ -263,7 +263,9 @@ def test_a_cut_through_a_block_is_refused_with_what_works(tmp_path):
     dense(str(tmp_path / "narrow"), intermediate_size=64)  # a row is one block
     model = adapted(str(tmp_path / "narrow"), "nf4")
     hold_as_bytes(model)
-    with pytest.raises(ValueError, match=r"down_proj' cannot be rowwise: its 64 .* 1 blocks of 64, and tp=2 .* can be 1"):
+    with pytest.raises(
+        ValueError, match=r"down_proj' cannot be rowwise: its 64 .* 1 blocks of 64, and tp=2 .* can be 1"
+    ):
         resolve_plan(model, None, 2)
 
 
