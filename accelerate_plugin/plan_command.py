@@ -38,7 +38,7 @@ _SHOWN = 12
 """Number of meshes in the printed table; `--all` prints every one."""
 
 _MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_process_port": 29500}
-"""What processes of several machines need to find each other: placeholders, as a plan does not know the machines."""
+"""Hold the place of what lets processes of several machines find each other: a plan does not know the machines."""
 
 
 def plan(arguments: list[str]) -> None:

@@ -337,7 +337,7 @@ def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
 
 
 def test_where_a_script_stands_in_the_command_line():
-    """What stands behind the script is the script's own, also where `check` has an option of the name."""
+    """Hold that options behind the script are the script's own, also where `check` has one of the name."""
     own = ["--lr", "1", "--seq", "8", "--config_file", "b.yaml", "-m", "--num_processes", "2", "rest"]
     given = early_checks.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
     assert (given.module, given.script, given.config_file) == (True, "package.train", "a.yaml")

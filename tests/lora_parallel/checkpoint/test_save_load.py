@@ -240,7 +240,7 @@ def test_the_layout(pool, tmp_path):
 
 
 def shown(path: Path) -> str:
-    """What a save prints that takes as long as one of many bytes."""
+    """Return what a save prints that takes as long as one of many bytes."""
     model, optimizer = made("2x1", Case(dtype=torch.float32))
     with patch.object(progress, "_SHORT", 0.0), redirect_stderr(io.StringIO()) as said:
         save_checkpoint(model, optimizer, path)
