@@ -24,7 +24,7 @@ _BLOCK = re.compile(
     r"^(?P<mark><!-- not run: [^\n]* -->\n)?```python(?P<title>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 
-_SIZES = {**SIZES, "hidden_size": 64, "intermediate_size": 128}  # whole blocks of a 4-bit quantiser
+_SIZES = {**SIZES, "hidden_size": 128, "intermediate_size": 128}  # two blocks of a 4-bit quantiser for tp 2
 _LATENT: dict[str, Any] = {
     **{key: SIZES[key] for key in SIZES if key != "num_key_value_heads"},
     "num_key_value_heads": 4,
