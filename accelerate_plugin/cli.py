@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from accelerate_plugin.check_command import check_set_up
 from accelerate_plugin.config_file import config_file_of, mesh_sections, own_keys
 from accelerate_plugin.early_checks import CONFIG_FILES, OVER_THE_FILE, check_file, read_arguments
-from accelerate_plugin.file_values import check_machines, check_share
+from accelerate_plugin.file_values import check_machines, check_share, whole
 from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
 
@@ -134,26 +135,28 @@ def config(arguments: list[str]) -> None:
     if path.exists() and not given.force:
         raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
 
-    def ask(name: str, question: str, default: Any, convert: Callable[[str], Any]) -> None:
+    def ask(name: str, question: str, default: Any, convert: Callable[[str, str], Any] = whole) -> None:
         if getattr(given, name) is None:
             try:
                 answer = input(f"{question} [{default}]: ").strip()
             except EOFError as error:
                 raise ValueError(f"there is no terminal to ask on: give --{name}.") from error
-            setattr(given, name, convert(answer) if answer else default)
+            setattr(given, name, convert(name, answer) if answer else default)
 
-    ask("num_processes", "How many processes in all, one a GPU?", 4, _positive)
-    ask("num_machines", "On how many machines?", 1, _positive)
+    ask("num_processes", "How many processes in all, one a GPU?", 4)
+    ask("num_machines", "On how many machines?", 1)
     check_share(given.num_processes, given.num_machines)
     if given.num_machines > 1:
-        ask("machine_rank", "Which of them is this one (0 is the first)?", 0, _natural)
-        ask("main_process_ip", "What is the address of machine 0, as the others reach it?", "", str)
-        ask("main_process_port", "On which free port of it do the processes meet?", 29500, _positive)
+        ask("machine_rank", "Which of them is this one (0 is the first)?", 0, partial(whole, least=0))
+        ask(
+            "main_process_ip", "What is the address of machine 0, as the others reach it?", "", lambda _, answer: answer
+        )
+        ask("main_process_port", "On which free port of it do the processes meet?", 29500)
     _check_used(given)
     check_machines(vars(given))
-    ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1, _positive)
+    ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1)
     _shards(given, 1)
-    ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1, _positive)
+    ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1)
     _shards(given, given.dp_replicate_size)
     ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", _one_of("no", "bf16"))
     ask(
@@ -193,25 +196,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(answer: str) -> int:
-    if not answer.isdigit() or int(answer) < 1:
-        raise ValueError(f"{answer!r}: give a positive whole number.")
-    return int(answer)
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def convert(answer: str) -> str:
+def _one_of(*words: str) -> Callable[[str, str], str]:
+    def convert(name: str, answer: str) -> str:
         if answer not in words:
-            raise ValueError(f"{answer!r}: give {' or '.join(words)}.")
+            raise ValueError(f"{name} is {answer!r}: give {' or '.join(words)}.")
         return answer
 
     return convert
-
-
-def _natural(answer: str) -> int:
-    if not answer.isdigit():
-        raise ValueError(f"{answer!r}: give a whole number from 0 on.")
-    return int(answer)
 
 
 def _write(path: Path, given: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from accelerate_plugin.early_checks import check_precision, check_version
 from lora_parallel import ParallelConfig
-from lora_parallel.integration import suggest_arguments
+from lora_parallel.integration import check_positive, suggest_arguments
 
 __all__ = ["LoRAParallelPlugin"]
 
@@ -106,8 +106,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             ("pp_size", pp_size),
             ("dp_replicate_size", dp_replicate_size),
         ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: give a positive int.")
+            if value is not None:
+                check_positive(name, value)
         super().__init__(
             fsdp_version=2,
             reshard_after_forward=reshard_after_forward,

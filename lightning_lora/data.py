@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lora_parallel.integration import dp_rank, dp_size
 
-__all__ = ["UnevenPrediction", "check_shares", "moved_position", "seed_order", "seed_workers", "sync_metrics"]
+__all__ = ["UnevenPrediction", "check_shares", "seed_workers", "sync_metrics"]
 
 
 def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
@@ -36,75 +35,6 @@ def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Cal
     present = dataloader.worker_init_fn
     if present is None or (isinstance(present, partial) and present.func is worker_init_function):
         dataloader.worker_init_fn = partial(worker_init_function, rank=dp_rank(mesh))
-
-
-def seed_order(dataloader: object) -> None:
-    """Let the order of rows of a shuffling StatefulDataLoader follow from the seed and the epoch alone.
-
-    Lightning's sampler takes the order from torchdata's, which draws another one each time that it is asked: first to
-    begin and then to go to the position of a checkpoint. In its place comes the sampler that Lightning gives torch's
-    DataLoader.
-
-    Args:
-        dataloader: The dataloader, with Lightning's sampler. Any other one stays as it is.
-    """
-    torchdata: Any = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    batches: Any = getattr(dataloader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None)
-    own = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # of Lightning's DistributedSamplerWrapper
-    if torchdata is None or not isinstance(sampler, DistributedSampler) or not isinstance(own, torchdata.RandomSampler):
-        return
-    if not own.replacement and own.num_samples == len(own.data_source):
-        names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
-        batches.sampler = DistributedSampler(own.data_source, **{name: getattr(sampler, name) for name in names})
-
-
-_HOLDERS = {"_snapshot", "_main_snapshot", "_sampler_iter_state", "_index_sampler_state"}
-"""Keys in the state of torchdata's StatefulDataLoader under which the states of samplers are."""
-
-_SAMPLERS = {"sampler_state", "sampler_iter_state"}
-_ROWS = {"samples_yielded", "yielded"}
-"""Keys of the numbers of rows that a rank's sampler has given out in the epoch."""
-
-
-def moved_position(state: Any, before: int, after: int) -> Any:
-    """Return the state of a dataloader for another number of data-parallel ranks.
-
-    torchdata's samplers count the rows of one rank. A state of another form, from a loader of the user's own, is
-    returned as it is.
-    See torchdata/stateful_dataloader/sampler.py, https://github.com/meta-pytorch/data.
-
-    Args:
-        state: What the loader's `state_dict` returned.
-        before: The number of data-parallel ranks that saved it.
-        after: The number of them that go on.
-
-    Raises:
-        ValueError: The ranks do not divide the rows that were given out.
-    """
-    if not isinstance(state, dict):
-        return state
-    inside = {key: moved_position(value, before, after) for key, value in state.items() if key in _HOLDERS}
-    return {**state, **{key: _moved(value, before, after) for key, value in inside.items()}}
-
-
-def _moved(state: Any, before: int, after: int) -> Any:
-    if not isinstance(state, dict):
-        return state
-    moved = {}
-    for key, value in state.items():
-        if key in _SAMPLERS:
-            value = _moved(value, before, after)
-        elif key in _ROWS and isinstance(value, int):
-            rows, left = divmod(value * before, after)
-            if left:
-                raise ValueError(
-                    f"the checkpoint was saved in mid-epoch, after {value * before} rows, which {after} data-parallel "
-                    f"ranks do not divide: resume with {before}, or from a checkpoint of the end of an epoch."
-                )
-            value = rows
-        moved[key] = value
-    return moved
 
 
 def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from lightning_lora.data import moved_position
 from lightning_lora.fabric_state import FabricState, divide, kinds
 from lightning_lora.find_models import find_roots
+from lightning_lora.loader_position import moved_position
 from lightning_lora.namespace import is_lightning_module
 from lightning_lora.precision import PrecisionLogic
 from lightning_lora.strategy_base import BaseLogic

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from lightning_lora.communication import Communication
-from lightning_lora.data import seed_order, seed_workers
+from lightning_lora.data import seed_workers
+from lightning_lora.loader_position import seed_order
 from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
@@ -23,6 +24,7 @@ from lora_parallel.integration import (
     adopt_rank_zero,
     agreed,
     check_checkpoints,
+    check_positive,
     defer_from_pretrained,
     description_to_print,
     dp_rank,
@@ -122,8 +124,7 @@ class BaseLogic(Communication):
         super().__init__()
         dp_shard: Literal["auto"] | int = "auto"
         for name, size in (("data_parallel_size", data_parallel_size), ("replicate_size", replicate_size)):
-            if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
-                raise TypeError(f"{name}={size!r}: give a positive int.")
+            check_positive(name, size, also="auto")
         if data_parallel_size != "auto":
             if replicate_size < 1 or data_parallel_size % replicate_size:
                 raise ValueError(

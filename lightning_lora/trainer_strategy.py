@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lora.data import UnevenPrediction, check_shares, moved_position, sync_metrics
+from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
 from lightning_lora.find_models import find_roots
+from lightning_lora.loader_position import moved_position
 from lightning_lora.namespace import TrainerNamespace
 from lightning_lora.precision import PrecisionLogic
 from lightning_lora.signals import watch

@@ -1,4 +1,4 @@
-"""Suggest the argument that was meant when a call is given an unknown one.
+"""Check arguments: suggest the one that was meant when a call is given an unknown one, and check numbers.
 
 The front ends, and other libraries, name the same things differently.
 """
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
 
-__all__ = ["suggest_arguments"]
+__all__ = ["check_positive", "suggest_arguments"]
 
 T = TypeVar("T")
 
@@ -55,6 +55,27 @@ def suggest_arguments(kind: type[T]) -> type[T]:
 
     kind.__init__ = init  # type: ignore[method-assign]
     return kind
+
+
+def check_positive(name: str, value: object, also: str | None = None) -> None:
+    """Check that an argument is a positive int.
+
+    Args:
+        name: The name of the argument.
+        value: Its value.
+        also: A word that it may be too.
+
+    Raises:
+        TypeError: It is no int.
+        ValueError: It is less than 1.
+    """
+    if also is not None and value == also:
+        return
+    words = f"{name}={value!r}: give a positive int{f' or {also}' if also else ''}."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(words)
+    if value < 1:
+        raise ValueError(words)
 
 
 def _arguments(kind: type, last: type) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lora_parallel.arguments import suggest_arguments
+from lora_parallel.arguments import check_positive, suggest_arguments
 from lora_parallel.sizes import check_schedule
 
 __all__ = ["ParallelConfig"]
@@ -129,9 +129,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "dp_replicate", "timeout_seconds", "pp", "pp_microbatches", "pp_stages_per_rank"):
-            _positive(name, getattr(self, name))
-        if self.dp_shard != "auto":
-            _positive("dp_shard", self.dp_shard, or_auto=True)
+            check_positive(name, getattr(self, name))
+        check_positive("dp_shard", self.dp_shard, also="auto")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
         for name in (
@@ -211,10 +210,3 @@ class ParallelConfig:
         if isinstance(self.compile, Mapping):
             return self.compile
         return {} if self.compile else None
-
-
-def _positive(name: str, value: object, or_auto: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: give a positive int{' or auto' if or_auto else ''}.")
-    if value < 1:
-        raise ValueError(f"{name}={value}: give a positive int{' or auto' if or_auto else ''}.")

@@ -11,7 +11,7 @@ from lora_parallel.adapters.injection import has_adapters
 from lora_parallel.adapters.inspection import adapter_parameters, peft_configs
 from lora_parallel.adapters.load_adapter import load_adapter
 from lora_parallel.adapters.peft_format import check_config
-from lora_parallel.arguments import suggest_arguments
+from lora_parallel.arguments import check_positive, suggest_arguments
 from lora_parallel.checkpoint.calls import of_another
 from lora_parallel.checkpoint.meta import read_meta
 from lora_parallel.checkpoint.reader import (
@@ -71,6 +71,7 @@ __all__ = [
     "check_free",
     "check_loadable",
     "check_not_stale",
+    "check_positive",
     "clip_grad_value_",
     "collective_call",
     "defer_from_pretrained",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.docs_blocks import NOT_RUN, ROOT, TINY, blocks, run_page
 
@@ -22,7 +21,6 @@ def folder(tmp_path_factory):
     return root
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the blocks would take the GPUs of this machine")
 @pytest.mark.parametrize(
     "page",
     [

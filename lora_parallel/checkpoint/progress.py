@@ -5,15 +5,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from tqdm import tqdm
+
+from lora_parallel.storage.progress import saving_bar
 
 __all__ = ["SavePlanner"]
-
-_SHORT = 1.0
-"""Seconds after which the bar appears: the states of an adapter are usually written before that."""
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -21,8 +18,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        total, quiet = sum(map(_bytes, plan.items)), dist.get_rank() != 0
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="Saving", delay=_SHORT, disable=quiet)
+        self._bar = saving_bar("Saving states", sum(map(_bytes, plan.items)))
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:

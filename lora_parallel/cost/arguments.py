@@ -19,7 +19,6 @@ from lora_parallel.loading.known_quantisers import check_method
 
 __all__ = [
     "check_gpus",
-    "check_numbers",
     "check_optimizer",
     "check_pipeline",
     "config_of",
@@ -43,17 +42,6 @@ def hardware_of(hardware: str | Hardware, gpu_memory: float | None) -> Hardware:
     if not gpu_memory > 0:
         raise ValueError(f"gpu_memory={gpu_memory}: give the GiB of a GPU's memory.")
     return replace(hardware, gpu_memory=gpu_memory)
-
-
-def check_numbers(**numbers: int) -> None:
-    """Check that each number is a positive int.
-
-    Raises:
-        ValueError: One is not; the text names it.
-    """
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r}: give a positive int.")
 
 
 def check_gpus(gpus: int, hardware: Hardware) -> None:
@@ -95,7 +83,8 @@ def check_pipeline(config: ParallelConfig, microbatches: int) -> None:
     """
     if config.pp_schedule != "1f1b":
         raise ValueError(
-            f'pp_schedule="{config.pp_schedule}" has no prediction: it holds more than "1f1b", for which there is one.'
+            f'pp_schedule="{config.pp_schedule}" has no prediction: it holds more than "1f1b". Plan for '
+            'pp_schedule="1f1b".'
         )
     if config.pp_microbatches != microbatches:
         raise ValueError(

@@ -13,10 +13,10 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PretrainedConfig
 
+from lora_parallel.arguments import check_positive
 from lora_parallel.config import ParallelConfig
 from lora_parallel.cost.arguments import (
     check_gpus,
-    check_numbers,
     check_optimizer,
     check_pipeline,
     config_of,
@@ -113,12 +113,14 @@ def plan_memory(
         The plan.
 
     Raises:
+        TypeError: A number is no int.
         ValueError: An argument cannot work, or the config describes no causal language model.
         OSError: There is no config, or a process that simulates a step ended.
     """
     given = hardware_of(hardware, gpu_memory)
     batch = gpus * rows if batch_size is None else batch_size
-    check_numbers(gpus=gpus, sequence_length=sequence_length, rows=rows, batch_size=batch)
+    for number, value in (("gpus", gpus), ("sequence_length", sequence_length), ("rows", rows), ("batch_size", batch)):
+        check_positive(number, value)
     if batch % rows:
         raise ValueError(f"batch_size={batch} is no multiple of rows={rows}: give values that divide.")
     check_gpus(gpus, given)
@@ -129,7 +131,7 @@ def plan_memory(
     if full and lora_config is not None:
         raise ValueError("full=True trains all parameters, without adapters: leave lora_config out.")
     lora = lora_config or LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    check_numbers(r=lora.r)
+    check_positive("r", lora.r)
     described = config_of(model)
     name = str(model) if isinstance(model, (str, Path)) else type(described).__name__
     quantization = quantization_of(quantization_config, described, name)

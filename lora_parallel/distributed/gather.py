@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from lora_parallel.distributed.torch_private import local_region
+from lora_parallel.storage.progress import saving_bar
 
 __all__ = ["class_of", "gather_on_rank_zero", "local", "persistent_buffers", "region_of", "reshard", "sharded_as"]
 
 _BUCKET_BYTES = 64 * 2**20
-_SHORT = 1.0
-"""Seconds after which rank 0 shows a progress bar: an adapter is usually saved before that."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -105,9 +103,7 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     union = {name: held for theirs in everyone for name, held in theirs.items()}
     gathered: dict[str, Tensor] = {}
     sizes = {name: held.whole_bytes for name, held in union.items()}
-    progress = tqdm(
-        total=sum(sizes.values()), unit="B", unit_scale=True, desc="Saving", delay=_SHORT, disable=rank != 0
-    )
+    progress = saving_bar("Saving", sum(sizes.values()))
     for bucket in _buckets(union):
         parts = [_bytes_to_send(detached[name]) for name in bucket if name in detached]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)

@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.inspection import check_unmerged
@@ -31,6 +30,7 @@ from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.loading.transformers_quantisers import reverted
 from lora_parallel.state import state_of
 from lora_parallel.storage.atomic import Scratch, check_free, local_path
+from lora_parallel.storage.progress import bytes_bar
 
 __all__ = ["export_merged"]
 
@@ -95,7 +95,7 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
                 max_shard_size=max_shard_size,
             )
         total = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
-        with tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=not writer) as progress:
+        with bytes_bar("Merging", total, shown=writer) as progress:
             for name, keys in files.filename_to_tensors.items():
                 failure = write_safetensors(
                     scratch.path / name, {key: stored[key].node for key in keys}, writer, progress.update

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from lora_parallel.distributed.gather import local, region_of, sharded_as
 from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Derived, Leaf, Node, Piece, Region, describe, read_blocks
 from lora_parallel.lazy.tracking import forget, lazy_tensors_of
+from lora_parallel.storage.progress import bytes_bar
 
 __all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
 
@@ -146,9 +146,7 @@ def read_weights(model: nn.Module, device: str) -> None:
     total = sum(_bytes(piece) for work in by_source.values() for piece, _ in work)
     # Computed tensors (source None) come last: to compute one opens the files of its inputs.
     ordered = sorted(by_source, key=lambda source: (source is None, str(source.path) if source else ""))
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="Reading weights", disable=_rank() != 0 or not total
-    ) as progress:
+    with bytes_bar("Reading weights", total, shown=_rank() == 0 and total > 0) as progress:
         for source in ordered:
             if source is None:
                 for work in _by_leaf(by_source[source]):

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_lora.data import moved_position
 from lora_parallel.adapters import save_adapter as adapter_writer
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.storage import atomic
@@ -230,12 +229,6 @@ def test_a_loaders_position_is_that_of_all_ranks(pool, tmp_path):
     for mesh in ("1x2", "2x1"):
         for losses in pool.run(2, counted, mesh, str(tmp_path), 2):
             assert losses == pytest.approx(whole[2:], abs=1e-6)
-    assert moved_position({"_sampler_iter_state": {"samples_yielded": 8}}, 2, 1)["_sampler_iter_state"] == {
-        "samples_yielded": 16
-    }
-    assert moved_position({"position": 3, "yielded": 4}, 2, 1) == {"position": 3, "yielded": 4}
-    with pytest.raises(ValueError, match="after 16 rows, which 3 data-parallel ranks do not divide: resume with 2"):
-        moved_position({"_snapshot": {"_main_snapshot": {"_sampler_iter_state": {"yielded": 8}}}}, 2, 3)
 
 
 class Random(Scheduled):

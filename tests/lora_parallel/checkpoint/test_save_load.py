@@ -36,9 +36,9 @@ from lora_parallel import (
     save_checkpoint,
     wait_for_save,
 )
-from lora_parallel.checkpoint import progress
 from lora_parallel.checkpoint.optimizer_state import optimizer_state, restored
 from lora_parallel.distributed.gather import local
+from lora_parallel.storage import progress
 from tests.cases import cases
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, trained
 from tests.rows import rows
@@ -249,7 +249,8 @@ def shown(path: Path) -> str:
 
 def test_rank_0_shows_the_bytes_of_its_shards(pool, tmp_path):
     first, second = pool.run(2, shown, tmp_path / "step-1")
-    assert "Saving: 100%" in first
+    assert "Saving states: 100%" in first
+    assert "Saving: 100%" in first, "the adapter"
     assert "B/s" in first
     assert second == ""
 

@@ -101,7 +101,7 @@ def test_a_mesh_that_parallelize_refuses_has_its_error():
     ("changes", "error", "text"),
     [
         ({"gpus": 0}, ValueError, "gpus=0: give a positive int"),
-        ({"sequence_length": "8k"}, ValueError, "sequence_length='8k': give a positive int"),
+        ({"sequence_length": "8k"}, TypeError, "sequence_length='8k': give a positive int"),
         ({"hardware": "H1000"}, ValueError, "hardware='H1000': give one of A100-40, A100, H100"),
         ({"gpu_memory": -1}, ValueError, "gpu_memory=-1: give the GiB"),
         ({"optimizer": "Adamw"}, ValueError, "optimizer='Adamw': give the name of a class of torch.optim"),
