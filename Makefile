@@ -56,7 +56,7 @@ matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes,
 	$(BIN)/python -m pytest -m matrix $(ARGS)
 
 faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instants, and let them go on
-	FAULTS=20 $(BIN)/python -m pytest tests/lora_parallel/checkpoint/test_faults.py $(ARGS)
+	FAULTS=20 $(BIN)/python -m pytest -m processes tests/lora_parallel/checkpoint/test_faults.py $(ARGS)
 
 oracle-table: $(VENV)/.dev ## hold every model family and feature against one process, into docs/oracle.md
 	$(BIN)/python -m benchmarks.oracle $(ARGS)

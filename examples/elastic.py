@@ -84,12 +84,12 @@ def main() -> None:
             stopping = stop.requested()
             if stopping or step % args.save_every == 0:
                 save_checkpoint(model, optimizer, checkpoints / f"step-{step}", {"step": step}, keep_last=3)
-    if not stopping:
-        save_adapter(model, args.output / "adapter")
-    if dist.get_rank() == 0:
-        print(f"{'stopped' if stopping else 'finished'} after step {step}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        if not stopping:
+            save_adapter(model, args.output / "adapter")
+        if dist.get_rank() == 0:
+            print(f"{'stopped' if stopping else 'finished'} after step {step}", flush=True)
+        dist.barrier()
+        dist.destroy_process_group()  # still in the block: a signal may come a second time
 
 
 if __name__ == "__main__":

@@ -212,6 +212,7 @@ def test_the_quick_start_runs(tmp_path, name):
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
+@pytest.mark.matrix  # test_elastic.py starts two agents too
 @pytest.mark.processes
 def test_two_agents_of_torchrun(tmp_path):
     """Run as on two machines, with two processes each, in an empty folder; PEFT loads what comes out."""

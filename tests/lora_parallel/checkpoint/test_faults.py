@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from lora_parallel import latest_checkpoint, wait_for_save
 from lora_parallel.checkpoint import writer
+from tests.cases import cases
 from tests.lora_parallel.checkpoint.resume import STEPS, Job, Trained
 from tests.oracle import differing, ranks_of, relative_error
 from tests.workers import Failure
@@ -101,7 +102,7 @@ def goes_on(pool, folder: Path, undisturbed: Trained, mesh: str) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["one rank", "every rank", "disk"])
+@pytest.mark.parametrize("kind", cases("every rank", "disk", matrix=["one rank"]))
 def test_a_disturbed_job_ends_as_an_undisturbed_one(pool, impatient_pool, tmp_path, undisturbed, kind, capsys):
     whole, seconds = undisturbed
     draw = random.Random(f"{kind} {COUNT}")

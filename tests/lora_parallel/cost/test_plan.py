@@ -31,7 +31,7 @@ def checkpoint(run, folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", cases("experts", "LoRA", matrix=["LoRA, recomputed", "full", "QLoRA"]))
+@pytest.mark.parametrize("kind", cases("experts", matrix=["LoRA", "LoRA, recomputed", "full", "QLoRA"]))
 def test_prediction_is_what_one_process_measures(pool, tmp_path, kind):
     run = KINDS[kind]
     (found,) = pool.run(1, measure, run, checkpoint(run, tmp_path), {})

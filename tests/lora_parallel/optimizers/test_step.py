@@ -20,16 +20,15 @@ from tests.workers import Failure, attempt
 
 EACH_KIND = [
     "Rprop",
-    "Adafactor of transformers",
     "Muon",
     "LBFGS, line search",
-    "AdamW, schedule-free",
-    "LoRA-FA",
     "bitsandbytes AdamW 8-bit",
     "torchao AdamW 8-bit",
     "one that nobody knows",
 ]
-"""Name the optimizers that `make test` runs: one for each way of stepping and of keeping states."""
+"""Name the optimizers that `make test` runs: one for each way of stepping and of keeping states. Other tests have
+Adafactor and a schedule-free one.
+"""
 
 
 def check(found: dict[str, Any], want: dict[str, Any], part: int) -> None:
