@@ -23,11 +23,10 @@ EACH_KIND = [
     "Muon",
     "LBFGS, line search",
     "bitsandbytes AdamW 8-bit",
-    "torchao AdamW 8-bit",
     "one that nobody knows",
 ]
 """Name the optimizers that `make test` runs: one for each way of stepping and of keeping states. Other tests have
-Adafactor and a schedule-free one.
+Adafactor, a schedule-free one and torchao's.
 """
 
 
