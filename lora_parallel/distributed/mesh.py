@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -102,7 +104,21 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
                 flatten_axes(mesh, parts, name, "gloo" if gloo else None)
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
+    atexit.unregister(_destroy_gloo_at_exit)
+    atexit.register(_destroy_gloo_at_exit)
     return mesh
+
+
+def _destroy_gloo_at_exit() -> None:
+    """Destroy gloo's process groups as the process ends, if the script has left them and no error has ended it.
+
+    A thread of gloo that frees a tensor while Python ends aborts the process: docs/upstream/gloo_exit.md. After an
+    error the groups stay as they are, because to destroy them waits for peers that may never come.
+    """
+    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
+        return
+    if all(backend.endswith(":gloo") for backend in dist.get_backend_config().split(",")):
+        dist.destroy_process_group()
 
 
 def possible_axes() -> list[tuple[str, ...]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,3 +137,28 @@ def own_groups():
 def test_every_axis_has_a_group_of_its_own_with_one_thread(pool):
     """Also the axis of all ranks, for which `init_device_mesh` takes the default group by itself."""
     assert pool.run(2, own_groups) == [([1, 1, 1], False, 2)] * 2
+
+
+ENDS = """
+import atexit, os, sys
+import torch.distributed as dist
+from lora_parallel import ParallelConfig, build_mesh
+
+for fails in (False, True):
+    child = os.fork()
+    if child == 0:
+        atexit.register(lambda: print(f"fails: {fails}, group: {dist.is_initialized()}", flush=True))
+        build_mesh(ParallelConfig(), "cpu")
+        if fails:
+            raise RuntimeError("on purpose")
+        sys.exit()
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.processes
+def test_a_process_destroys_gloos_groups_as_it_ends_without_an_error():
+    """Otherwise some end with SIGABRT: docs/upstream/gloo_exit.md. After an error a peer may never come."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    assert "RuntimeError: on purpose" in done.stderr
+    assert done.stdout.splitlines() == ["fails: False, group: False", "fails: True, group: True"]
