@@ -11,7 +11,7 @@ from tests.oracle import ranks_of
 from tests.trainer_rows import ROWS, errors, tuned, write_base
 from tests.workers import Failure
 
-FAST = ["DPO, a reference model", "KTO, a trained adapter", "Reward", "ORPO", "GRPO", "GRPO, accumulated"]
+FAST = ["DPO, a reference model", "KTO, a trained adapter", "Reward", "GRPO"]
 SAMPLED = [name for name, row in ROWS.items() if row.mesh == "1x2"]
 REST = [name for name in ROWS if name not in (*FAST, *SAMPLED)]
 

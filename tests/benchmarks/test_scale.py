@@ -13,6 +13,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_simulated_ranks(tmp_path):
     """With r = 3 on four dp ranks, a factor that is cut along its rows would leave a rank without any of it."""

@@ -97,9 +97,9 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "2x1"]))
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["2x2", "1x2"]))
 def test_evaluation_leaves_training_as_it_was(pool, mesh):
-    for order in ORDERS[: 3 if mesh == "2x2" else 1]:
+    for order in ORDERS[: 1 if mesh == "1x2" else 3]:
         want, _ = sequence(None, order)
         for got, inference in pool.run(ranks_of(mesh), sequence, mesh, order):
             check(got, want)

@@ -39,14 +39,12 @@ from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.quantised import packed_weight
 from lora_parallel.quantised.conversion import check_quantised, hold_as_bytes
 from tests.cases import cases
-from tests.lora_parallel.quantised.test_conversion import KINDS, LLAMA, base, batch, dense, gradients
+from tests.lora_parallel.quantised.test_conversion import FEW, KINDS, LLAMA, base, batch, dense, gradients
 from tests.oracle import differing, fill_adapters, on_mesh, ranks_of
 from tests.workers import Failure, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FUSED = ("nf4", "nf4, double", "int8", "torchao int8 by group")
-FEW = ["nf4, double", "int8", "torchao int8 by group"]
-"""Name the kinds that `make test` runs on ranks: one for each way of keeping scales."""
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +208,7 @@ def peaks(mesh_text: str, path: str, saved: dict[str, str], whole: bool) -> dict
 def wide(tmp_path_factory) -> tuple[str, dict[str, str]]:
     root = tmp_path_factory.mktemp("wide")
     dense(str(root / "dense"), **WIDE)
-    saved = {kind: str(root / kind) for kind in ("nf4", "nf4, double", "int8", "torchao int8 by group")}
+    saved = {kind: str(root / kind) for kind in FEW}
     for kind, folder in saved.items():
         loaded(str(root / "dense"), kind).save_pretrained(folder)
     return str(root / "dense"), saved
