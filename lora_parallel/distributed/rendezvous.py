@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from math import ceil
 from types import FrameType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -279,9 +280,10 @@ def is_done(work: dist.Work, device: str, until: float) -> bool:
     left = max(until - start, 0.001)
     if device == "cpu":
         try:
-            work.wait(timedelta(seconds=left))
+            work.wait(timedelta(milliseconds=ceil(1000 * left)))  # torch cuts off parts of milliseconds
         except RuntimeError:
-            if work.is_completed():
+            # What fails before the time is over has failed, also where gloo never calls it complete: a reduce-scatter.
+            if work.is_completed() or time.monotonic() - start < left:
                 raise
             return False  # a wait for gloo's work may be repeated after a timeout
         return True

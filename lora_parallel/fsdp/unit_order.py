@@ -112,15 +112,21 @@ class UnitOrder:
         """Wait for the collective of a step that was taken; stop if a rank of `group` asks about another step.
 
         Raises:
-            RuntimeError: A rank of `group` takes another step; raised on every rank.
+            RuntimeError: A rank of `group` takes another step; raised on every rank. Or the collective has failed.
         """
-        awaited = False
-        while not is_done(work, "cpu", time.monotonic() + PATIENCE):
+        awaited, failure = False, None
+        while failure is None:
+            try:
+                if is_done(work, "cpu", time.monotonic() + PATIENCE):
+                    return
+            except RuntimeError as error:  # gloo's reduce-scatter knows no other timeout than that of its group
+                failure = error
             # Two checks in a row must find such a rank: one that has taken this step, and asks about a later one, has
             # let this collective end by the second check.
             awaited, before = is_awaited_by(dist.get_process_group_ranks(group), self._ranks), awaited
-            if awaited and before:
+            if awaited and (before or failure is not None):
                 meet(step, _REMEDY, self._ranks)
+        raise failure
 
     def forget_place(self) -> None:
         """Forget the place in the pass, after a pass that has ended early, so that ranks compare the next step."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +19,7 @@ import torch.distributed as dist
 
 from lora_parallel import load_adapter, parallelize, save_adapter
 from lora_parallel.distributed import rendezvous
-from lora_parallel.distributed.rendezvous import limit_waiting, meet, wait_for
+from lora_parallel.distributed.rendezvous import is_done, limit_waiting, meet, wait_for
 from lora_parallel.distributed.torch_private import default_store
 from tests.cases import cases
 from tests.logs import listening
@@ -147,3 +150,28 @@ def test_alone_in_a_job_of_one_process_nothing_waits():
 def test_reminders_become_sparse():
     reminders = rendezvous._reminders()
     assert [next(reminders) for _ in range(6)] == [10, 30, 60, 300, 600, 1200]
+
+
+def waits_for_the_dead() -> tuple[str, int]:
+    """Wait in a reduce-scatter whose peer is killed: the error, and how often the wait was begun."""
+    output, given = torch.empty(2), torch.ones(4)
+    dist.reduce_scatter_tensor(output, given)  # the ranks are connected
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.reduce_scatter_tensor(output, given, async_op=True)
+    for begun in range(10):
+        try:
+            if is_done(work, "cpu", time.monotonic() + 3):
+                return "no error", begun
+        except RuntimeError as error:
+            return str(error), begun
+    return "none of ten waits ended", 10
+
+
+def test_a_wait_ends_when_the_peer_is_killed(pool):
+    """Gloo's reduce-scatter is never complete then, but each wait for it fails at once."""
+    first, second = pool.try_run(2, waits_for_the_dead)
+    assert "SIGKILL" in second.message
+    error, begun = first
+    assert "Connection" in error
+    assert begun <= 1
