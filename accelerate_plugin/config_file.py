@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import yaml
 
+from accelerate_plugin.file_values import whole
+
 __all__ = [
     "check_config",
     "check_config_file",
@@ -152,9 +154,7 @@ def own_settings() -> dict[str, Any]:
     given = own_keys(content) | {key: os.environ[key.upper()] for key in _OWN_KEYS if os.environ.get(key.upper())}
     settings: dict[str, Any] = {}
     for key, text in given.items():
-        if _OWN_KEYS[key] is int and not text.isdigit():
-            raise ValueError(f"{key} is {text!r}: give a positive whole number.")
-        settings[key.removeprefix("parallelism_config_")] = _OWN_KEYS[key](text)
+        settings[key.removeprefix("parallelism_config_")] = whole(key, text) if _OWN_KEYS[key] is int else text
     return settings
 
 

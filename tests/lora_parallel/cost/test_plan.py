@@ -90,6 +90,14 @@ def test_a_small_gpu_gets_more_options_and_then_no_mesh():
     assert few.meshes[0].total == min(each.total for each in few.meshes if not each.refused)
 
 
+@pytest.mark.matrix  # the command's test has the same refusal
+def test_a_mesh_that_parallelize_refuses_has_its_error():
+    odd = LlamaConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=3, vocab_size=64)
+    plan = plan_memory(odd, ParallelConfig(tp=2), gpus=2, sequence_length=16, progress=False)
+    assert plan.recommended is None
+    assert "heads" in plan.meshes[0].refused
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
