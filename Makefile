@@ -3,16 +3,19 @@ PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= outputs/demo
 ARGS ?=
+SHARD ?=
 REPOSITORY ?=
 
 BIN := $(VENV)/bin
+# One process for the engine's tests that start ranks, one for the front ends'; both take the others. ARGS="-n 0" is one.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test test-fast matrix faults oracle-table optimizer-table trainer-table memory-table: export OMP_NUM_THREADS := 1
+demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast matrix faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint dist docs clean
+.PHONY: help demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,10 +25,13 @@ demo: $(VENV)/.installed ## fine-tune a small model with LoRA on four processes 
 		--accelerator cpu --output $(OUTPUT) $(ARGS)
 
 test: $(VENV)/.dev ## run the tests; ARGS="-k styles" is passed to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: $(VENV)/.dev ## run the tests that start no processes, while you edit
 	$(BIN)/python -m pytest -m "not processes and not matrix" $(ARGS)
+
+test-times: $(VENV)/.dev ## run the tests, and say what their seconds went into, by folder and by kind of work
+	$(BIN)/python -m pytest -p tests.times --durations=0 --durations-min=0.05 $(ARGS)
 
 bench: $(VENV)/.dev ## time a training step against PEFT, FSDP2, Accelerate, Lightning; ARGS=--short for a look
 	$(BIN)/python benchmarks/step.py $(ARGS)
@@ -52,8 +58,8 @@ bench-pipeline: $(VENV)/.dev ## simulate and draw pipeline schedules, and measur
 gpu: ## check and time everything on this machine's GPUs, with PYTHON's own packages, into docs/gpu.md
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
-matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes, with more models
-	$(BIN)/python -m pytest -m matrix $(ARGS)
+matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes, with more models; SHARD=2/4 a part of it
+	$(PYTEST) -m matrix $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instants, and let them go on
 	FAULTS=20 $(BIN)/python -m pytest -m processes tests/lora_parallel/checkpoint/test_faults.py $(ARGS)

@@ -82,15 +82,16 @@ def check_parameters(owner: Any, name: str, parameters: str) -> None:
         ImportError: The method has other parameters, or does not exist.
     """
     home = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__name__}"
-    package = home.split(".")[0]
-    place = f"{package} {version(package)} changed {home}.{name}"
-    remedy = f"Use a version of {package} that this release was tested with, or a later release of lightning-lora."
     original = inspect.unwrap(_function(owner.__dict__.get(name, None) or _absent))
-    if original is _absent:
-        raise ImportError(f"{place}: it is gone. {remedy}")
     found = " ".join(inspect.signature(original).parameters)
-    if found != parameters:
-        raise ImportError(f"{place}: its parameters are ({found}), not ({parameters}). {remedy}")
+    if original is not _absent and found == parameters:
+        return
+    problem = "it is gone" if original is _absent else f"its parameters are ({found}), not ({parameters})"
+    package = home.split(".")[0]  # its version is in a file, which is read for the error only
+    raise ImportError(
+        f"{package} {version(package)} changed {home}.{name}: {problem}. Use a version of {package} that this release "
+        "was tested with, or a later release of lightning-lora."
+    )
 
 
 def _absent() -> None: ...

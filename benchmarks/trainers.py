@@ -23,10 +23,9 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 from tqdm import tqdm
 
 from benchmarks.tables import run_table
-from tests import workers
 from tests.oracle import ranks_of
 from tests.trainer_rows import ROWS, STEPS, errors, tuned, write_base
-from tests.workers import Failure, WorkerPool
+from tests.workers import FRONT_ENDS, Failure, WorkerPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
 MARK = "<!-- written by make trainer-table -->"
@@ -39,8 +38,7 @@ def table(names: list[str]) -> tuple[str, bool]:
         "|---|---|---|---|---|---|",
     ]
     good = True
-    workers._PRELOAD += ["tests.trainer_rows"]
-    pool = WorkerPool()
+    pool = WorkerPool(modules=FRONT_ENDS)
     with tempfile.TemporaryDirectory() as folder:
         base = write_base(Path(folder) / "base")
         for name in tqdm(names):

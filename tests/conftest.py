@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -13,38 +16,59 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that tests start would take t
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests.workers import WorkerPool
+from tests.workers import FRONT_ENDS, WorkerPool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Processes to run ranks in."""
-    workers = WorkerPool()
-    yield workers
-    workers.close()
+    with closing(WorkerPool()) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def front_end_pool() -> Iterator[WorkerPool]:
+    """Processes that have imported the front ends: what `pool` is in the folders of their tests."""
+    with closing(WorkerPool(modules=FRONT_ENDS)) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="session")
 def impatient_pool() -> Iterator[WorkerPool]:
-    """The same, for what leaves a rank waiting for a peer that does not come."""
-    workers = WorkerPool(timeout=20)
-    yield workers
-    workers.close()
+    """Processes for what leaves a rank waiting for a peer that does not come."""
+    with closing(WorkerPool(timeout=20)) as workers:
+        yield workers
 
 
 MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 """Meshes that have no mechanism which 1x1, 2x1, 1x2, 2x2, 2x1x1 and 2x2x1 lack."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--shard`."""
+    parser.addoption("--shard", metavar="2/4", type=_shard, help="run the second quarter of the tests")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard: write 1/4, 2/4, 3/4 or 4/4 for a quarter")
+    return int(number), int(count)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that run ranks as `processes`, and as `matrix` those on more ranks of the same kind.
 
-    `make test-fast` leaves the former out; `make test` the latter, if a test has another mesh at all.
+    `make test-fast` leaves the former out; `make test` the latter, if a test has another mesh at all. A shard keeps the
+    tests whose names it draws, the same on every machine and whatever else is chosen.
     """
     functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
     for item in items:
-        if {"pool", "own_pool", "impatient_pool"} & set(getattr(item, "fixturenames", ())):
+        names = set(getattr(item, "fixturenames", ()))
+        if names & {"pool", "own_pool", "impatient_pool"}:
             item.add_marker("processes")
+            if config.pluginmanager.hasplugin("xdist"):
+                item.add_marker(pytest.mark.xdist_group("front ends" if "front_end_pool" in names else "engine"))
         arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()
         more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)
         functions[item.nodeid.partition("[")[0]].append((item, more))
@@ -53,3 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item, more in cases:
                 if more:
                     item.add_marker("matrix")
+    if shard := config.getoption("shard"):
+        number, count = shard
+        shards: list[list[pytest.Item]] = [[] for _ in range(count)]
+        for item in items:
+            shards[zlib.crc32(item.nodeid.encode()) % count].append(item)
+        items[:] = shards.pop(number - 1)
+        config.hook.pytest_deselected(items=[item for each in shards for item in each])

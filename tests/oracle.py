@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -30,6 +29,7 @@ from transformers import (
 )
 
 from tests import workers
+from tests.caches import copied, kept
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -47,6 +47,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+@copied
 def causal_lm(
     family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any
 ) -> PreTrainedModel:
@@ -188,7 +189,7 @@ def ranks_of(text: str) -> int:
     return prod(parse_mesh(text).values())
 
 
-@cache
+@kept
 def mesh_of(text: str) -> DeviceMesh:
     """The mesh of these sizes; each makes process groups, so one for all tests of a rank."""
     from lora_parallel import ParallelConfig, build_mesh

@@ -18,6 +18,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from tests.caches import copied
 from tests.oracle import SEVEN, full, on_mesh, over_stages, parse_mesh, ranks_of, relative_error, trained
 from tests.workers import Failure, WorkerError, WorkerPool, attempt
 
@@ -34,8 +35,13 @@ def base_model(name: str, settings: dict[str, Any], change: Callable[[Any], None
 
     Embeddings are larger, or the blocks of these sizes make all tokens alike and gradients of attention vanish.
     """
+    return _base_model(name, deeper(settings), change)
+
+
+@copied
+def _base_model(name: str, settings: dict[str, Any], change: Callable[[Any], None] | None) -> nn.Module:
     kind = getattr(transformers, name)
-    model = kind(kind.config_class(**deeper(settings)))
+    model = kind(kind.config_class(**settings))
     if change is not None:
         change(model)
     generator = torch.Generator().manual_seed(0)
@@ -640,7 +646,26 @@ def compare(pool: WorkerPool, row: Row, mesh: str, want: Step) -> Cell:
     raised = [each for each in answers if isinstance(each, Failure)]
     if raised:
         return Cell(failure=f"{raised[0].kind}: {raised[0].message}\n{raised[0].trace}")
-    found = [each for (each,) in answers]
+    return judge(row, mesh, [each for (each,) in answers], want)
+
+
+def all_on_ranks(names: list[str], column: str) -> list[Step | Failure]:
+    """Several rows, one after the other, on every rank."""
+    return [found for name in names for found in on_ranks(name, column)]
+
+
+def compare_all(pool: WorkerPool, chosen: list[Row], mesh: str, want: Callable[[str], Step]) -> dict[str, Cell]:
+    """Compare rows in one call of the pool; one by one, if one of them raises what is no refusal."""
+    try:
+        answers = pool.run(ranks_of(mesh_in(mesh)), all_on_ranks, [row.name for row in chosen], mesh)
+    except WorkerError:
+        return {row.name: compare(pool, row, mesh, want(row.name)) for row in chosen}
+    by_row = zip(chosen, zip(*answers, strict=True), strict=True)
+    return {row.name: judge(row, mesh, list(found), want(row.name)) for row, found in by_row}
+
+
+def judge(row: Row, mesh: str, found: list[Step | Failure], want: Step) -> Cell:
+    """Hold what every rank found against one process."""
     refusals = [each.message for each in found if isinstance(each, Failure)]
     if refusals:
         return Cell(refusal=refusals[0]) if len(refusals) == len(found) else Cell(failure="refused on some ranks only")

@@ -5,13 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.workers import WorkerError, WorkerPool
+from tests.workers import Failure, WorkerError, WorkerPool
+
+ROOT = Path(__file__).parent.parent
 
 
 def crashing(how: str) -> int:
@@ -25,9 +32,8 @@ def crashing(how: str) -> int:
 
 @pytest.fixture
 def own_pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool()
-    yield workers
-    workers.close()
+    with closing(WorkerPool(timeout=20)) as workers:
+        yield workers
 
 
 @pytest.mark.parametrize("how", ["SIGSEGV", "SIGABRT"])
@@ -58,3 +64,60 @@ def test_answers_that_come_late_are_no_answers_of_the_next_run(own_pool):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert own_pool.run(1, dist.get_rank) == [0]
+
+
+def raising(how: str) -> None:
+    if how == "in one group out of step":
+        halves = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        if dist.get_rank():
+            dist.all_reduce(torch.zeros(1), group=halves[1], async_op=True)
+    if how == "alike" or dist.get_rank() or "step" in how:
+        raise ValueError(f"on rank {dist.get_rank()}")
+    if how == "of another kind":
+        raise TypeError("on rank 0")
+
+
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [("alike", True), ("on one rank", False), ("of another kind", False), ("in one group out of step", False)],
+)
+def test_ranks_that_raise_alike_and_meet_again_are_kept(own_pool, how, kept):
+    before = own_pool.run(2, os.getpid)
+    raised = [answer for answer in own_pool.try_run(2, raising, how) if isinstance(answer, Failure)]
+    assert any(answer.message == "on rank 1" for answer in raised)
+    assert (own_pool.run(2, os.getpid) == before) is kept
+    assert own_pool.run(2, dist.get_rank) == [0, 1]
+
+
+def test_ranks_that_fail_where_none_should_are_not_kept(own_pool):
+    before = own_pool.run(2, os.getpid)
+    with pytest.raises(WorkerError, match="2 of 2 ranks failed"):
+        own_pool.run(2, raising, "alike")
+    assert not set(own_pool.run(2, os.getpid)) & set(before)
+
+
+def imported(names: list[str]) -> list[bool]:
+    return [name in sys.modules for name in names]
+
+
+def test_ranks_of_engine_tests_have_not_imported_the_front_ends(own_pool, front_end_pool):
+    names = ["lora_parallel", "accelerate_plugin", "lightning_lora", "lightning", "trl"]
+    assert own_pool.run(1, imported, names) == [[True, False, False, False, False]]
+    assert front_end_pool.run(1, imported, names) == [[True] * 5]
+
+
+def test_a_process_that_ends_without_closing_its_pool_leaves_no_rank(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom tests.workers import WorkerPool\n"
+        "if __name__ == '__main__':\n    print(*WorkerPool(modules=()).run(2, os.getpid))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,14 +1,18 @@
-"""A pool of processes that tests run functions in, as the ranks of a gloo process group.
+"""A pool of processes that tests run functions in, as the ranks of a process group.
 
-Start-up costs more than the maths: the processes are forked from a server that has imported everything, once a session
-for each world size, and keep their process group. Every group has a short timeout, so a hang is a failure in seconds; a
-group in which a rank fails, or does not answer, is killed and started anew. What a rank prints to standard error goes
-to a file, which is told if it crashes: where its threads were, in Python and below.
+Start-up costs more than the maths. A server imports what ranks need once, and forks them; ranks keep their process
+group from test to test. Engine tests and front-end tests have a server each, so that no engine test runs on an
+Accelerate that has been patched. Every group has a short timeout, so a hang is a failure in seconds. A group in which a
+rank fails or does not answer is killed and started anew, unless its ranks all raised alike, as the test expected, and
+then meet in all of their process groups. What a rank prints to standard error goes to a file, which is part of the
+error if the rank crashes: where its threads were, in Python and below.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -17,18 +21,34 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from functools import cache
+from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = 60
 ANSWER_TIMEOUT = 300
-TOLD = 30_000  # characters of what a rank that died has printed
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "peft", "tests.oracle"]
+MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
+PRINTED = 30_000  # characters of what a rank that died has printed
+
+ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.integration", "tests.rows")
+"""What the server of the engine's tests imports."""
+
+FRONT_ENDS = (
+    *ENGINE,
+    "lightning_lora",
+    "tests.lightning_lora.harness",
+    "tests.accelerate_plugin.harness",
+    "tests.trainer_rows",
+)
+"""What the server of the front ends' tests imports."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,9 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return Failure(type(error).__name__, str(error), traceback.format_exc())
 
 
+# ---------------------------------------------------------------------- a rank
+
+
 def _send(pipe: Connection, value: Any) -> None:
     """As bytes: `pipe.send` would move tensors to shared memory, in place, while other threads of a rank may still hold
     them, and a file descriptor of each would go with it.
@@ -69,27 +92,46 @@ def _received(pipe: Connection) -> Any:
     return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
 
 
-def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection, timeout: int) -> None:
+@dataclass(frozen=True)
+class Group:
+    """A process group that ranks are started in."""
+
+    world_size: int
+    store: str
+    timeout: int
+    backend: str
+    prepare: Callable[[], None] | None
+
+    def log(self, rank: int) -> Path:
+        """File of what a rank prints to standard error."""
+        return Path(f"{self.store}.{rank}.log")
+
+
+def _serve(group: Group, rank: int, pipe: Connection) -> None:
     global COLLECTIVE_TIMEOUT
-    COLLECTIVE_TIMEOUT = timeout
+    COLLECTIVE_TIMEOUT = group.timeout
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.dup2(os.open(group.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
     torch._C._set_print_stack_traces_on_fatal_signal(True)
-    import torch.distributed as dist
-
     from lora_parallel.distributed.torch_private import one_gloo_thread
+    from tests.caches import keep_plans
+    from tests.times import watch_rank
 
+    watch_rank(rank, group.world_size)
+    keep_plans()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if group.prepare is not None:
+        group.prepare()
     with (
         one_gloo_thread()
     ):  # with two a rank's heap is corrupted in one full run of fifteen: docs/upstream/gloo_threads.md
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
+            group.backend,
+            init_method=f"file://{group.store}",
             rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            world_size=group.world_size,
+            timeout=timedelta(seconds=group.timeout),
         )
     while True:
         try:
@@ -102,26 +144,109 @@ def _serve(rank: int, world_size: int, store: str, log: Path, pipe: Connection, 
         _send(pipe, attempt(function, *args))
 
 
-def _ending(exitcode: int | None) -> str:
-    return f"exit code {exitcode}" if exitcode is None or exitcode >= 0 else signal.Signals(-exitcode).name
+def _meet() -> None:
+    """Wait for the peers in every process group of this rank: none is broken, none has a collective left over."""
+    gc.collect()  # models that the error's frames held
+    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of them
+        dist.barrier(group)
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def _fork_ranks(modules: tuple[str, ...], requests: Connection) -> None:
+    for name in modules:
+        with suppress(ImportError):  # of a package that is not installed; a test that needs it says so
+            import_module(name)
+    gc.collect()
+    gc.freeze()  # pages that no rank's collector writes to stay shared
+    context = multiprocessing.get_context("fork")
+    ranks: dict[int, Any] = {}
+    while True:
+        try:
+            request = requests.recv()
+        except EOFError:
+            return
+        if isinstance(request, int):
+            process = ranks.pop(request)
+            process.join(timeout=10)
+            requests.send(process.exitcode)
+            continue
+        process = context.Process(target=_serve, args=request, daemon=True)
+        process.start()
+        request[-1].close()
+        ranks[process.pid] = process
+        requests.send(process.pid)
+
+
+class Server:
+    """A process that has imported `modules`, and forks ranks of itself."""
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._requests, theirs = context.Pipe()
+        self._process = context.Process(target=_fork_ranks, args=(modules, theirs))
+        self._process.start()
+        theirs.close()
+        atexit.register(self._requests.close)  # the end of its requests ends it, and all of its ranks
+
+    def _ask(self, request: Any) -> Any:
+        self._requests.send(request)
+        return self._requests.recv()
+
+    def fork(self, group: Group, rank: int) -> Rank:
+        ours, theirs = multiprocessing.Pipe()
+        pid = self._ask((group, rank, theirs))
+        theirs.close()
+        return Rank(pid, ours, group.log(rank), self)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Exit code of a rank that has died or been killed; None if it has not ended within ten seconds."""
+        return self._ask(pid)
+
+
+@cache
+def server(modules: tuple[str, ...]) -> Server:
+    """The one server of these modules."""
+    return Server(modules)
 
 
 @dataclass
 class Rank:
     """A process, the pipe to it and the file of what it prints."""
 
-    process: Any
+    pid: int
     pipe: Connection
     log: Path
+    server: Server
+
+    def end(self, kill: bool = True) -> str:
+        """End the process, or wait for the end of one that has died; return how it ended."""
+        if kill:
+            os.kill(self.pid, signal.SIGKILL)  # a rank that has ended is there until its server has waited for it
+        code = self.server.exit_code(self.pid)
+        self.pipe.close()
+        return f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+
+
+# ---------------------------------------------------------------------- the pool
 
 
 class WorkerPool:
-    """Runs `function(*args)` on ranks 0 .. world_size - 1, whose collectives wait `timeout` seconds for each other."""
+    """Runs `function(*args)` on ranks 0 .. world_size - 1, whose collectives wait `timeout` seconds for each other.
 
-    def __init__(self, timeout: int = COLLECTIVE_TIMEOUT) -> None:
-        self._timeout = timeout
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+    `prepare` is called on each rank before it joins the process group of the given backend.
+    """
+
+    def __init__(
+        self,
+        timeout: int = COLLECTIVE_TIMEOUT,
+        modules: tuple[str, ...] = ENGINE,
+        backend: str = "gloo",
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self._settings = (timeout, backend, prepare)
+        self._modules = modules
         self._ranks: dict[int, list[Rank]] = {}
         self._stores = tempfile.TemporaryDirectory(prefix="stores")
         self._started = 0
@@ -129,27 +254,23 @@ class WorkerPool:
     def _group(self, world_size: int) -> list[Rank]:
         if world_size not in self._ranks:
             self._started += 1
-            store = os.path.join(self._stores.name, str(self._started))
+            group = Group(world_size, os.path.join(self._stores.name, str(self._started)), *self._settings)
             self._ranks[world_size] = []
             for rank in range(world_size):
-                ours, theirs = self._context.Pipe()
-                log = Path(f"{store}.{rank}.log")
-                log.touch()
-                process = self._context.Process(
-                    target=_serve, args=(rank, world_size, store, log, theirs, self._timeout), daemon=True
-                )
-                process.start()
-                theirs.close()
-                self._ranks[world_size].append(Rank(process, ours, log))
+                group.log(rank).touch()
+                self._ranks[world_size].append(server(self._modules).fork(group, rank))
         return self._ranks[world_size]
 
     def try_run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Each rank's return value, or a `Failure` where it raised."""
         try:
-            return self._answers(world_size, function, *args)
+            answers = self._answers(world_size, function, *args)
+            if any(isinstance(answer, Failure) for answer in answers) and not self._in_step(world_size, answers):
+                self._end(world_size)
         except BaseException:  # pytest's timeout too: the next caller would get the late answers as its own
             self._end(world_size)
             raise
+        return answers
 
     def _answers(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         ranks = self._group(world_size)
@@ -163,19 +284,28 @@ class WorkerPool:
             try:
                 answers.append(_received(rank.pipe))
             except EOFError:
-                rank.process.join(timeout=10)
-                ending = f"rank {index} of {world_size} died ({_ending(rank.process.exitcode)})"
-                told = rank.log.read_bytes()[printed[index] :].decode(errors="replace")[:TOLD]
-                answers.append(Death("EOFError", ending, f"{ending}, having printed:\n{told}"))
-        if any(isinstance(answer, Failure) for answer in answers):
-            self._end(world_size)  # a group in which a rank failed may be out of step
+                ending = f"rank {index} of {world_size} died ({rank.end(kill=False)})"
+                text = rank.log.read_bytes()[printed[index] :].decode(errors="replace")[:PRINTED]
+                answers.append(Death("EOFError", ending, f"{ending}, having printed:\n{text}"))
         return answers
+
+    def _in_step(self, world_size: int, answers: list[Any]) -> bool:
+        """Return True if the ranks raised the same kind of error, and meet afterwards."""
+        if len({getattr(answer, "kind", None) for answer in answers}) > 1:
+            return False
+        if any(isinstance(answer, Death) for answer in answers):
+            return False
+        ranks = self._ranks[world_size]
+        for rank in ranks:
+            _send(rank.pipe, (_meet, ()))
+        return all(rank.pipe.poll(MEET_TIMEOUT) and _received(rank.pipe) is None for rank in ranks)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Each rank's return value; fails if any rank raised."""
         answers = self.try_run(world_size, function, *args)
         failures = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
         if failures:
+            self._end(world_size)
             # The first of them may only have waited for the one that went wrong, as all do for one that died.
             failures.sort(key=lambda failure: not isinstance(failure[1], Death))
             told = "\n".join(f"rank {rank}: {failure.trace or failure.message}" for rank, failure in failures)
@@ -183,11 +313,9 @@ class WorkerPool:
         return answers
 
     def _end(self, world_size: int) -> None:
-        ranks = self._ranks.pop(world_size, [])
-        for rank in ranks:
-            rank.process.kill()
-            rank.pipe.close()
-        wait([rank.process.sentinel for rank in ranks], timeout=10)
+        for rank in self._ranks.pop(world_size, []):
+            if not rank.pipe.closed:
+                rank.end()
 
     def close(self) -> None:
         """End all processes."""

@@ -1,9 +1,13 @@
-"""The worker pool's server imports Accelerate and Trainer once, not each process anew."""
+"""Ranks of Accelerate's and Trainer's tests run in processes that have imported the front ends."""
 
 from __future__ import annotations
 
-from tests import workers
+import pytest
 
-workers._PRELOAD += [
-    name for name in ("tests.accelerate_plugin.harness", "tests.trainer_rows") if name not in workers._PRELOAD
-]
+from tests.workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool(front_end_pool: WorkerPool) -> WorkerPool:
+    """Processes to run ranks in."""
+    return front_end_pool

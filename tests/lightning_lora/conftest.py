@@ -1,9 +1,13 @@
-"""The worker pool's server imports Lightning once, not each process anew."""
+"""Ranks of Lightning's tests run in processes that have imported the front ends."""
 
 from __future__ import annotations
 
-from tests import workers
+import pytest
 
-workers._PRELOAD += [
-    name for name in ("lightning_lora", "tests.lightning_lora.harness") if name not in workers._PRELOAD
-]
+from tests.workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool(front_end_pool: WorkerPool) -> WorkerPool:
+    """Processes to run ranks in."""
+    return front_end_pool

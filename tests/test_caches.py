@@ -1,0 +1,119 @@
+"""What ranks keep is what they would make anew, also where a test breaks the planner on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lora_parallel import meta_init
+from lora_parallel.planning import plan
+from tests import caches
+from tests.caches import copied, keep_plans, kept
+from tests.lora_parallel.test_sensitivity import cut_fused_layers_in_chunks, take_a_partial_gradient_for_whole
+from tests.oracle import Case, causal_lm, differing, reference, relative_error, sharded
+
+PLAIN = Case(steps=1)
+GROUPED = Case(steps=1, sizes={"num_key_value_heads": 1})
+PHI3 = Case(family="phi3", steps=1, lora={"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]})
+NORMS = Case(family="qwen3", steps=1, lora={"modules_to_save": ["q_norm"]})
+
+
+def traced(runs: list[tuple[Case, dict[str, Any]]]) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """The gradients of each run, and how many models were traced for its plan."""
+    calls: list[int] = []
+    own = plan.find_structure
+
+    def find_structure(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    found = []
+    with patch.object(plan, "find_structure", find_structure):
+        for case, config in runs:
+            calls.clear()
+            found.append((sharded(case, "1x2", **config).gradients, len(calls)))
+    return found
+
+
+def test_a_plan_is_made_once_and_trains_as_one_process_does(pool):
+    cases = [PLAIN, PLAIN, GROUPED, GROUPED, PHI3, PHI3, PLAIN]
+    for answers in pool.run(2, traced, [(case, {}) for case in cases]):
+        assert [calls for _, calls in answers] == [1, 0, 1, 0, 1, 0, 0]
+        for case, (gradients, _) in zip(cases, answers, strict=True):
+            assert relative_error(gradients, reference(case).gradients) <= 1e-12
+
+
+def test_other_arguments_have_plans_of_their_own(pool):
+    configs: list[dict[str, Any]] = [{}, {"sequence_parallel": True}, {"tp_plan": {"*.q_proj": "replicate"}}]
+    for answers in pool.run(2, traced, [(PLAIN, config) for config in configs * 2]):
+        assert [calls for _, calls in answers] == [1, 1, 1, 0, 0, 0]
+
+
+def breaking(case: Case, mistake: Callable[[pytest.MonkeyPatch], None]) -> list[dict[str, torch.Tensor]]:
+    """The gradients before, while and after the planner is broken."""
+    before = sharded(case, "1x2").gradients
+    with pytest.MonkeyPatch.context() as broken:
+        mistake(broken)
+        during = sharded(case, "1x2").gradients
+    return [before, during, sharded(case, "1x2").gradients]
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"), [(PHI3, cut_fused_layers_in_chunks), (NORMS, take_a_partial_gradient_for_whole)]
+)
+def test_a_broken_plan_is_seen_after_a_right_one_was_kept(pool, case, mistake):
+    want = reference(case).gradients
+    for before, during, after in pool.run(2, breaking, case, mistake):
+        assert relative_error(before, want) <= 1e-12
+        assert relative_error(during, want) > 1e-3
+        assert relative_error(after, want) <= 1e-12
+
+
+def test_a_copy_is_the_model_that_would_be_built():
+    want = causal_lm.__wrapped__().state_dict()
+    state = torch.get_rng_state()
+    first = causal_lm()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not differing(first.state_dict(), want)
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.zero_()
+    first.config.hidden_size = 0
+    second = causal_lm()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not differing(second.state_dict(), want)
+    assert second.config.hidden_size == 40
+
+
+def test_models_are_built_anew_where_they_would_differ():
+    assert causal_lm(dtype=torch.float32).dtype is torch.float32
+    assert causal_lm(vocab_size=7).config.vocab_size == 7
+    with meta_init():
+        assert causal_lm().device.type == "meta"
+    with torch.device("meta"):
+        assert causal_lm().device.type == "meta"
+    assert causal_lm().device.type == "cpu"
+
+
+def test_the_switch_turns_all_of_it_off(monkeypatch):
+    parallelize = import_module("lora_parallel.parallelize")
+    own = parallelize.resolve_plan
+    calls: list[int] = []
+
+    def build() -> torch.nn.Module:
+        calls.append(1)
+        return torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(caches, "ON", False)
+    keep_plans()
+    assert parallelize.resolve_plan is own
+    made, counted = copied(build), kept(lambda: calls.append(1))
+    for _ in range(2):
+        made()
+        counted()
+    assert len(calls) == 4
