@@ -56,6 +56,7 @@ def _shard(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that run ranks as `processes`, and as `matrix` those on more ranks of the same kind.
 

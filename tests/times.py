@@ -28,11 +28,11 @@ FOLDER = "TEST_TIMES"
 """Environment variable with the folder that ranks write to."""
 
 RANKS = "in ranks"  # what the pytest process sees: the ranks know more
-IDLE = "idle"  # a rank that waits for the next test
+IDLE = "idle"  # a rank that waits for the next call
 START, COMMANDS, IMPORTS = "start of ranks", "commands", "imports"
 PLANNING, SET_UP, FILES, STEP, COMPILE = "planning", "set-up of models", "files", "steps", "compile"
-WAITING, OTHER = "waiting", "other"
-KINDS = [START, IMPORTS, SET_UP, PLANNING, STEP, COMPILE, FILES, COMMANDS, WAITING, OTHER]
+PEERS, NO_RANKS, NOBODY, OTHER = "waits for peers", "without ranks", "nobody computes", "other"
+KINDS = [START, IMPORTS, SET_UP, PLANNING, STEP, COMPILE, FILES, PEERS, OTHER, NO_RANKS, COMMANDS, NOBODY]
 
 # (kind, part of a path, names of functions or all): the first that any frame of a stack matches.
 PLACES: list[tuple[str, str, set[str] | None]] = [
@@ -42,6 +42,9 @@ PLACES: list[tuple[str, str, set[str] | None]] = [
     (RANKS, "/tests/workers.py", {"_answers"}),
     (IDLE, "/tests/workers.py", {"_received"}),
     (START, "/torch/distributed/distributed_c10d.py", {"init_process_group", "new_group", "split_group"}),
+    (PEERS, "/torch/distributed/distributed_c10d.py", {"all_gather", "all_reduce", "broadcast", "barrier", "gather"}),
+    (PEERS, "/torch/distributed/_functional_collectives.py", {"wait_tensor"}),
+    (PEERS, "/lora_parallel/distributed/rendezvous.py", {"_wait", "is_done"}),
     (COMPILE, "/torch/_inductor/", None),
     (COMPILE, "/torch/_dynamo/", {"compile", "_compile", "__call__", "transform"}),
     (PLANNING, "/lora_parallel/planning/", None),
@@ -107,12 +110,13 @@ class Watch:
 
     def _look(self) -> None:
         busy, total = _processor_times()
-        kind = OTHER
         looked = time.monotonic()
         pending: list[tuple[float, str, str]] = []
         while True:
             time.sleep(PERIOD)
             kind = kind_of(sys._current_frames().get(self._main))
+            if kind not in (RANKS, START, COMMANDS, IMPORTS):
+                kind = NO_RANKS  # an oracle, or a test that needs none
             pending.append((time.monotonic(), self.test, kind))
             if time.monotonic() - looked < 0.25:  # the kernel counts in hundredths of a second
                 continue
@@ -120,7 +124,7 @@ class Watch:
             before = busy, total
             busy, total = _processor_times()
             if busy - before[0] < BUSY * (total - before[1]):
-                pending = [(when, test, WAITING) for when, test, _ in pending]
+                pending = [(when, test, NOBODY) for when, test, _ in pending]
             self.looks += pending
             pending = []
 
