@@ -7,12 +7,14 @@ SHARD ?=
 REPOSITORY ?=
 
 BIN := $(VENV)/bin
-# One process for the engine's tests that start ranks, one for the front ends'; both take the others. ARGS="-n 0" is one.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Two processes take files in turn: while one waits, the other computes. ARGS="-n 0" leaves one, for a debugger.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
 demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table: export OMP_NUM_THREADS := 1
+# Commands that tests start compile nothing anew, where the environment turns the cache of compiled files off.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint dist docs clean

@@ -56,7 +56,6 @@ def _shard(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that run ranks as `processes`, and as `matrix` those on more ranks of the same kind.
 
@@ -65,11 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
     for item in items:
-        names = set(getattr(item, "fixturenames", ()))
-        if names & {"pool", "own_pool", "impatient_pool"}:
+        if {"pool", "own_pool", "impatient_pool"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
-            if config.pluginmanager.hasplugin("xdist"):
-                item.add_marker(pytest.mark.xdist_group("front ends" if "front_end_pool" in names else "engine"))
         arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()
         more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)
         functions[item.nodeid.partition("[")[0]].append((item, more))

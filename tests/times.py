@@ -104,7 +104,6 @@ class Watch:
         self.folder = folder
         self.test = ""
         self.looks: list[tuple[float, str, str]] = []  # when, test, kind
-        self.idle = 0.0
         self._main = threading.main_thread().ident
         threading.Thread(target=self._look, daemon=True).start()
 
