@@ -17,7 +17,7 @@ demo test test-fast test-times matrix faults oracle-table optimizer-table traine
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline gpu lint dist docs clean
+.PHONY: help demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline bench-host bench-dropout gpu lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,12 @@ bench-tenants: $(VENV)/.dev ## measure batched tenants against one after the oth
 
 bench-pipeline: $(VENV)/.dev ## simulate and draw pipeline schedules, and measure pp 2 against tp 2 and dp_shard 2
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)
+
+bench-host: $(VENV)/.dev ## measure the host's processor time in an eager step, by phase; ARGS=--short for a look
+	$(BIN)/python benchmarks/host.py $(ARGS)
+
+bench-dropout: $(VENV)/.dev ## count kernels and bytes of LoRA dropout against torch's own dropout
+	$(BIN)/python benchmarks/dropout.py $(ARGS)
 
 # No set-up: on a machine with GPUs torch and its CUDA are the user's own, and there may be no network.
 gpu: ## check and time everything on this machine's GPUs, with PYTHON's own packages, into docs/gpu.md

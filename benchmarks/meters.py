@@ -22,9 +22,8 @@ import transformers.modeling_utils
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
-
-import lora_parallel.lazy.files
 
 SAMPLING_SECONDS = 0.002
 
@@ -105,20 +104,22 @@ class _CountedSlice:
 
 
 _own_safe_open = safetensors.safe_open
-_USERS: tuple[Any, ...] = (safetensors, safetensors.torch, transformers.modeling_utils, lora_parallel.lazy.files)
 
 
 @contextmanager
 def metered_reads() -> Iterator[ReadMeter]:
     """Within, all that opens safetensors files in this process is counted."""
+    import lora_parallel.lazy.files  # here, so that the other meters need nothing that is internal to the package
+
+    users: tuple[Any, ...] = (safetensors, safetensors.torch, transformers.modeling_utils, lora_parallel.lazy.files)
     meter = ReadMeter()
     counted = type("CountedFile", (_CountedFile,), {"meter": meter})
-    for module in _USERS:
+    for module in users:
         module.safe_open = counted
     try:
         yield meter
     finally:
-        for module in _USERS:
+        for module in users:
             module.safe_open = _own_safe_open
 
 
@@ -184,6 +185,44 @@ def _size(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0
+
+
+class Kernels(TorchDispatchMode):
+    """Count operators that run a kernel, and the bytes of the tensors that they read and write.
+
+    Views and allocations run none. What an operator calls inside is not seen: `native_dropout` is one kernel, as on a
+    GPU. A tensor that an operator takes twice is read once, and one that it changes in place is read and written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        if not func.is_view and name not in KERNEL_FREE:
+            inputs = args[1:] if name in OVERWRITING else args
+            read = {id(tensor): tensor for tensor in _tensors((inputs, kwargs))}
+            self.count += 1
+            self.bytes += sum(map(_distinct_bytes, [*read.values(), *_tensors(result)]))
+        return result
+
+
+KERNEL_FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+OVERWRITING = {"bernoulli_", "copy_", "fill_", "normal_", "random_", "uniform_", "zero_"}
+"""Operators that write their first argument without reading it."""
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _distinct_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's different elements: an expanded dim has one."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size if stride or not size else 1 for size, stride in sizes) * tensor.element_size()
 
 
 @dataclass(frozen=True)

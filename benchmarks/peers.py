@@ -101,15 +101,15 @@ def draw_batch(case: Case, hidden: int, batch: int, sequence: int, device: str) 
     return torch.randint(hidden * 4, (batch, sequence), generator=generator).to(device)
 
 
-def build_base(hidden: int, layers: int) -> LlamaForCausalLM:
+def build_base(hidden: int, layers: int, head_dim: int = HEAD_DIM) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=hidden,
             intermediate_size=hidden * 11 // 4,
             num_hidden_layers=layers,
-            num_attention_heads=hidden // HEAD_DIM,
-            num_key_value_heads=hidden // HEAD_DIM // 2,
+            num_attention_heads=hidden // head_dim,
+            num_key_value_heads=hidden // head_dim // 2,
             vocab_size=hidden * 4,
             use_cache=False,
         )
@@ -126,9 +126,9 @@ def adapt(base: nn.Module) -> nn.Module:
     return model
 
 
-def build_model(hidden: int, layers: int) -> nn.Module:
+def build_model(hidden: int, layers: int, head_dim: int = HEAD_DIM) -> nn.Module:
     """A Llama with LoRA, equal on every process."""
-    return adapt(build_base(hidden, layers))
+    return adapt(build_base(hidden, layers, head_dim))
 
 
 def build_ours(model: nn.Module, case: Case, device: str, adamw: str, compiled: bool = False) -> Side:
