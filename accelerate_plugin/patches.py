@@ -86,12 +86,12 @@ def check_parameters(owner: Any, name: str, parameters: str) -> None:
     found = " ".join(inspect.signature(original).parameters)
     if original is not _absent and found == parameters:
         return
-    problem = "it is gone" if original is _absent else f"its parameters are ({found}), not ({parameters})"
-    package = home.split(".")[0]  # its version is in a file, which is read for the error only
-    raise ImportError(
-        f"{package} {version(package)} changed {home}.{name}: {problem}. Use a version of {package} that this release "
-        "was tested with, or a later release of lightning-lora."
-    )
+    package = home.split(".")[0]
+    place = f"{package} {version(package)} changed {home}.{name}"  # the version is read from a file, for an error only
+    remedy = f"Use a version of {package} that this release was tested with, or a later release of lightning-lora."
+    if original is _absent:
+        raise ImportError(f"{place}: it is gone. {remedy}")
+    raise ImportError(f"{place}: its parameters are ({found}), not ({parameters}). {remedy}")
 
 
 def _absent() -> None: ...
