@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
     for item in items:
-        if {"pool", "own_pool", "impatient_pool"} & set(getattr(item, "fixturenames", ())):
+        if {"pool", "front_end_pool", "own_pool", "impatient_pool"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
         arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()
         more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)

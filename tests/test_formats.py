@@ -78,11 +78,11 @@ MORE += [("2x1x2", "2x1x2")]
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("case", cases(*HERE, matrix=[(each,) for each in MORE]), ids=" on ".join)
-def test_training_goes_on_from_the_files(pool, files, bases_folder, version, case):
+def test_training_goes_on_from_the_files(front_end_pool, files, bases_folder, version, case):
     name, mesh = case
     if name not in names(version):
         pytest.skip(f"{version} wrote no such files")
-    for got in pool.run(ranks_of(mesh), resume_job, name, mesh, bases_folder, files):
+    for got in front_end_pool.run(ranks_of(mesh), resume_job, name, mesh, bases_folder, files):
         compare(name, got, files)
 
 
@@ -91,9 +91,9 @@ def without_the_optimizer(bases_folder: Path, folder: Path) -> Outcome:
 
 
 @pytest.mark.parametrize("version", VERSIONS[-1:])
-def test_what_is_not_loaded_is_seen(pool, files, bases_folder, version):
+def test_what_is_not_loaded_is_seen(front_end_pool, files, bases_folder, version):
     """Or equal figures would say nothing of the optimizer's state."""
-    (got,) = pool.run(1, without_the_optimizer, bases_folder, files / "2x2")
+    (got,) = front_end_pool.run(1, without_the_optimizer, bases_folder, files / "2x2")
     want = recorded(files / "2x2")
     assert relative_error(got.adapters, want.adapters) > 1e-2
     assert got.losses[0] == pytest.approx(want.losses[0], abs=1e-10), "the adapters are loaded"
@@ -134,9 +134,9 @@ def test_lightning_loads_the_module_in_one_process(version, files):
 
 
 @pytest.mark.matrix
-def test_the_files_can_be_written_anew(pool, bases_folder, tmp_path):
+def test_the_files_can_be_written_anew(front_end_pool, bases_folder, tmp_path):
     """For the next version, with what the code writes now."""
-    folder = write(tmp_path, pool)
+    folder = write(tmp_path, front_end_pool)
     for name, mesh in HERE:
-        for got in pool.run(ranks_of(mesh), resume_job, name, mesh, bases_folder, folder):
+        for got in front_end_pool.run(ranks_of(mesh), resume_job, name, mesh, bases_folder, folder):
             compare(name, got, folder)

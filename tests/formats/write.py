@@ -20,7 +20,7 @@ from lora_parallel import __version__
 from tests.formats import bases
 from tests.formats.jobs import FOLDER, JOBS, record, write_job
 from tests.oracle import ranks_of
-from tests.workers import WorkerPool
+from tests.workers import FRONT_ENDS, WorkerPool
 
 LEFT_OUT = ("README.md", "training_args.bin")
 
@@ -53,7 +53,7 @@ def _check_private(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    workers = WorkerPool()
+    workers = WorkerPool(modules=FRONT_ENDS)
     try:
         print(write(Path(sys.argv[1]), workers))
     finally:
