@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -65,21 +67,19 @@ class Disk:
 
 def disk_fills_up(folder: Path, rank: int, writes: int) -> Trained:
     """Train on 2x2 and save after every step, until the disk of `rank` is full."""
-    disk = Disk(writes)
-    if dist.get_rank() == rank:
-        own_write, own_finish = dcp.FileSystemWriter.write_data, writer._Save.finish
+    disk = Disk(writes if dist.get_rank() == rank else sys.maxsize)
+    own_write, own_finish = dcp.FileSystemWriter.write_data, writer._Save.finish
 
-        def write_data(self, *args):
-            disk()
-            return own_write(self, *args)
+    def write_data(self, *args):
+        disk()
+        return own_write(self, *args)
 
-        def finish(self):
-            disk()
-            own_finish(self)
+    def finish(self):
+        disk()
+        own_finish(self)
 
-        dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]  # this process ends with the error
-        writer._Save.finish = finish  # type: ignore[method-assign]
-    return Job().on_mesh("2x2", folder, SAVES, keep_last=2)
+    with patch.object(dcp.FileSystemWriter, "write_data", write_data), patch.object(writer._Save, "finish", finish):
+        return Job().on_mesh("2x2", folder, SAVES, keep_last=2)
 
 
 @pytest.fixture(scope="module")
