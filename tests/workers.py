@@ -123,9 +123,8 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if group.prepare is not None:
         group.prepare()
-    with (
-        one_gloo_thread()
-    ):  # with two a rank's heap is corrupted in one full run of fifteen: docs/upstream/gloo_threads.md
+    # With two threads a rank's heap is corrupted in one full run of fifteen: docs/upstream/gloo_threads.md
+    with one_gloo_thread():
         dist.init_process_group(
             group.backend,
             init_method=f"file://{group.store}",
@@ -283,7 +282,7 @@ class WorkerPool:
                 raise WorkerError(f"rank {index} of {world_size} gave no answer in {ANSWER_TIMEOUT} s")
             try:
                 answers.append(_received(rank.pipe))
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # the latter if it died before it read what it was sent
                 ending = f"rank {index} of {world_size} died ({rank.end(kill=False)})"
                 text = rank.log.read_bytes()[printed[index] :].decode(errors="replace")[:PRINTED]
                 answers.append(Death("EOFError", ending, f"{ending}, having printed:\n{text}"))
