@@ -54,7 +54,7 @@ JOBS: dict[str, Kept] = {
 
 def versions() -> list[str]:
     """Return the versions of which there are files, oldest first."""
-    return sorted((path.parent.name for path in FOLDER.glob("*/2x2")), key=Version)
+    return sorted((path.name for path in FOLDER.glob("[0-9]*")), key=Version)
 
 
 def names(version: str) -> list[str]:
