@@ -154,7 +154,9 @@ def _code(model: nn.Module) -> tuple[Any, ...]:
     classes = {value for value in values if isinstance(value, type) and value.__module__.startswith("lora_parallel.")}
     found = [value for owner in [*owners, *classes] for value in vars(owner).values() if isinstance(value, CODE)]
     found += [type(module).forward for module in model.modules()]
-    return tuple(map(Identity, found)), repr(STYLES)
+    planners = [owner for owner in owners if owner.__name__.split(".")[1] in ("layers", "planning", "tracing")]
+    tables = [repr(value) for owner in planners for name, value in vars(owner).items() if name.strip("_").isupper()]
+    return tuple(map(Identity, found)), tuple(tables)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lora_parallel import meta_init
+from lora_parallel.layers.styles import STYLES
 from lora_parallel.planning import plan
 from tests import caches
 from tests.caches import copied, keep_plans, kept
@@ -117,3 +119,17 @@ def test_the_switch_turns_all_of_it_off(monkeypatch):
         made()
         counted()
     assert len(calls) == 4
+
+
+def with_another_table(case: Case) -> list[dict[str, torch.Tensor]]:
+    """The gradients before and while a style of the engine's table says another thing."""
+    before = sharded(case, "1x2").gradients
+    with patch.dict(STYLES, colwise=replace(STYLES["colwise"], partial_roles=frozenset())):
+        return [before, sharded(case, "1x2").gradients]
+
+
+def test_a_broken_table_is_seen_after_a_right_plan_was_kept(pool):
+    want = reference(PLAIN).gradients
+    for before, during in pool.run(2, with_another_table, PLAIN):
+        assert relative_error(before, want) <= 1e-12
+        assert relative_error(during, want) > 1e-3
