@@ -1,4 +1,4 @@
-"""What LoRA dropout costs: kernels and bytes of memory traffic, forward and backward, against torch's own dropout.
+"""Count what LoRA dropout costs: kernels and bytes, forward and backward, against torch's own dropout.
 
     python benchmarks/dropout.py                                # Llama-3-8B's widths at 4,096 tokens: 15 seconds
     python benchmarks/dropout.py --features 64 128 --tokens 32

@@ -1,4 +1,4 @@
-"""What ranks make many times, kept: meshes, tiny base models, and tensor parallel plans.
+"""Keep what ranks make many times: meshes, tiny base models, and tensor parallel plans.
 
 Each process keeps its own. `TESTS_CACHES=0` turns all of it off. A plan is kept under everything that it was made from:
 the model's classes, sizes, parameters and configs, the arguments, and the code of the engine as it is at that moment,
@@ -29,7 +29,7 @@ from lora_parallel.layers.styles import STYLES, Style
 ON = os.environ.get("TESTS_CACHES", "1") != "0"
 CODE = (FunctionType, BuiltinFunctionType, MethodType, property, staticmethod, classmethod)
 NOT_WRITTEN = (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError)
-"""What pickle raises for closures and for what is made to be in one process."""
+"""Errors that pickle raises for closures and for objects that cannot leave their process."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Build = TypeVar("Build", bound=Callable[..., nn.Module])

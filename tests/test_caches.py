@@ -1,4 +1,4 @@
-"""What ranks keep is what they would make anew, also where a test breaks the planner on purpose."""
+"""Ranks keep what they would make anew, also where a test breaks the planner on purpose."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
 PRINTED = 30_000  # characters of what a rank that died has printed
 
 ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.integration", "tests.rows")
-"""What the server of the engine's tests imports."""
+"""Modules that the server of the engine's tests imports."""
 
 FRONT_ENDS = (
     *ENGINE,
@@ -48,7 +48,7 @@ FRONT_ENDS = (
     "tests.accelerate_plugin.harness",
     "tests.trainer_rows",
 )
-"""What the server of the front ends' tests imports."""
+"""Modules that the server of the front ends' tests imports."""
 
 
 @dataclass(frozen=True)

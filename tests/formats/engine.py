@@ -35,7 +35,7 @@ ROWS, TOKENS = 4, 8
 
 @dataclass
 class Outcome:
-    """What a job computed after its save, in full and the same on every rank."""
+    """Hold what a job computed after its save, in full and the same on every rank."""
 
     losses: list[float] = field(default_factory=list)
     adapters: dict[str, Tensor] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Outcome:
     """Numbers of the random states of Python, NumPy and torch after the save, of each data-parallel rank."""
 
     extra: dict[str, Any] = field(default_factory=dict)
-    """What was saved with the checkpoint by the script."""
+    """Values that the script saved with the checkpoint."""
 
     folder: dict[str, Tensor] = field(default_factory=dict)
     """The parameters that the adapter folders give, which were written at the end."""
