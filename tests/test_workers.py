@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import workers
 from tests.workers import Failure, WorkerError, WorkerPool
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +95,50 @@ def test_ranks_that_fail_where_none_should_are_not_kept(own_pool):
     with pytest.raises(WorkerError, match="2 of 2 ranks failed"):
         own_pool.run(2, raising, "alike")
     assert not set(own_pool.run(2, os.getpid)) & set(before)
+
+
+def test_a_rank_that_died_since_its_last_answer_is_named(own_pool):
+    os.kill(own_pool.run(2, os.getpid)[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 died \(SIGKILL\)"):
+        own_pool.run(2, dist.get_rank)
+    assert own_pool.run(2, dist.get_rank) == [0, 1]
+
+
+_kept: list[torch.Tensor] = []
+
+
+def allocate() -> int:
+    """Hold 200 MB in small blocks, and free all but the last, above which the heap ends; return the bytes held."""
+    blocks = [torch.ones(1000) for _ in range(50_000)]
+    _kept.append(blocks[-1])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_that_a_call_has_freed_is_given_back(own_pool):
+    [most] = own_pool.run(1, allocate)
+    [rank] = own_pool._ranks[1]
+    deadline = time.monotonic() + 10
+    while rank.size > most - 150e6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert rank.size < most - 150e6
+
+
+def test_a_group_that_has_grown_too_large_is_ended(own_pool, monkeypatch):
+    before = own_pool.run(1, os.getpid)
+    assert own_pool.run(1, os.getpid) == before
+    monkeypatch.setattr(workers, "MOST_BYTES", 2**20)
+    assert own_pool.run(1, os.getpid) == before  # the last answer of this one
+    assert own_pool.run(1, os.getpid) != before
+
+
+def test_of_too_many_groups_those_are_kept_that_were_used_last(own_pool, monkeypatch):
+    monkeypatch.setattr(workers, "MOST_RANKS", 4)
+    one, three = own_pool.run(1, os.getpid), own_pool.run(3, os.getpid)
+    assert own_pool.run(1, os.getpid) == one
+    own_pool.run(2, os.getpid)
+    assert own_pool.run(1, os.getpid) == one
+    assert not set(own_pool.run(3, os.getpid)) & set(three)
 
 
 def imported(names: list[str]) -> list[bool]:

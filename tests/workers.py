@@ -4,13 +4,15 @@ Start-up costs more than the maths. A server imports what ranks need once, and f
 group from test to test. Engine tests and front-end tests have a server each, so that no engine test runs on an
 Accelerate that has been patched. Every group has a short timeout, so a hang is a failure in seconds. A group in which a
 rank fails or does not answer is killed and started anew, unless its ranks all raised alike, as the test expected, and
-then meet in all of their process groups. What a rank prints to standard error goes to a file, which is part of the
-error if the rank crashes: where its threads were, in Python and below.
+then meet in all of their process groups. Groups that grow too large, or are too many, are ended too: a fork takes a
+tenth of a second, and memory that runs out takes the whole run. What a rank prints to standard error goes to a file,
+which is part of the error if the rank crashes: where its threads were, in Python and below.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import io
@@ -28,7 +30,7 @@ from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,8 @@ import torch.distributed as dist
 COLLECTIVE_TIMEOUT = 60
 ANSWER_TIMEOUT = 300
 MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
+MOST_RANKS = 12  # of one pytest process; those that were used last stay
+MOST_BYTES = 2**30  # that a rank may hold after a call, to be called again
 PRINTED = 30_000  # characters of what a rank that died has printed
 
 ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.integration", "tests.rows")
@@ -120,6 +124,7 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
 
     watch_rank(rank, group.world_size)
     keep_plans()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's; it keeps what was freed, otherwise
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if group.prepare is not None:
         group.prepare()
@@ -141,6 +146,8 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
             _send(pipe, Failure(type(error).__name__, str(error), traceback.format_exc()))
             continue
         _send(pipe, attempt(function, *args))
+        del function, args
+        trim(0)
 
 
 def _meet() -> None:
@@ -219,6 +226,15 @@ class Rank:
     log: Path
     server: Server
 
+    @property
+    def size(self) -> int:
+        """Return the bytes that the process holds in memory; 0 if it has ended."""
+        try:
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):  # not on Linux, or the process has ended
+            return 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
     def end(self, kill: bool = True) -> str:
         """End the process, or wait for the end of one that has died; return how it ended."""
         if kill:
@@ -237,6 +253,9 @@ class WorkerPool:
     `prepare` is called on each rank before it joins the process group of the given backend.
     """
 
+    _in_use: ClassVar[dict[tuple[WorkerPool, int], None]] = {}
+    """The groups of all pools: pool and world size, those that were used last at the end."""
+
     def __init__(
         self,
         timeout: int = COLLECTIVE_TIMEOUT,
@@ -251,7 +270,12 @@ class WorkerPool:
         self._started = 0
 
     def _group(self, world_size: int) -> list[Rank]:
+        self._in_use.pop((self, world_size), None)
+        self._in_use[self, world_size] = None
         if world_size not in self._ranks:
+            while len(self._in_use) > 1 and sum(size for _, size in self._in_use) > MOST_RANKS:
+                pool, size = next(iter(self._in_use))
+                pool._end(size)
             self._started += 1
             group = Group(world_size, os.path.join(self._stores.name, str(self._started)), *self._settings)
             self._ranks[world_size] = []
@@ -264,7 +288,9 @@ class WorkerPool:
         """Each rank's return value, or a `Failure` where it raised."""
         try:
             answers = self._answers(world_size, function, *args)
-            if any(isinstance(answer, Failure) for answer in answers) and not self._in_step(world_size, answers):
+            failed = any(isinstance(answer, Failure) for answer in answers)
+            large = any(rank.size > MOST_BYTES for rank in self._ranks[world_size])
+            if large or (failed and not self._in_step(world_size, answers)):
                 self._end(world_size)
         except BaseException:  # pytest's timeout too: the next caller would get the late answers as its own
             self._end(world_size)
@@ -275,7 +301,8 @@ class WorkerPool:
         ranks = self._group(world_size)
         printed = [rank.log.stat().st_size for rank in ranks]
         for rank in ranks:
-            _send(rank.pipe, (function, args))
+            with suppress(BrokenPipeError):  # it died since its last answer, as the end of its pipe says below
+                _send(rank.pipe, (function, args))
         answers: list[Any] = []
         for index, rank in enumerate(ranks):
             if not rank.pipe.poll(ANSWER_TIMEOUT):
@@ -312,6 +339,7 @@ class WorkerPool:
         return answers
 
     def _end(self, world_size: int) -> None:
+        self._in_use.pop((self, world_size), None)
         for rank in self._ranks.pop(world_size, []):
             if not rank.pipe.closed:
                 rank.end()
