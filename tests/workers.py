@@ -38,8 +38,8 @@ import torch.distributed as dist
 COLLECTIVE_TIMEOUT = 60
 ANSWER_TIMEOUT = 300
 MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
-MOST_RANKS = 12  # of one pytest process; those that were used last stay
-MOST_BYTES = 2**30  # that a rank may hold after a call, to be called again
+MOST_RANKS = 16  # of one pytest process; those that were used last stay
+MOST_BYTES = 3 * 2**29  # that a rank may hold after a call, to be called again
 PRINTED = 30_000  # characters of what a rank that died has printed
 
 ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.integration", "tests.rows")

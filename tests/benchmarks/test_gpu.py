@@ -177,6 +177,7 @@ def test_the_code_is_known_by_its_files(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)  # four steps, each with processes of its own and a deadline for them
 def test_a_part_of_the_steps(tmp_path, monkeypatch, capsys):
     before = DOCS.read_text()
     chosen = [
