@@ -158,7 +158,7 @@ def test_a_process_that_ends_without_closing_its_pool_leaves_no_rank(tmp_path):
         "if __name__ == '__main__':\n    print(*WorkerPool(modules=()).run(2, os.getpid))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     pids = [int(pid) for pid in ended.stdout.split()]
     assert len(pids) == 2
