@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +100,7 @@ def test_ranks_that_fail_where_none_should_are_not_kept(own_pool):
 
 def test_a_rank_that_died_since_its_last_answer_is_named(own_pool):
     os.kill(own_pool.run(2, os.getpid)[1], signal.SIGKILL)
+    assert own_pool._ranks[2][1].pipe.poll(10)  # its end: what is sent from now on breaks the pipe
     with pytest.raises(WorkerError, match=r"rank 1 of 2 died \(SIGKILL\)"):
         own_pool.run(2, dist.get_rank)
     assert own_pool.run(2, dist.get_rank) == [0, 1]
@@ -111,8 +113,7 @@ def allocate() -> int:
     """Hold 200 MB in small blocks, and free all but the last, above which the heap ends; return the bytes held."""
     blocks = [torch.ones(1000) for _ in range(50_000)]
     _kept.append(blocks[-1])
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process().memory_info().rss
 
 
 def test_memory_that_a_call_has_freed_is_given_back(own_pool):

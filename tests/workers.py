@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -230,10 +231,9 @@ class Rank:
     def size(self) -> int:
         """Return the bytes that the process holds in memory; 0 if it has ended."""
         try:
-            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        except (OSError, IndexError):  # not on Linux, or the process has ended
+            return psutil.Process(self.pid).memory_info().rss
+        except psutil.NoSuchProcess:
             return 0
-        return pages * os.sysconf("SC_PAGE_SIZE")
 
     def end(self, kill: bool = True) -> str:
         """End the process, or wait for the end of one that has died; return how it ended."""
