@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lora_parallel.distributed.rendezvous import wait_for
+from lora_parallel.distributed.torch_private import not_profiled
 
 __all__ = [
     "agreed",
@@ -132,7 +133,8 @@ def begin_gather(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda: mine.unsqueeze(0).cpu()
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(everyone, mine, group=group, async_op=what is not None)
+    with not_profiled():  # a profiler may stop before the result is read
+        work = dist.all_gather(everyone, mine, group=group, async_op=what is not None)
 
     def result() -> Tensor:
         if what is not None:

@@ -46,6 +46,7 @@ __all__ = [
     "is_simulated",
     "local_region",
     "no_torch_function",
+    "not_profiled",
     "on_gradients_of",
     "one_gloo_thread",
     "placed_as",
@@ -310,6 +311,20 @@ def one_gloo_thread() -> Iterator[None]:
         yield
     finally:
         c10d.ProcessGroupGloo = gloo
+
+
+@contextmanager
+def not_profiled() -> Iterator[None]:
+    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest.
+
+    A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into memory
+    that the profiler has freed (docs/upstream/gloo_profiler.md). A public profiler records all operations or none.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def storageless(

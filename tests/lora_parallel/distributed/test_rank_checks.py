@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
-from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
+from lora_parallel.distributed.rank_checks import agreed, begin_gather, fingerprint, gather_numbers
 from tests.workers import Failure, attempt
 
 
@@ -69,6 +70,19 @@ def rank_numbers():
 def test_numbers_come_in_rank_order(pool):
     for found in pool.run(4, rank_numbers):
         assert found == [[rank, 7, -(2**62)] for rank in range(4)]
+
+
+def profiled_numbers():
+    """What a profiler records of a gather that is read after its end, and of a collective."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        result = begin_gather([dist.get_rank()], "cpu", "a call")
+        dist.barrier()
+    return result().tolist(), [event.name for event in profiler.events() if event.name.startswith("gloo:")]
+
+
+def test_no_profiler_records_a_gather_that_may_outlive_it(pool):
+    """Gloo's thread would write the gather's end into freed memory: docs/upstream/gloo_profiler.md."""
+    assert pool.run(2, profiled_numbers) == [([[0], [1]], ["gloo:barrier"])] * 2
 
 
 def test_equal_tensors_have_equal_fingerprints():
