@@ -153,8 +153,10 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
 
 def _meet() -> None:
     """Wait for the peers in every process group of this rank: none is broken, none has a collective left over."""
+    from lora_parallel.distributed.torch_private import process_groups
+
     gc.collect()  # models that the error's frames held
-    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of them
+    for group in process_groups():
         dist.barrier(group)
 
 

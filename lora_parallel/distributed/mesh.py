@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -16,9 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.rendezvous import collective_call, limit_waiting
+from lora_parallel.distributed.rendezvous import collective_call, is_done, limit_waiting
 from lora_parallel.distributed.restarts import check_restarts
-from lora_parallel.distributed.torch_private import flatten_axes, one_gloo_thread, set_timeout, sub_mesh
+from lora_parallel.distributed.torch_private import (
+    flatten_axes,
+    one_gloo_thread,
+    process_groups,
+    set_timeout,
+    sub_mesh,
+)
 from lora_parallel.sizes import AXES, axis_sizes, mesh_axes
 
 __all__ = [
@@ -49,6 +56,9 @@ _JOINED = {
     _STAGE: tuple(axis for axis in AXES if axis != "pp"),
 }
 """Axes that are made by flattening others, and what they are made of, as far as a mesh has these."""
+
+_NOTHING = torch.empty(0)
+_SECONDS_AT_EXIT = 5
 
 
 def mesh_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
@@ -104,21 +114,24 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
                 flatten_axes(mesh, parts, name, "gloo" if gloo else None)
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
-    atexit.unregister(_destroy_gloo_at_exit)
-    atexit.register(_destroy_gloo_at_exit)
+    atexit.unregister(_finish_gloo_at_exit)
+    atexit.register(_finish_gloo_at_exit)
     return mesh
 
 
-def _destroy_gloo_at_exit() -> None:
-    """Destroy gloo's process groups as the process ends, if the script has left them and no error has ended it.
+def _finish_gloo_at_exit() -> None:
+    """Wait until gloo's threads have let go of all tensors, as the process ends, if no error has ended it.
 
-    A thread of gloo that frees a tensor while Python ends aborts the process: docs/upstream/gloo_exit.md. After an
-    error the groups stay as they are, because to destroy them waits for peers that may never come.
+    A thread of gloo that frees a tensor while Python ends aborts the process: docs/upstream/gloo_exit.md. An all-reduce
+    of no elements waits for no peer, but comes after the messages before it. After an error, a peer that one of these
+    waits for may never come.
     """
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
-    if all(backend.endswith(":gloo") for backend in dist.get_backend_config().split(",")):
-        dist.destroy_process_group()
+    until = time.monotonic() + _SECONDS_AT_EXIT
+    for group in process_groups():
+        if "cpu:gloo" in dist.get_backend_config(group):
+            is_done(dist.all_reduce(_NOTHING, group=group, async_op=True), "cpu", until)
 
 
 def possible_axes() -> list[tuple[str, ...]]:

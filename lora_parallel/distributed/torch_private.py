@@ -51,6 +51,7 @@ __all__ = [
     "one_gloo_thread",
     "placed_as",
     "post_accumulate_hooks",
+    "process_groups",
     "queue_after_backward",
     "reduce_scatter_sum",
     "set_timeout",
@@ -282,6 +283,11 @@ def file_of(result: WriteResult) -> str:
     name.
     """
     return result.storage_data.relative_path
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups that this rank is in; torch has no public list of them."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 @contextmanager
