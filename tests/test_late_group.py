@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lora_parallel.distributed.torch_private import default_store, one_gloo_thread, set_timeout
+from lora_parallel.distributed.gloo import one_gloo_thread
+from lora_parallel.distributed.torch_private import default_store, set_timeout
 from tests import late_group, oracle
 from tests.cases import cases
 from tests.feature_rows import language_loss

@@ -119,7 +119,7 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
     os.dup2(os.open(group.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
     torch._C._set_print_stack_traces_on_fatal_signal(True)
-    from lora_parallel.distributed.torch_private import one_gloo_thread
+    from lora_parallel.distributed.gloo import one_gloo_thread
     from tests.caches import keep_plans
     from tests.times import watch_rank
 
@@ -153,7 +153,7 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
 
 def _meet() -> None:
     """Wait for the peers in every process group of this rank: none is broken, none has a collective left over."""
-    from lora_parallel.distributed.torch_private import process_groups
+    from lora_parallel.distributed.gloo import process_groups
 
     gc.collect()  # models that the error's frames held
     for group in process_groups():

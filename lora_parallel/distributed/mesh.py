@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-import sys
-import time
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -17,15 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.rendezvous import collective_call, is_done, limit_waiting
-from lora_parallel.distributed.restarts import check_restarts
-from lora_parallel.distributed.torch_private import (
-    flatten_axes,
-    one_gloo_thread,
-    process_groups,
-    set_timeout,
-    sub_mesh,
-)
+from lora_parallel.distributed.gloo import finish_gloo, one_gloo_thread
+from lora_parallel.distributed.rendezvous import collective_call, limit_waiting
+from lora_parallel.distributed.torch_private import flatten_axes, set_timeout, sub_mesh
 from lora_parallel.sizes import AXES, axis_sizes, mesh_axes
 
 __all__ = [
@@ -33,6 +27,7 @@ __all__ = [
     "axis_rank",
     "axis_size",
     "build_mesh",
+    "check_restarts",
     "dp_mesh",
     "dp_rank",
     "dp_size",
@@ -48,7 +43,11 @@ __all__ = [
     "stage_mesh",
 ]
 
+log = logging.getLogger(__name__)
+
 _STAGE = "stage"
+
+_REMEDY = "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and with --rdzv-backend c10d"
 
 _JOINED = {
     "dp_shard_cp": ("dp_shard", "cp"),
@@ -56,9 +55,6 @@ _JOINED = {
     _STAGE: tuple(axis for axis in AXES if axis != "pp"),
 }
 """Axes that are made by flattening others, and what they are made of, as far as a mesh has these."""
-
-_NOTHING = torch.empty(0)
-_SECONDS_AT_EXIT = 5
 
 
 def mesh_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
@@ -114,24 +110,34 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
                 flatten_axes(mesh, parts, name, "gloo" if gloo else None)
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
-    atexit.unregister(_finish_gloo_at_exit)
-    atexit.register(_finish_gloo_at_exit)
+    atexit.unregister(finish_gloo)
+    atexit.register(finish_gloo)
     return mesh
 
 
-def _finish_gloo_at_exit() -> None:
-    """Wait until gloo's threads have let go of all tensors, as the process ends, if no error has ended it.
+def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
+    """Warn on rank 0 if torchrun could not restart this job, and refuse to go on in a job that it has restarted so.
 
-    A thread of gloo that frees a tensor while Python ends aborts the process: docs/upstream/gloo_exit.md. An all-reduce
-    of no elements waits for no peer, but comes after the messages before it. After an error, a peer that one of these
-    waits for may never come.
+    torchrun's agent keeps one store for all starts of a job. The addresses that the ranks of the last start wrote into
+    it are still there when the ranks of the next start read them: some read old ones, and fail or wait
+    (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.13). With the variable
+    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and the rendezvous "c10d", every start has a store of its own.
+
+    Args:
+        environment: The variables that torchrun has set.
+
+    Raises:
+        RuntimeError: This is a restarted job whose ranks would read the addresses of the last start.
     """
-    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    until = time.monotonic() + _SECONDS_AT_EXIT
-    for group in process_groups():
-        if "cpu:gloo" in dist.get_backend_config(group):
-            is_done(dist.all_reduce(_NOTHING, group=group, async_op=True), "cpu", until)
+    if int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        raise RuntimeError(
+            "torchrun has restarted this job with the store of the last start, in which ranks find the addresses of "
+            f"processes that are gone: {_REMEDY}."
+        )
+    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and environment.get("RANK") == "0":
+        log.warning("torchrun's --max-restarts would fail, as its restarts share one store: %s.", _REMEDY)
 
 
 def possible_axes() -> list[tuple[str, ...]]:

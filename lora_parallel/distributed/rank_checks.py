@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lora_parallel.distributed.gloo import not_profiled
 from lora_parallel.distributed.rendezvous import wait_for
-from lora_parallel.distributed.torch_private import not_profiled
 
 __all__ = [
     "agreed",

@@ -46,12 +46,9 @@ __all__ = [
     "is_simulated",
     "local_region",
     "no_torch_function",
-    "not_profiled",
     "on_gradients_of",
-    "one_gloo_thread",
     "placed_as",
     "post_accumulate_hooks",
-    "process_groups",
     "queue_after_backward",
     "reduce_scatter_sum",
     "set_timeout",
@@ -283,54 +280,6 @@ def file_of(result: WriteResult) -> str:
     name.
     """
     return result.storage_data.relative_path
-
-
-def process_groups() -> list[dist.ProcessGroup]:
-    """Return all process groups that this rank is in; torch has no public list of them."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-@contextmanager
-def one_gloo_thread() -> Iterator[None]:
-    """Give each gloo group that is made within the context one worker thread, not two.
-
-    Two threads write the name of the collective that has finished into one string, without a lock. If the name is
-    longer than 15 characters, as that of a functional all-gather is, the threads can corrupt the heap
-    (docs/upstream/gloo_threads.md). torch ignores the options that it is given for gloo, so the class of which it makes
-    a group is replaced.
-    """
-    if not dist.is_gloo_available():
-        yield
-        return
-    c10d: Any = dist.distributed_c10d
-    gloo: Any = c10d.ProcessGroupGloo
-
-    class OneThread(gloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-            usual = gloo(dist.HashStore(), 0, 1, timeout).options  # for its devices, which the environment selects
-            options = gloo._Options()
-            options._threads, options._timeout, options._devices = 1, timeout, usual._devices
-            super().__init__(store, rank, size, options)
-
-    c10d.ProcessGroupGloo = OneThread
-    try:
-        yield
-    finally:
-        c10d.ProcessGroupGloo = gloo
-
-
-@contextmanager
-def not_profiled() -> Iterator[None]:
-    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest.
-
-    A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into memory
-    that the profiler has freed (docs/upstream/gloo_profiler.md). A public profiler records all operations or none.
-    """
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)
 
 
 def storageless(

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from lora_parallel.distributed.gloo import one_gloo_thread
 from lora_parallel.distributed.rank_checks import gather_numbers
-from lora_parallel.distributed.torch_private import default_store, is_simulated, one_gloo_thread
+from lora_parallel.distributed.torch_private import default_store, is_simulated
 
 __all__ = ["Links", "StageFailedError"]
 

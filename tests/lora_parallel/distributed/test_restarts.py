@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_parallel.distributed.restarts import check_restarts
+from lora_parallel.distributed.mesh import check_restarts
 from tests.logs import listening
 
 SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "RANK": "0"}
@@ -16,7 +16,7 @@ def test_a_restart_with_the_last_store_is_refused():
 
 
 def test_the_first_start_says_so_on_rank_zero():
-    with listening("lora_parallel.distributed.restarts") as told:
+    with listening("lora_parallel.distributed.mesh") as told:
         check_restarts({**SHARED, "TORCHELASTIC_RESTART_COUNT": "0"})
         assert len(told) == 1
         check_restarts({**SHARED, "RANK": "1"})

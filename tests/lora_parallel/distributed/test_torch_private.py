@@ -284,20 +284,6 @@ def test_what_fsdp_gathers_is_known(pool):
     assert pool.run(2, gathered_and_sharded) == [([], True)] * 2
 
 
-def gloo_threads():
-    cpu = torch.device("cpu")
-    with torch_private.one_gloo_thread():
-        inside = dist.new_group()
-    after = dist.new_group()
-    summed = torch_private.all_reduce_sum(torch.ones(1), inside).item()
-    return [group._get_backend(cpu).options._threads for group in (inside, after, dist.group.WORLD)], summed
-
-
-def test_gloo_groups_can_be_made_with_one_thread(pool):
-    """The day it gives up its second thread, or locks what the two write, `one_gloo_thread` can go."""
-    assert pool.run(2, gloo_threads) == [([1, 2, 1], 2.0)] * 2
-
-
 def gathered_around_a_method():
     """Whether weights are whole in a model's forward, and in a method that FSDP2 is to gather for in its place."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
