@@ -153,7 +153,7 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
 
 def _meet() -> None:
     """Wait for the peers in every process group of this rank: none is broken, none has a collective left over."""
-    from lora_parallel.distributed.gloo import process_groups
+    from lora_parallel.distributed.torch_private import process_groups
 
     gc.collect()  # models that the error's frames held
     for group in process_groups():

@@ -1,6 +1,7 @@
-"""Work around gloo, the backend of CPUs: what its threads do at the same time as others, and after them.
+"""Work around errors of gloo, the backend of CPUs, whose threads write into what other threads use or have freed.
 
-`tests/lora_parallel/distributed/test_gloo.py` tests that what is worked around is still there.
+Private API of torch is used; `tests/lora_parallel/distributed/test_gloo.py`, and `test_rank_checks.py` for
+`not_profiled`, test that it still means the same.
 """
 
 from __future__ import annotations
@@ -16,16 +17,12 @@ import torch
 import torch.distributed as dist
 
 from lora_parallel.distributed.rendezvous import is_done
+from lora_parallel.distributed.torch_private import process_groups
 
-__all__ = ["finish_gloo", "not_profiled", "one_gloo_thread", "process_groups"]
+__all__ = ["finish_gloo", "not_profiled", "one_gloo_thread"]
 
 _NOTHING = torch.empty(0)
 _SECONDS_AT_EXIT = 5
-
-
-def process_groups() -> list[dist.ProcessGroup]:
-    """Return all process groups that this rank is in; torch has no public list of them."""
-    return list(dist.distributed_c10d._world.pg_map)
 
 
 @contextmanager

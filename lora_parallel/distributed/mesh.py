@@ -47,7 +47,9 @@ log = logging.getLogger(__name__)
 
 _STAGE = "stage"
 
-_REMEDY = "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and with --rdzv-backend c10d"
+_RESTART_REMEDY = (
+    "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and with --rdzv-backend c10d"
+)
 
 _JOINED = {
     "dp_shard_cp": ("dp_shard", "cp"),
@@ -134,10 +136,10 @@ def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
     if int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         raise RuntimeError(
             "torchrun has restarted this job with the store of the last start, in which ranks find the addresses of "
-            f"processes that are gone: {_REMEDY}."
+            f"processes that are gone: {_RESTART_REMEDY}."
         )
     if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and environment.get("RANK") == "0":
-        log.warning("torchrun's --max-restarts would fail, as its restarts share one store: %s.", _REMEDY)
+        log.warning("torchrun's --max-restarts would fail, as its restarts share one store: %s.", _RESTART_REMEDY)
 
 
 def possible_axes() -> list[tuple[str, ...]]:

@@ -49,6 +49,7 @@ __all__ = [
     "on_gradients_of",
     "placed_as",
     "post_accumulate_hooks",
+    "process_groups",
     "queue_after_backward",
     "reduce_scatter_sum",
     "set_timeout",
@@ -271,6 +272,11 @@ def default_store() -> Any:
     is public, is the one that the process group was made with.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups that this rank is in; torch has no public list of them."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def file_of(result: WriteResult) -> str:

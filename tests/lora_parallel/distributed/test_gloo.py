@@ -1,4 +1,4 @@
-"""What we work around in gloo: an upgrade that mends it is to fail here."""
+"""Test the workarounds of gloo: an upgrade that makes one needless, or breaks it, is to fail here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for fails in (False, True):
             if rank == 0:
                 atexit.register(lambda: print(f"fails: {fails}, finished: {work.is_completed()}", flush=True))
             mesh = build_mesh(ParallelConfig(), "cpu")
-            time.sleep(rank)
+            time.sleep(rank * (4 if fails else 1))  # rank 0 has ended by then, or waits for this rank
             work = dist.all_reduce(torch.ones(1), async_op=True, group=mesh.get_group("dp_shard"))
             if fails:
                 raise RuntimeError("on purpose")
@@ -57,7 +57,7 @@ def test_a_process_waits_for_gloos_threads_as_it_ends_without_an_error(tmp_path)
 
 
 def of_no_elements():
-    """On rank 1 only when rank 0 has ended; messages of a group are counted, so both make as many."""
+    """Make them on rank 1 only when rank 0 has ended; messages of a group are counted, so both make as many."""
     store = torch_private.default_store()
     if dist.get_rank() == 1:
         store.wait(["all-reduces of no elements"])
@@ -68,5 +68,5 @@ def of_no_elements():
 
 
 def test_an_all_reduce_of_no_elements_waits_for_no_peer(pool):
-    """What the end of a process relies on."""
+    """Check what `finish_gloo` relies on."""
     assert pool.run(2, of_no_elements) == [0, 1]

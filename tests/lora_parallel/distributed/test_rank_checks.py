@@ -73,7 +73,7 @@ def test_numbers_come_in_rank_order(pool):
 
 
 def profiled_numbers():
-    """What a profiler records of a gather that is read after its end, and of a collective."""
+    """Return a gather that is read after a profiler's end, and what the profiler records of it and of a barrier."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         result = begin_gather([dist.get_rank()], "cpu", "a call")
         dist.barrier()
