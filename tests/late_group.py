@@ -30,8 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lora_parallel.distributed.torch_private import in_backward
-
 MODES = ("lazy", "eager", "blocking")
 """Ways in which NCCL may be set up:
 
@@ -260,6 +258,7 @@ def run_backward_in_thread() -> None:
     engine, thread = torch.autograd._engine_run_backward, ThreadPoolExecutor(1, "backward")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return engine(*args, **kwargs) if in_backward() else thread.submit(engine, *args, **kwargs).result()
+        within = torch._C._current_graph_task_id() != -1  # of a backward pass, in which another one may be run
+        return engine(*args, **kwargs) if within else thread.submit(engine, *args, **kwargs).result()
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]

@@ -12,6 +12,7 @@ import accelerate_lora
 import accelerate_plugin
 import lightning_lora
 import lora_parallel
+from tests.workers import SCRIPT_LIMIT
 
 FILE = str(Path(__file__).parents[1] / "examples" / "fsdp2_tp.yaml")
 
@@ -25,7 +26,9 @@ sys.argv = ["accelerate-lora", *{arguments!r}]
 import accelerate_lora
 accelerate_lora.main()
 """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SCRIPT_LIMIT, check=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from lora_parallel import meta_init
 from lora_parallel.layers.styles import STYLES
 from lora_parallel.planning import plan
 from tests import caches
 from tests.caches import copied, keep_plans, kept
+from tests.logs import listening
 from tests.lora_parallel.test_sensitivity import cut_fused_layers_in_chunks, take_a_partial_gradient_for_whole
 from tests.oracle import Case, causal_lm, differing, reference, relative_error, sharded
+from tests.workers import attempt
 
 PLAIN = Case(steps=1)
 GROUPED = Case(steps=1, sizes={"num_key_value_heads": 1})
@@ -100,6 +105,57 @@ def test_models_are_built_anew_where_they_would_differ():
     with torch.device("meta"):
         assert causal_lm().device.type == "meta"
     assert causal_lm().device.type == "cpu"
+
+
+def test_a_model_whose_classes_have_changed_is_built_anew(monkeypatch):
+    causal_lm()
+    monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", {"layers.*.mlp.up_proj": "colwise"})
+    assert causal_lm()._tp_plan.keys() == causal_lm.__wrapped__()._tp_plan.keys()
+    drawn = LlamaForCausalLM._init_weights
+
+    def twice(self: Any, module: torch.nn.Module) -> None:
+        drawn(self, module)
+        drawn(self, module)
+
+    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", twice)
+    assert not differing(causal_lm().state_dict(), causal_lm.__wrapped__().state_dict())
+    monkeypatch.undo()
+    assert not differing(causal_lm().state_dict(), causal_lm.__wrapped__().state_dict())
+
+
+def replaced_by_objects() -> list[str]:
+    """Return what objects raise that stand in for a function of the planner, and for one of the model's author."""
+
+    def fail(why: str, *args: Any) -> None:
+        raise ArithmeticError(why)
+
+    found = []
+    sharded(PLAIN, "1x2")
+    for why in ("first", "second"):
+        with patch.object(plan, "keep_small_whole", partial(fail, why)):
+            found.append(attempt(sharded, PLAIN, "1x2").message)
+    with patch.object(modeling_llama, "apply_rotary_pos_emb", partial(fail, "third")):
+        found.append(attempt(sharded, PLAIN, "1x2").kind)
+    return found
+
+
+def test_an_object_in_the_place_of_a_function_is_seen(pool):
+    assert pool.run(2, replaced_by_objects) == [["first", "second", "ArithmeticError"]] * 2
+
+
+def logged() -> list[list[str]]:
+    found = []
+    for _ in range(2):
+        with listening("lora_parallel.planning.report") as lines:
+            sharded(PLAIN, "1x2", tp_plan={"*.q_proj": "colwise_gather_output"})
+        found.append(list(lines))
+    return found
+
+
+def test_a_plan_that_was_kept_is_logged_again(pool):
+    for first, second in pool.run(2, logged):
+        assert first == second
+    assert any("q_proj" in line for line in pool.run(2, logged)[0][0])
 
 
 def test_the_switch_turns_all_of_it_off(monkeypatch):

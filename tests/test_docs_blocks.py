@@ -29,10 +29,10 @@ def folder(tmp_path_factory):
         if page.name not in SCRIPTS and any(is_run for _, _, is_run in blocks(page))
     ],
 )
-def test_blocks_run(pool, folder, page):
+def test_blocks_run(front_end_pool, folder, page):
     (folder / page.stem).mkdir()
     expected = sum(is_run and not title for title, _, is_run in blocks(page))
-    assert pool.run(4, run_page, page.name, str(folder / page.stem)) == [expected] * 4
+    assert front_end_pool.run(4, run_page, page.name, str(folder / page.stem)) == [expected] * 4
 
 
 def test_every_block_is_run_or_says_why_not():

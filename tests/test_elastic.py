@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from lora_parallel import latest_checkpoint
 from tests.oracle import relative_error
+from tests.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parent.parent
 SCRIPT, STEPS = str(ROOT / "examples" / "elastic.py"), 16
@@ -85,7 +86,7 @@ def wait_until(there: Callable[[], object], seconds: float = 120) -> None:
 
 def ended(process: subprocess.Popen[str]) -> str:
     """Wait for a process, which must end with 0, and return what it has printed."""
-    printed, _ = process.communicate(timeout=200)
+    printed, _ = process.communicate(timeout=SCRIPT_LIMIT)
     assert process.returncode == 0, printed[-20000:]
     return printed
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -73,7 +74,9 @@ def raising(how: str) -> None:
         halves = [dist.new_group([0, 1]), dist.new_group([0, 1])]
         if dist.get_rank():
             dist.all_reduce(torch.zeros(1), group=halves[1], async_op=True)
-    if how == "alike" or dist.get_rank() or "step" in how:
+    if how == "with a message left over" and dist.get_rank() == 0:
+        dist.isend(torch.zeros(1), 1)
+    if how in ("alike", "with a message left over") or dist.get_rank() or "step" in how:
         raise ValueError(f"on rank {dist.get_rank()}")
     if how == "of another kind":
         raise TypeError("on rank 0")
@@ -81,7 +84,13 @@ def raising(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "kept"),
-    [("alike", True), ("on one rank", False), ("of another kind", False), ("in one group out of step", False)],
+    [
+        ("alike", True),
+        ("on one rank", False),
+        ("of another kind", False),
+        ("in one group out of step", False),
+        ("with a message left over", False),
+    ],
 )
 def test_ranks_that_raise_alike_and_meet_again_are_kept(own_pool, how, kept):
     before = own_pool.run(2, os.getpid)
@@ -143,13 +152,16 @@ def test_of_too_many_groups_those_are_kept_that_were_used_last(own_pool, monkeyp
 
 
 def imported(names: list[str]) -> list[bool]:
-    return [name in sys.modules for name in names]
+    return [sys.modules.get(name) is not None for name in names]
 
 
 def test_ranks_of_engine_tests_have_not_imported_the_front_ends(own_pool, front_end_pool):
     names = ["lora_parallel", "accelerate_plugin", "lightning_lora", "lightning", "trl"]
-    assert own_pool.run(1, imported, names) == [[True, False, False, False, False]]
-    assert front_end_pool.run(1, imported, names) == [[True] * 5]
+    assert own_pool.run(1, imported, names) == [[True, *[False] * 4]]
+    assert front_end_pool.run(1, imported, [*names, "bitsandbytes"]) == [[True] * 6]
+    for front_end in workers.OURS:
+        (failure,) = own_pool.try_run(1, import_module, front_end)
+        assert failure.kind == "ModuleNotFoundError", "it would patch what the next tests of the engine run on"
 
 
 def test_a_process_that_ends_without_closing_its_pool_leaves_no_rank(tmp_path):
@@ -159,7 +171,9 @@ def test_a_process_that_ends_without_closing_its_pool_leaves_no_rank(tmp_path):
         "if __name__ == '__main__':\n    print(*WorkerPool(modules=()).run(2, os.getpid))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=workers.SCRIPT_LIMIT
+    )
     assert ended.returncode == 0, ended.stderr
     pids = [int(pid) for pid in ended.stdout.split()]
     assert len(pids) == 2

@@ -1,10 +1,11 @@
 """A pool of processes that tests run functions in, as the ranks of a process group.
 
 Start-up costs more than the maths. A server imports what ranks need once, and forks them; ranks keep their process
-group from test to test. Engine tests and front-end tests have a server each, so that no engine test runs on an
-Accelerate that has been patched. Every group has a short timeout, so a hang is a failure in seconds. A group in which a
-rank fails or does not answer is killed and started anew, unless its ranks all raised alike, as the test expected, and
-then meet in all of their process groups. Groups that grow too large, or are too many, are ended too: a fork takes a
+group from test to test. Engine tests and front-end tests have a server each, and ranks of the former cannot import the
+front ends, so that no engine test runs its ranks on an Accelerate that has been patched. Every group has a short
+timeout, so a hang is a failure in seconds. A group in which a rank fails or does not answer is killed and started anew,
+unless its ranks all raised alike, as the test expected, and then meet in all of their process groups, with no message
+between two of them that could be left over. Groups that grow too large, or are too many, are ended too: a fork takes a
 tenth of a second, and memory that runs out takes the whole run. What a rank prints to standard error goes to a file,
 which is part of the error if the rank crashes: where its threads were, in Python and below.
 """
@@ -20,13 +21,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +40,7 @@ import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = 60
 ANSWER_TIMEOUT = 300
+SCRIPT_LIMIT = 600  # of a script that a test starts: with twenty processes at work imports alone take minutes
 MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
 MOST_RANKS = 16  # of one pytest process; those that were used last stay
 MOST_BYTES = 3 * 2**29  # that a rank may hold after a call, to be called again
@@ -46,9 +49,14 @@ PRINTED = 30_000  # characters of what a rank that died has printed
 ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.integration", "tests.rows")
 """Modules that the server of the engine's tests imports."""
 
+OURS = ("accelerate_plugin", "lightning_lora")
+"""The front ends, which ranks of the engine's tests cannot import."""
+
 FRONT_ENDS = (
     *ENGINE,
-    "lightning_lora",
+    *OURS,
+    "trl",
+    "bitsandbytes",
     "tests.lightning_lora.harness",
     "tests.accelerate_plugin.harness",
     "tests.trainer_rows",
@@ -124,6 +132,7 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
     from tests.times import watch_rank
 
     watch_rank(rank, group.world_size)
+    _note_messages()
     keep_plans()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's; it keeps what was freed, otherwise
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -146,15 +155,42 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
         except Exception as error:  # a function that cannot be imported here
             _send(pipe, Failure(type(error).__name__, str(error), traceback.format_exc()))
             continue
+        if function is not _meet:
+            _messages.clear()
         _send(pipe, attempt(function, *args))
         del function, args
         trim(0)
 
 
+_messages: list[str] = []
+"""Names of the functions by which this rank has sent to or received from one peer, in the last call but `_meet`."""
+
+
+def _note_messages() -> None:
+    """Note messages between two ranks: one that nobody has received would be taken for the next test's."""
+
+    def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _messages.append(name)
+            return own(*args, **kwargs)
+
+        return call
+
+    for name in ("send", "recv", "isend", "irecv"):
+        setattr(dist, name, noting(name, getattr(dist, name)))
+
+
 def _meet() -> None:
-    """Wait for the peers in every process group of this rank: none is broken, none has a collective left over."""
+    """Wait for the peers in every process group of this rank: none is broken, none has a collective left over.
+
+    Raises:
+        RuntimeError: The call before this one sent messages between two ranks, of which some may be left over.
+    """
     from lora_parallel.distributed.torch_private import process_groups
 
+    if _messages:
+        raise RuntimeError(f"{_messages[0]} was called: a message may be left over.")
     gc.collect()  # models that the error's frames held
     for group in process_groups():
         dist.barrier(group)
@@ -165,8 +201,13 @@ def _meet() -> None:
 
 def _fork_ranks(modules: tuple[str, ...], requests: Connection) -> None:
     for name in modules:
-        with suppress(ImportError):  # of a package that is not installed; a test that needs it says so
+        try:
             import_module(name)
+        except ImportError as error:  # of a package that is not installed; a test that needs it says so
+            if (error.name or "tests").split(".")[0] in ("lora_parallel", *OURS, "tests"):
+                raise
+    if not set(OURS) & sys.modules.keys():
+        sys.modules.update(dict.fromkeys(OURS))  # type: ignore[arg-type]  # importing one is an error from now on
     gc.collect()
     gc.freeze()  # pages that no rank's collector writes to stay shared
     context = multiprocessing.get_context("fork")

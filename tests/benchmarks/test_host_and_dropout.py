@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.workers import SCRIPT_LIMIT
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -17,7 +19,7 @@ def run(name: str, output: Path, *options: str) -> tuple[str, dict]:
     """Run a benchmark; return its table and its record."""
     command = [sys.executable, str(FOLDER / f"{name}.py"), *options, "--output", str(output)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_LIMIT, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
     table = (output / f"{name}.md").read_text()
     assert ran.stdout.splitlines()[0] in table

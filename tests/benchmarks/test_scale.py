@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.workers import SCRIPT_LIMIT
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 
 
@@ -20,7 +22,7 @@ def test_simulated_ranks(tmp_path):
     options = ["--models", "tiny", "--ranks", "8", "--tp", "2", "--r", "3", "--check", "--output", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=280, env=environment
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=SCRIPT_LIMIT, env=environment
     )
     assert run.returncode == 0, run.stderr[-3000:]
     (found,) = json.loads((tmp_path / "scale.json").read_text())["results"]

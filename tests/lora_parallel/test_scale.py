@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.workers import SCRIPT_LIMIT
+
 SHAPE = {
     "hidden_size": 16384,
     "intermediate_size": 53248,
@@ -55,7 +57,7 @@ def simulate(rank: int, world_size: int, tp: int) -> dict[str, int]:
 @pytest.mark.processes
 def test_405b_on_512_ranks_is_planned_in_one_small_process():
     command = [sys.executable, "-m", "tests.lora_parallel.test_scale", "511"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_LIMIT)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
     assert found["planned"] == found["base"]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lora_parallel.distributed import gloo, torch_private
+from tests.workers import SCRIPT_LIMIT
 
 
 def gloo_threads():
@@ -51,7 +52,7 @@ for fails in (False, True):
 def test_a_process_waits_for_gloos_threads_as_it_ends_without_an_error(tmp_path):
     """Otherwise some end with SIGABRT: docs/upstream/gloo_exit.md. After an error a peer may never come."""
     command = [sys.executable, "-c", ENDS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_LIMIT)
     assert "RuntimeError: on purpose" in done.stderr
     assert done.stdout.splitlines() == ["fails: False, finished: True", "fails: True, finished: False"], done.stderr
 
