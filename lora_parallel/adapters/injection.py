@@ -56,13 +56,19 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, BaseTunerLayer) for module in model.modules())
 
 
-def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraConfig | None) -> None:
+def check_adapters(
+    model: nn.Module, config: ParallelConfig, lora_config: LoraConfig | None, trains: bool = True
+) -> ValueError | None:
     """Refuse a model whose adapters cannot be trained here, and one without adapters where they are required.
 
     Args:
         model: The model before it is sharded.
         config: The parallel config, which says whether adapters are required.
         lora_config: The config of the adapter that is to be injected, if any.
+        trains: False for a model that is evaluated, which may lack adapters.
+
+    Returns:
+        The error about a model that lacks adapters, if that is not raised.
 
     Raises:
         TypeError: `lora_config` is not a config of LoRA.
@@ -93,11 +99,13 @@ def check_adapters(model: nn.Module, config: ParallelConfig, lora_config: LoraCo
         raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
     if has_deferred(model):
         for peft_config in [*peft_configs(model).values(), *([lora_config] if lora_config is not None else [])]:
-            check_needs_no_base(peft_config)
-    if not present and lora_config is None and config.require_adapters:
-        raise ValueError(
-            f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}"
-        )
+            check_needs_no_base(peft_config, model)
+    if present or lora_config is not None or not config.require_adapters:
+        return None
+    lack = ValueError(f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}")
+    if trains:
+        raise lack
+    return lack
 
 
 def _check_attention(model: nn.Module) -> None:

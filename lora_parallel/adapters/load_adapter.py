@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lora_parallel.adapters.base_fingerprint import renew_fingerprints
+from lora_parallel.adapters.config_check import check_config
 from lora_parallel.adapters.inspection import (
     adapted_model,
     check_unmerged,
@@ -23,7 +24,6 @@ from lora_parallel.adapters.inspection import (
 from lora_parallel.adapters.peft_format import (
     CONFIG,
     WEIGHTS,
-    check_config,
     find_adapter,
     keys_on_disk,
     tensors_by_name,

@@ -5,15 +5,15 @@ Source of the format: peft/utils/save_and_load.py and PeftModel.save_pretrained.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from lora_parallel.adapters.inspection import (
@@ -25,7 +25,7 @@ from lora_parallel.distributed.stages import merged_over_stages
 from lora_parallel.layers.module_names import embeddings_of, innermost
 from lora_parallel.state import mesh_of
 
-__all__ = ["CARD", "CONFIG", "WEIGHTS", "check_config", "find_adapter", "keys_on_disk", "tensors_by_name"]
+__all__ = ["CARD", "CONFIG", "WEIGHTS", "find_adapter", "keys_on_disk", "tensors_by_name"]
 
 WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
 
@@ -38,37 +38,6 @@ def find_adapter(directory: str | os.PathLike[str], adapter_name: str) -> Path:
     """
     inside = Path(directory) / adapter_name
     return inside if adapter_name != "default" and (inside / WEIGHTS).is_file() else Path(directory)
-
-
-def check_config(folder: Path, own: PeftConfig) -> None:
-    """Check that an adapter folder holds an adapter like the model's.
-
-    Args:
-        folder: The adapter folder.
-        own: The config of the model's adapter.
-
-    Raises:
-        FileNotFoundError: The folder lacks the config or the weights.
-        ValueError: The folder's config cannot be read, or has another PEFT type, r, alpha or scaling.
-    """
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} is no PEFT adapter folder: it has no {name}.")
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-        kind = config["peft_type"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / CONFIG} is no PEFT config ({type(error).__name__}: {error}).") from error
-    if kind != PeftType.LORA.value:
-        raise ValueError(f"{folder} holds an adapter of PEFT type {kind!r}; only LORA is supported.")
-    if isinstance(own, LoraConfig):
-        for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
-            theirs, ours = config.get(field, getattr(own, field)), getattr(own, field)
-            if theirs != ours:
-                raise ValueError(
-                    f"{folder} was trained with {field}={theirs!r}, the model's adapter has {field}={ours!r}: build "
-                    "the adapter with the folder's own config."
-                )
 
 
 def keys_on_disk(
@@ -129,9 +98,10 @@ def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
     """Return the names in `model` of the base weights of the input and output embeddings that `holder` declares."""
-    base = innermost(holder)
-    layers = [embeddings_of(base, side) for side in ("input", "output")]
-    inner = {getattr(layer, "base_layer", layer) for layer in layers if layer is not None}
+    base, inner = innermost(holder), set()
+    for layer in (embeddings_of(base, "input"), embeddings_of(base, "output")):
+        held = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer
+        inner.add(getattr(held, "base_layer", held))
     return [f"{name}.weight" for name, module in model.named_modules() if module in inner]
 
 

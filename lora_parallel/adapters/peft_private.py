@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
-from lora_parallel.lazy.tracking import accept_memory, is_deferred
+from lora_parallel.lazy.tracking import DEFER, accept_memory, is_deferred, is_readable
 
 __all__ = [
     "DRAWN",
@@ -124,7 +124,7 @@ def adapters_off_meta() -> None:
                 self.peft_config.pop(adapter_name, None)  # add_weighted_adapter has put it there
             raise
         if _waits(model) and isinstance(self.peft_config[adapter_name], LoraConfig):
-            check_needs_no_base(self.peft_config[adapter_name])
+            check_needs_no_base(self.peft_config[adapter_name], model)
         with _all(_suspensions):
             return own_inject(self, model, adapter_name, *args, **kwargs)
 
@@ -146,11 +146,14 @@ def adapters_off_meta() -> None:
 DRAWN = (True, False, "gaussian", "orthogonal")
 
 
-def check_needs_no_base(config: Any) -> None:
-    """Check that an adapter's values do not depend on the base weights, which have not been read yet.
+def check_needs_no_base(config: Any, model: nn.Module) -> None:
+    """Check that an adapter's values do not depend on base weights that cannot be read yet.
+
+    Rows of an embedding that a file holds can be read; DoRA and decompositions need whole weights.
 
     Args:
         config: The adapter's `LoraConfig`.
+        model: The model on meta.
 
     Raises:
         ValueError: The adapter's values are computed from the base weights.
@@ -160,12 +163,13 @@ def check_needs_no_base(config: Any) -> None:
         wants = f"init_lora_weights={config.init_lora_weights!r}"
     elif config.use_dora:
         wants = "use_dora=True"
-    elif config.trainable_token_indices is not None:
+    elif config.trainable_token_indices is not None and not all(map(is_readable, model.parameters())):
         wants = f"trainable_token_indices={config.trainable_token_indices!r}"
     if wants is not None:
         raise ValueError(
             f"LoraConfig({wants}) computes the adapter from the base weights, and the model is on meta: its weights "
-            "are still on disk. Load it outside of meta_init."
+            f"are still on disk. Load it outside of meta_init; where a launcher or a strategy has put it on meta, set "
+            f"the environment variable {DEFER}=0, which loads models into the memory of every rank."
         )
 
 

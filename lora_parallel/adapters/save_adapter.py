@@ -210,7 +210,9 @@ def gather_adapter(
         for key, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(
-                    f"{key} of the adapter {adapter_name!r} holds values that are not finite: it is broken."
+                    f"{key} of the adapter {adapter_name!r} holds values that are not finite: it is broken, and is not "
+                    "saved. torch.autograd.detect_anomaly (in Lightning detect_anomaly=True) finds the operation; "
+                    "go on from the last checkpoint."
                 )
     return GatheredAdapter(adapter_name, tensors, keys, config, class_of(base), holder)
 

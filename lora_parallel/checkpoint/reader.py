@@ -263,7 +263,7 @@ class _Names:
     def of(cls, state: TrainState) -> _Names:
         """Ask all stages. Collective."""
         mine = cls(set(state.loose_parameters()), set(state.buffers()), set(state.other_state()))
-        stages = over_stages(mine, state.parallel.mesh)
+        stages = over_stages(mine, state.mesh)
         return cls(
             *(set().union(*(getattr(each, part.name) for each in stages)) for part in fields(cls)),
         )
@@ -345,7 +345,7 @@ def load_optimizers(found: Contents, state: TrainState) -> list[Callable[[], Non
     names = state.parameter_names()
     source = DcpDirectory(found.path / STATE)
     commits = []
-    mesh = state.parallel.mesh
+    mesh = state.mesh
     held = {name: group_names(optimizer, names, mesh) for name, optimizer in state.optimizers.items()}
     with agreed():
         for name, optimizer in state.optimizers.items():

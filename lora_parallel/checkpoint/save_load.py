@@ -126,7 +126,7 @@ def load_checkpoint(
     for commit in commits:
         commit()
     resume_counting(found, state)
-    restore_random_state(found.record["random"], state.parallel.mesh)
+    restore_random_state(found.record["random"], state.mesh)
     return found.record["extra"]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -30,6 +31,9 @@ class TrainState:
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
     """Optimizers by the names that their states are stored under."""
 
+    mesh_without_models: DeviceMesh | None = None
+    """Mesh of the run, where `module` holds no model whose mesh is known."""
+
     @property
     def models(self) -> dict[str, nn.Module]:
         """Return the parallelized models by their names in `module`."""
@@ -42,9 +46,16 @@ class TrainState:
         return {name: state for name, state in found.items() if state is not None}
 
     @property
-    def parallel(self) -> ParallelState:
-        """Return the `ParallelState` of the first model; all models have the same mesh."""
-        return next(iter(self.states.values()))
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh of the models, which all have the same."""
+        mesh = next((state.mesh for state in self.states.values()), self.mesh_without_models)
+        assert mesh is not None
+        return mesh
+
+    @property
+    def timeout_seconds(self) -> int:
+        """Return the timeout of collectives, in seconds."""
+        return max((state.config.timeout_seconds for state in self.states.values()), default=1800)
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Map each parameter to its name in `module`."""
@@ -67,7 +78,7 @@ class TrainState:
 
     def load_other_state(self, values: Mapping[str, Any]) -> None:
         """Load the entries that `other_state` returned into the modules that they came from."""
-        device = self.parallel.mesh.device_type
+        device = self.mesh.device_type
         # Modules move their extra state to a device themselves.
         placed = {
             name: value if name.endswith(_EXTRA_STATE) else tree_map_only(Tensor, lambda each: each.to(device), value)

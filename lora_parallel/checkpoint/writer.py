@@ -130,7 +130,7 @@ class _Save:
     @property
     def timeout_seconds(self) -> float:
         """Return the timeout of collectives, in seconds."""
-        return self._state.parallel.config.timeout_seconds
+        return self._state.timeout_seconds
 
     def begin(self) -> None:
         """Take the states to save from the optimizers and modules, check them, and make the folder on rank 0."""
@@ -167,7 +167,7 @@ class _Save:
         Args:
             extra: The front end's own entries for extra.pt.
         """
-        models, mesh, states = self._state.models, self._state.parallel.mesh, self._optimizers
+        models, mesh, states = self._state.models, self._state.mesh, self._optimizers
         parameters: dict[str, str] = {}
         for name, model in models.items():
             for adapter in peft_configs(model):

@@ -29,17 +29,20 @@ from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.loading.transformers_quantisers import reverted
 from lora_parallel.state import state_of
-from lora_parallel.storage.atomic import Scratch, check_free, local_path
+from lora_parallel.storage.atomic import Scratch, check_free, is_taken, local_path
 from lora_parallel.storage.progress import bytes_bar
 
-__all__ = ["export_merged"]
+__all__ = ["export_merged", "write_merged"]
 
 _SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 """Pattern of the sizes, as text, that huggingface_hub accepts, such as "5GB"; a size of zero does not match."""
 
 
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Pattern of the names of the files that hold a model's weights."""
+
+
 @collective_call("export_merged")
-@torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
 def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
     """Write the model with its active adapters merged into the base, as `merge_and_unload` and `save_pretrained` would
     in one process. Collective.
@@ -63,6 +66,22 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
             size; or ranks call with different arguments.
         OSError: The folder cannot be written. All on every rank.
     """
+    return write_merged(model, directory, max_shard_size, beside_others=False)
+
+
+@torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
+def write_merged(
+    model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str, beside_others: bool
+) -> Path:
+    """Write the model as `export_merged` does. Collective.
+
+    Args:
+        model: As in `export_merged`.
+        directory: The folder to write.
+        max_shard_size: As in `export_merged`.
+        beside_others: Write into a folder that holds other files too, which stay, as `save_pretrained` of transformers
+            does. Weights that an earlier save has written there are replaced.
+    """
     with agreed():
         target = local_path(directory)
         _check_size(max_shard_size)
@@ -80,7 +99,10 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
             base = innermost(model)
             weights = merged_weights(base)
             if writer:
-                check_free(target)
+                if not beside_others:
+                    check_free(target)
+                elif target.is_file():
+                    raise NotADirectoryError(f"{target} is a file: give a folder.")
                 scratch.make()
         start = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
         held = held_by_ranks(model, weights, start)
@@ -110,11 +132,32 @@ def export_merged(model: nn.Module, directory: str | os.PathLike[str], max_shard
                     (scratch.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
                 _write_configs(base, scratch.path, any(form.is_quantised for form in forms.values()))
                 _check(scratch.path, stored, files.tensor_to_filename)
-                scratch.place()
+                if is_taken(target):
+                    _place_beside(scratch, [*files.filename_to_tensors, *([INDEX] if files.is_sharded else [])])
+                else:
+                    scratch.place()
     except BaseException:
         scratch.discard()
         raise
     return target
+
+
+def _place_beside(scratch: Scratch, weights: list[str]) -> None:
+    """Move the files into a folder with others, and remove weights that were there before.
+
+    While shards are moved, a killed process leaves a folder without an index, not one whose shards are of two saves.
+
+    Args:
+        scratch: The folder with the files.
+        weights: The names of the files of weights, of which the last makes the others known.
+    """
+    target = scratch.target
+    if len(weights) > 1:
+        (target / INDEX).unlink(missing_ok=True)
+    scratch.place_files(last=weights[-1])
+    for path in list(target.iterdir()):
+        if path.name not in weights and (path.name == INDEX or _WEIGHTS.fullmatch(path.name)):
+            path.unlink()
 
 
 def _check_size(size: Any) -> None:

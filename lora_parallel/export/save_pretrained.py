@@ -19,7 +19,7 @@ from lora_parallel.adapters.inspection import adapted_model, peft_configs
 from lora_parallel.adapters.save_adapter import save_as_peft
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
-from lora_parallel.export.merged import export_merged
+from lora_parallel.export.merged import write_merged
 from lora_parallel.layers.module_names import innermost
 
 __all__ = ["allow_save_pretrained", "write_pretrained"]
@@ -33,7 +33,7 @@ def allow_save_pretrained(model: nn.Module) -> None:
     """Replace `save_pretrained` of a parallelized model, and of the base in a `PeftModel`, by one for sharded models.
 
     If the model has adapters, the new method writes their folders, as `save_adapter` does; if it has none, it writes
-    the model, as `export_merged` does.
+    the model, as `export_merged` does, into a folder that may hold other files.
     """
     for holder in {model, adapted_model(model) or model, innermost(model)}:
         if hasattr(holder, "save_pretrained"):
@@ -100,7 +100,7 @@ def write_pretrained(
     """
     names = list(peft_configs(model)) if adapters is None else list(adapters)
     if not names:
-        export_merged(model, directory, max_shard_size)
+        write_merged(model, directory, max_shard_size, beside_others=True)
     for name in names:
         save_as_peft(model, directory, name, save_embedding_layers)
 

@@ -367,6 +367,58 @@ def test_a_resume_does_not_ask_for_the_bases_folder(pool, tmp_path):
     assert pool.run(2, base_moved, tmp_path) == [[False, True]] * 2
 
 
+BOTH_ENDS = {"modules_to_save": ["embed_tokens", "lm_head"]}
+ROWS = torch.arange(104, 140).view(4, 9)
+
+
+def with_new_tokens(base, seed):
+    """The base with a vocabulary of 140 tokens, 131 of which were trained."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(140, mean_resizing=False)
+    return model
+
+
+def on_and_off(model):
+    with torch.no_grad():
+        on = model.eval()(input_ids=ROWS).logits
+        with model.disable_adapter():
+            return on, model(input_ids=ROWS).logits
+
+
+def resized_folders(mesh_text, root):
+    """Ours, and what a model with other new rows computes after it loads each of the two folders."""
+    mesh, config = on_mesh(mesh_text)
+    model = parallelize(peft_model(base=with_new_tokens(root / "base", 5), **BOTH_ENDS), mesh, config)
+    save_adapter(model, root / "ours")
+    found = {}
+    for name in ("ours", "peft"):
+        fresh = parallelize(peft_model(base=with_new_tokens(root / "base", 6), **BOTH_ENDS), mesh, config)
+        load_adapter(fresh, root / name)
+        found[name] = on_and_off(fresh)
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x1"])
+def test_a_resized_vocabulary_that_is_saved_whole_keeps_its_base(pool, tmp_path, mesh):
+    """PEFT writes the frozen weights under the trained ones as well: the adapter can be turned off after a reload."""
+    causal_lm(dtype=torch.float32).save_pretrained(tmp_path / "base")
+    one = peft_model(base=with_new_tokens(tmp_path / "base", 5), **BOTH_ENDS)
+    one.save_pretrained(tmp_path / "peft")
+    answers = pool.run(2, resized_folders, mesh, tmp_path)
+    got, want = load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "peft" / WEIGHTS)
+    assert f"{EMBEDDING}.original_module.weight" in want
+    assert got.keys() == want.keys()
+    assert all(got[key].equal(want[key]) for key in want)
+    for found in answers:
+        for name, computed in found.items():
+            for ours, theirs in zip(computed, on_and_off(one), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=name)
+    back = PeftModel.from_pretrained(with_new_tokens(tmp_path / "base", 6), tmp_path / "ours")
+    for ours, theirs in zip(on_and_off(back), on_and_off(one), strict=True):
+        assert ours.equal(theirs)
+
+
 # What does not fit: each refused on every rank, nothing changed.
 
 
@@ -616,6 +668,7 @@ def save_broken(root):
 def test_a_broken_adapter_is_not_saved(pool, tmp_path):
     for broken, url in pool.run(2, save_broken, tmp_path):
         assert "holds values that are not finite" in broken.message
+        assert "detect_anomaly" in broken.message
         assert "is a URL" in url.message
     assert not any(tmp_path.iterdir())
 

@@ -199,3 +199,40 @@ def test_injection_trains_what_the_task_trains(pool):
     for got in pool.run(2, injected_classifier):
         assert got.keys() == want.keys()
         assert all(torch.equal(got[name], want[name]) for name in want if "lora_" in name)
+
+
+TOKENS = [20, 3, 21]
+
+
+def trained_tokens(mesh_text, path):
+    """Rows of the embedding that PEFT trains, and its LoRA factors, of a model whose weights were on disk by then."""
+    mesh, config = on_mesh(mesh_text, seed=SEED)
+    found = {}
+    for kind in ("injected", "by PEFT"):
+        lora, given = lora_config(trainable_token_indices=TOKENS), {}
+        with meta_init():
+            model = LlamaForCausalLM.from_pretrained(path)
+            if kind == "by PEFT":
+                torch.manual_seed(SEED)
+                model = get_peft_model(model, lora)
+            else:
+                given = {"lora_config": lora}
+        model = parallelize(model, mesh, config, **given)
+        found[kind] = {name.removeprefix("base_model.model."): full(p) for name, p in trained(model).items()}
+    return found
+
+
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x1", "2x2"]))
+def test_trained_tokens_begin_as_the_rows_on_disk(pool, mesh, tmp_path):
+    base = causal_lm(dtype=torch.float32)
+    base.save_pretrained(tmp_path)
+    torch.manual_seed(SEED)
+    one = get_peft_model(base, lora_config(trainable_token_indices=TOKENS))
+    want = {name.removeprefix("base_model.model."): full(p) for name, p in trained(one).items()}
+    (delta,) = (name for name in want if "trainable_tokens_delta" in name)
+    assert want[delta].equal(base.get_input_embeddings().token_adapter.base_layer.weight[TOKENS])
+    for found in pool.run(ranks_of(mesh), trained_tokens, mesh, tmp_path):
+        for kind, got in found.items():
+            assert got.keys() == want.keys(), kind
+            for name in want:
+                assert got[name].equal(want[name]), (kind, name)

@@ -42,7 +42,7 @@ from lora_parallel.storage import progress
 from tests.cases import cases
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, trained
 from tests.rows import rows
-from tests.workers import Failure, attempt
+from tests.workers import SCRIPT_LIMIT, Failure, attempt
 
 CASE = Case()
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -448,7 +448,7 @@ def test_a_save_in_flight_is_finished_at_exit(tmp_path, end):
     subprocess.run(
         [*run, script, tmp_path / "checkpoints" / "last", end],
         check=True,
-        timeout=120,
+        timeout=SCRIPT_LIMIT,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "last"
