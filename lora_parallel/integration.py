@@ -1,4 +1,4 @@
-"""The names of the engine that front ends use besides the public ones of `lora_parallel`; `load_adapter` is in both.
+"""The names of the engine that front ends use besides the public ones of `lora_parallel`.
 
 A front end imports `lora_parallel` and this module, and no other of the engine's: what moves inside the engine is no
 matter to it then. These names may change between minor releases.
@@ -7,10 +7,9 @@ matter to it then. These names may change between minor releases.
 from __future__ import annotations
 
 from lora_parallel.adapters.base_fingerprint import base_fingerprints, check_base
+from lora_parallel.adapters.config_check import check_config
 from lora_parallel.adapters.injection import has_adapters
 from lora_parallel.adapters.inspection import adapter_parameters, peft_configs
-from lora_parallel.adapters.load_adapter import load_adapter
-from lora_parallel.adapters.peft_format import check_config
 from lora_parallel.arguments import check_positive, suggest_arguments
 from lora_parallel.checkpoint.calls import of_another
 from lora_parallel.checkpoint.meta import read_meta
@@ -42,6 +41,7 @@ from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
 from lora_parallel.metrics.meter import MeshMeter
 from lora_parallel.runtime.checked_set_up import SetUpIsPossible, end_after_set_up, is_checked
 from lora_parallel.runtime.description import describe, description_to_print
+from lora_parallel.runtime.guards import check_optimized
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
 from lora_parallel.runtime.stop_signal import ask_for_largest, largest_numbers
@@ -71,6 +71,7 @@ __all__ = [
     "check_free",
     "check_loadable",
     "check_not_stale",
+    "check_optimized",
     "check_positive",
     "clip_grad_value_",
     "collective_call",
@@ -89,7 +90,6 @@ __all__ = [
     "is_checked",
     "is_checkpoint",
     "largest_numbers",
-    "load_adapter",
     "load_models",
     "load_optimizers",
     "local",

@@ -71,7 +71,7 @@ from lora_parallel.runtime.checked_set_up import end_if_checked, is_checked
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
 from lora_parallel.runtime.description import log_description
 from lora_parallel.runtime.generation import allow_generate, refuse_generate
-from lora_parallel.runtime.guards import verify
+from lora_parallel.runtime.guards import check_once_it_trains, verify
 from lora_parallel.runtime.optimizer_params import refuse_joined_steps, refuse_stale_steps
 from lora_parallel.runtime.refusals import seal
 from lora_parallel.runtime.step_hooks import StepHooks
@@ -96,6 +96,7 @@ def parallelize(
     lora_config: LoraConfig | None = None,
     materialize: bool = True,
     autocast_adapter_dtype: bool = True,
+    trains: bool = True,
 ) -> nn.Module:
     """Shard `model` over `mesh` in place, base layers and their adapters alike. Collective.
 
@@ -115,6 +116,7 @@ def parallelize(
         lora_config: The adapter to inject into a model without PEFT layers; None to inject none.
         materialize: False leaves base weights on meta, to look at `read_plan` and shapes; the adapters have values.
         autocast_adapter_dtype: As in `peft.get_peft_model`: injected adapters of a 16-bit base are float32.
+        trains: False for a model that is evaluated: `config.require_adapters` is checked by its first training forward.
 
     Returns:
         `model` itself.
@@ -131,7 +133,7 @@ def parallelize(
         if mesh.size() > 1 or wants_fsdp(mesh, config):
             refuse_early_hooks(model)
             guard_dtensor_operators()
-        check_adapters(model, config, lora_config)
+        lack = check_adapters(model, config, lora_config, trains)
         globs = None if isinstance(config.tp_plan, str) else config.tp_plan
         if globs is not None:
             check_globs(model, globs)
@@ -241,7 +243,9 @@ def parallelize(
         state.pipeline = Pipeline(
             model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks, order
         )
-    verify(model, state, ties)
+    verify(model, state, ties, trains)
+    if not trains:
+        check_once_it_trains(model, state, lack)
     state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if materialize:
         state.fingerprints = base_fingerprints(model, mesh, stage=state.stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -129,6 +130,9 @@ class ParallelState:
 
     See `lora_parallel.adapters.base_fingerprint`.
     """
+
+    check_trains: Callable[[], None] | None = field(default=None, repr=False)
+    """Checks what trains, of a model that was parallelized to be evaluated and has not trained yet; else None."""
 
     stage: StageTensors | None = field(default=None, repr=False)
     """Tensors of the whole model and of this rank's stages; None without pipeline parallelism."""

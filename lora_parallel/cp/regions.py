@@ -27,7 +27,13 @@ from lora_parallel.cp.context import CPContext
 from lora_parallel.cp.replicated import refuse_gradients, replicated, run_replicated
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.token_chunks import TokenChunks
-from lora_parallel.layers.forward_arguments import asks_for, asks_for_cache, without_cache, without_caches
+from lora_parallel.layers.forward_arguments import (
+    asks_for,
+    asks_for_cache,
+    check_between_blocks,
+    without_cache,
+    without_caches,
+)
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
 from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
@@ -202,11 +208,7 @@ def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
                 f"{name}=True: under cp each rank has a chunk of the tokens between blocks, and would return, or "
                 "compute a loss of, that. Leave it False, or use cp=1."
             )
-    if kwargs.get("deepstack_visual_embeds") is not None:
-        raise ValueError(
-            "deepstack_visual_embeds: features of images are added to the tokens between blocks, where under cp each "
-            "rank has a chunk of the tokens. Leave images out, or use cp=1."
-        )
+    check_between_blocks(kwargs, "under cp", "use cp=1")
 
 
 # ------------------------------------------------------------------------------- blocks

@@ -26,12 +26,16 @@ log = logging.getLogger(__name__)
 
 
 def guard_dtensor_operators() -> None:
-    """Replace torch's `item` and the operator of `GradScaler.unscale_`, for DTensors in this process.
+    """Replace torch's `item` and the operators of `GradScaler.unscale_` and `detect_anomaly`, for DTensors.
 
-    Results that torch computes correctly stay the same.
+    They are replaced in this process. Results that torch computes correctly stay the same.
     """
     aten = torch.ops.aten
-    replaced = {aten._local_scalar_dense: _item, aten._amp_foreach_non_finite_check_and_unscale_: _unscale}
+    replaced = {
+        aten._local_scalar_dense: _item,
+        aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+        aten._is_any_true: _is_any_true,
+    }
     if not all(compute_for_dtensors(operator.default, function) for operator, function in replaced.items()):
         log.warning(
             "torch %s does not let the operators of DTensors be replaced: .item() of a sharded value gives this rank's "
@@ -56,6 +60,14 @@ def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 "rank; to clip gradients, lora_parallel.clip_grad_norm_."
             )
     return operator(local(tensor))
+
+
+def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Say whether this rank's part holds a True, for `torch.autograd.detect_anomaly`, which looks for NaN by it.
+
+    torch has no sharding rule for it. The rank whose part holds the NaN raises the error, as for a plain tensor.
+    """
+    return operator(local(args[0]))
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

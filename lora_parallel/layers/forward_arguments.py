@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Cache
 from transformers.utils import ModelOutput
 
-__all__ = ["asks_for", "asks_for_cache", "without_cache", "without_caches"]
+__all__ = ["asks_for", "asks_for_cache", "check_between_blocks", "without_cache", "without_caches"]
 
 
 def asks_for(name: str, kwargs: Mapping[str, Any], model: nn.Module) -> bool:
@@ -21,6 +21,24 @@ def asks_for(name: str, kwargs: Mapping[str, Any], model: nn.Module) -> bool:
 def asks_for_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a model's forward is given a cache, or `use_cache=True`."""
     return bool(kwargs.get("use_cache")) or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
+
+
+def check_between_blocks(kwargs: Mapping[str, Any], option: str, remedy: str) -> None:
+    """Check that a forward adds no features of images to the tokens between blocks, where ranks have chunks of them.
+
+    Args:
+        kwargs: The keyword arguments of the model that calls the blocks; Qwen3-VL gives its text model such features.
+        option: What gives ranks chunks, in words.
+        remedy: How to do without it.
+
+    Raises:
+        ValueError: There are such features.
+    """
+    if kwargs.get("deepstack_visual_embeds") is not None:
+        raise ValueError(
+            f"deepstack_visual_embeds: features of images are added to the tokens between blocks, where {option} each "
+            f"rank has a chunk of the tokens. Leave images out, or {remedy}."
+        )
 
 
 def without_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,7 +3,8 @@
 A tensor on meta accepts any write without an error and keeps no values. Values that a user puts into a loaded weight, a
 merge of an adapter or a resize would all be lost when the checkpoint is read. So a `LazyParameter` raises an error on a
 write, and on the usual computations. An operation that only passes a weight on (a cast, `.data`, a tie, a move to
-another layer, a copy of the model) also passes on the node that will fill the weight.
+another layer, a copy of the model) also passes on the node that will fill the weight. Rows that are picked by their
+numbers are read at once. The tensor says that it is on the CPU, where its values will be read to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_parallel.lazy.graph import Node, describe
+from lora_parallel.lazy.graph import Node, describe, read, whole, with_part
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 
 __all__ = ["LazyParameter"]
@@ -70,6 +71,10 @@ class LazyParameter(Tensor):
         kwargs = kwargs or {}
         target = args[0] if args else kwargs.get("tensor")  # torch.nn.init's functions pass it by this name
         if isinstance(target, LazyParameter):
+            if function == _DEVICE:  # so that module.to(model.device) moves nothing that is in memory to meta
+                return torch.device("cpu")
+            if function == Tensor.__getitem__ and isinstance(args[1], (list, Tensor)):
+                return _rows(target, args[1])
             if function in _TAKES and _may_take(target, args[1]):
                 return _take(function, target, args[1])
             if function in _MOVES:
@@ -84,7 +89,8 @@ class LazyParameter(Tensor):
                 "meta device the value is lost. Give it by load_state_dict, do it after parallelize, or load the model "
                 "outside of meta_init."
             )
-        if _name(function) in _COMPUTES:
+        fills_memory = _name(function) in _FILLS and isinstance(target, Tensor) and not target.is_meta
+        if fills_memory or _name(function) in _COMPUTES:
             waits = next(each for each in (*args, *kwargs.values()) if isinstance(each, LazyParameter))
             raise ValueError(
                 f"{_name(function)} would compute with a weight that is still on disk ({describe(waits.node)}), and "
@@ -120,6 +126,23 @@ def _waiting(tensor: Tensor, source: _Source, parameter: bool = False, requires_
     return made
 
 
+def _rows(target: LazyParameter, index: Any) -> Tensor:
+    """Read rows of a tensor into memory, as PEFT takes the embeddings of tokens that it trains.
+
+    Args:
+        target: A tensor of at least one dim.
+        index: Numbers of rows, or a mask of them, as torch takes them.
+
+    Raises:
+        IndexError: There is no such row.
+    """
+    rows, region = torch.arange(target.shape[0])[index], whole(tuple(target.shape))
+    parts = [read(target.node, with_part(region, 0, slice(row, row + 1))) for row in rows.flatten().tolist()]
+    none = torch.empty(0, *target.shape[1:], dtype=target.dtype)
+    return torch.cat([none, *parts]).view(*rows.shape, *target.shape[1:])
+
+
+_DEVICE: Any = Tensor.device.__get__
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _TAKES: tuple[Any, ...] = (_SET_DATA, Tensor.copy_)
 """Functions that may replace the values of a LazyParameter by those of another one."""
@@ -171,6 +194,9 @@ _MOVES: tuple[Callable[..., Any], ...] = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 _COMPUTES = frozenset({"linear", "embedding", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "mean", "item"})
 
+
+_FILLS = frozenset({"copy_", "__setitem__"})
+"""Names of functions that copy values into a tensor, which may be in memory."""
 
 _HARMLESS = frozenset({"requires_grad_", "share_memory_", "detach_", "rename_"})
 _IN_PLACE = frozenset(

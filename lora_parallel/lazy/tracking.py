@@ -22,6 +22,7 @@ from lora_parallel.lazy.lazy_parameter import LazyParameter
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 
 __all__ = [
+    "DEFER",
     "Checkpoint",
     "accept_memory",
     "check_checkpoints",
@@ -33,6 +34,7 @@ __all__ = [
     "fresh_of",
     "has_deferred",
     "is_deferred",
+    "is_readable",
     "keep_settings",
     "lazy_tensors_of",
     "read_whole",
@@ -42,6 +44,9 @@ __all__ = [
     "sources_of",
     "without_values",
 ]
+
+DEFER = "LORA_PARALLEL_DEFER"
+"""Name of the environment variable that, set to 0, lets front ends load models into memory instead of on meta."""
 
 _RECORD = "_lora_parallel_deferred_values"  # on a module
 _DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"  # on a parameter
@@ -114,6 +119,11 @@ def defer(parameter: Tensor) -> Tensor:
 def is_deferred(parameter: Tensor) -> bool:
     """Return True if the parameter is on meta because `meta_init` put it there."""
     return isinstance(parameter, LazyParameter) or (parameter.is_meta and getattr(parameter, _DEFERRED, False))
+
+
+def is_readable(parameter: Tensor) -> bool:
+    """Return True if the parameter has its values in memory, or in a file that is known."""
+    return isinstance(parameter, LazyParameter) or not is_deferred(parameter)
 
 
 def without_values(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 
 from torch import nn
 
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.lazy.tracking import defer
+from lora_parallel.lazy.tracking import DEFER, defer
 
 __all__ = ["defer_from_pretrained", "meta_init"]
 
@@ -31,13 +32,22 @@ def meta_init() -> Iterator[None]:
         ValueError: `from_pretrained` gets an argument that has no meaning here. If a checkpoint is wrong, `parallelize`
             raises the error, on every rank.
     """
-    with defer_from_pretrained(), _constructors_on_meta():
+    with _deferred_from_pretrained(), _constructors_on_meta():
         yield
 
 
 @contextmanager
 def defer_from_pretrained() -> Iterator[None]:
-    """Let transformers' `from_pretrained` build models as under `meta_init`; build other models in memory as usual."""
+    """Let transformers' `from_pretrained` build models as under `meta_init`; build other models in memory as usual.
+
+    Nothing is deferred if the environment variable LORA_PARALLEL_DEFER is 0.
+    """
+    with nullcontext() if os.environ.get(DEFER) == "0" else _deferred_from_pretrained():
+        yield
+
+
+@contextmanager
+def _deferred_from_pretrained() -> Iterator[None]:
     from lora_parallel.loading.transformers_private import deferred_loading
 
     adapters_off_meta()

@@ -129,10 +129,14 @@ def partition_packed(builder: PlanBuilder) -> None:
         plan.partition = RowPartition.packed([half, half], builder.tp)
 
 
-def add_replicated(builder: PlanBuilder) -> None:
+def add_replicated(builder: PlanBuilder, whole: bool = False) -> None:
     """Set a replicated style on every remaining layer that trains or acts on slices.
 
     Every trained tensor becomes a DTensor over tp in this way.
+
+    Args:
+        builder: The plan.
+        whole: Compute layers with adapters in full too, where nothing else names them.
 
     Raises:
         ValueError: A layer has an adapter and no style, or the model uses a trained weight without calling its layer.
@@ -145,14 +149,15 @@ def add_replicated(builder: PlanBuilder) -> None:
             continue
         if plan.style is not None:
             continue
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        adapted = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        if adapted and not whole:
             glob = without_block_numbers(plan.name)
             raise ValueError(
                 f"tp={builder.tp}: {plan.name!r} has adapter layers ({type(module).__name__}) but no tensor parallel "
                 f'style. Add it to the plan, for example tp_plan={{"{glob}": "colwise"}} (or "replicate", computed '
                 "in full on every tp rank), or leave it out of target_modules."
             )
-        if trains:
+        if trains or adapted:
             if plan.name in builder.used_directly:
                 raise ValueError(
                     f"tp={builder.tp}: {plan.name!r} trains, and its weight is used without calling it, where tensor "

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from lora_parallel.layers.styles import STYLES, Style, style_named
@@ -19,14 +18,28 @@ Entries = list[tuple[re.Pattern[str], str]]
 """Patterns of layer names, each with the style of the layers that match it."""
 
 
-def entries_of_models(names: Mapping[nn.Module, str]) -> tuple[Entries, Entries]:
+_SHOWN_BY_RUNNING = frozenset(
+    {
+        *("all_reduce", "colwise_rep", "grouped_gemm", "local_params", "mla_kv_a_proj", "moe_identity_expert"),
+        *("packed_rowwise", "rowwise_rep", "sequence_parallel"),
+    }
+)
+"""Styles of transformers for what running the model shows anyway: their entries are not needed.
+
+Source: `ALL_PARALLEL_STYLES` in transformers/distributed/tensor_parallel.py and expert_parallel.py.
+"""
+
+
+def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
     """Return the entries of plans that models carry, and the entries of `family_plans` for models without a plan.
 
-    If a model has a plan, the models inside of it are covered by this plan.
+    If a model has a plan, the models inside of it are covered by this plan. A plan that names an unknown style is set
+    aside as a whole, since what its other entries cut may need that style; `builder.set_aside` says so.
 
     Args:
-        names: The names of the modules of the whole model.
+        builder: The plan, whose layers are those of the whole model.
     """
+    names = builder.names
     own: Entries = []
     table: Entries = []
     covered: list[str] = []
@@ -34,6 +47,10 @@ def entries_of_models(names: Mapping[nn.Module, str]) -> tuple[Entries, Entries]
         if any(_inside(name, outer) for outer in covered):
             continue
         plan, at, entries = getattr(module, "_tp_plan", None), name, own
+        unknown = [each for each in plan.items() if not _is_known(each[1])] if isinstance(plan, Mapping) else []
+        if unknown:
+            (key, style), plan = unknown[0], None
+            builder.set_aside.append((type(module).__name__, key, style))
         if isinstance(module, PreTrainedModel) and not plan:
             plan, at, entries = family_plan(module.config), names.get(module.base_model, name), table
         if not isinstance(plan, Mapping) or not plan:
@@ -46,14 +63,16 @@ def entries_of_models(names: Mapping[nn.Module, str]) -> tuple[Entries, Entries]
     return own, table
 
 
+def _is_known(style: object) -> bool:
+    return isinstance(style, str) and (style in STYLES or style in _SHOWN_BY_RUNNING)
+
+
 def _inside(name: str, outer: str) -> bool:
     return outer == "" or name == outer or name.startswith(outer + ".")
 
 
 def take_entries(builder: PlanBuilder, own: Entries, table: Entries, globs: Mapping[str, str]) -> None:
     """Set the styles that entries name; the user's entries come last, and replace others.
-
-    Unknown styles in plans that models carry are ignored.
 
     Args:
         builder: The plan.
@@ -67,7 +86,7 @@ def take_entries(builder: PlanBuilder, own: Entries, table: Entries, globs: Mapp
         if chosen is None:
             chosen = next((style for pattern, style in table if pattern.fullmatch(plan.name)), None)
             plan.from_table = chosen is not None
-        if chosen is not None and chosen in STYLES:
+        if chosen in STYLES:
             _give(plan, STYLES[chosen])
         for glob, style in globs.items():
             if fnmatchcase(plan.name, glob):

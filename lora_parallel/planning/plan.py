@@ -41,6 +41,8 @@ from lora_parallel.tracing.tracer import traced_models
 
 __all__ = ["Plan", "check_globs", "resolve_plan"]
 
+_WHOLE = "tp_plan={} to compute what no entry names in full on every tp rank"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -113,7 +115,8 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     Args:
         model: A model in full shapes, with its adapters injected.
         globs: The user's entries, which replace those of the model's own plan; `*` matches any characters, dots
-            included. In the model's own plan `*` stands for one component, as in transformers.
+            included. In the model's own plan `*` stands for one component, as in transformers. An empty plan adds no
+            entry, and lets a model that has no plan be computed in full on every tp rank; None does not.
         tp: Size of the tp axis.
         sequence_parallel: Split the tokens among ranks between the layers that are cut.
 
@@ -125,17 +128,21 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     """
     check_globs(model, globs or {})
     names = clean_names(model)
-    own, table = entries_of_models(names)
     builder = PlanBuilder(model, names, tp)
+    own, table = entries_of_models(builder)
     take_entries(builder, own, table, globs or {})
     check_kinds({module: entry for module, entry in builder.styles.items() if builder.layers[module].asked}, tp)
     between = {name for name, style in builder.styles.values() if style is STYLES["replicated_with_grad_allreduce"]}
     structures, first_batch_checks, problem = _structures(model, names, tp, between)
-    if not own and not globs and not structures:
+    if not own and globs is None and not structures:
+        lack = "no tp_plan"
+        for _, key, style in builder.set_aside:
+            lack = f"a plan whose entry {key!r} asks for the unknown style {style!r}"
         raise ValueError(
-            f"tp={tp}, but {type(innermost(model)).__name__} carries no tp_plan, and none can be derived, as running "
-            f'it without its weights fails ({problem}): pass tp_plan={{"<glob of module names>": "colwise" | '
-            '"rowwise" | ...}, or use tp=1. "colwise_gather_output" is right for any linear layer.'
+            f"tp={tp}, but {type(innermost(model)).__name__} carries {lack}, and none can be derived, as "
+            f"running it without its weights fails ({problem}): "
+            f'pass tp_plan={{"<glob of module names>": "colwise" | "rowwise" | ...}}, {_WHOLE}, or use tp=1. '
+            '"colwise_gather_output" is right for any linear layer.'
         )
     for structure in structures:
         fit_groups(builder, structure)
@@ -148,12 +155,12 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     keep_whole(builder, structures)
     keep_small_whole(builder)
     partition_packed(builder)
-    if own and not globs and not builder.styles:
+    if own and globs is None and not builder.styles:
         raise ValueError(
             f"tp={tp}: no entry of the plan that {type(innermost(model)).__name__} carries matches a module of it: "
-            'pass tp_plan={"<glob>": "<style>"}.'
+            f'pass tp_plan={{"<glob>": "<style>"}}, or {_WHOLE}.'
         )
-    add_replicated(builder)
+    add_replicated(builder, whole=globs is not None and not globs)
     if sequence_parallel:
         split_tokens(builder, structures, problem)
     styles = builder.styles

@@ -76,6 +76,9 @@ class PlanBuilder:
 
         for module, name in names.items():
             self.modules.setdefault(name, []).append(module)
+        self.set_aside: list[tuple[str, str, object]] = []
+        """The class of each model whose own plan is not used, the entry that is the reason, and its unknown style."""
+
         self.between: set[nn.Module] = set()
         """Modules that act on slices, between the producers and consumers of a layer group that is cut."""
 

@@ -1,4 +1,4 @@
-"""Log a plan on rank 0, and warn about layers that are not computed in slices and about unchecked plans."""
+"""Log a plan on rank 0, and warn about layers that are not computed in slices, plans set aside and unchecked plans."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
     chosen = count_kinds({plan.name: _in_words(plan) for plan in plans if plan.style is not None})
     lines = "\n".join(f"  {glob}: {what} ({count} layers)" for (glob, what), count in chosen.items())
     log.info("tp_plan of %s for tp=%d:\n%s", model, builder.tp, lines)
+    for kind, key, style in builder.set_aside:
+        log.warning(
+            "tp_plan: the plan that %s carries is set aside, since its entry %r asks for the style %r, which is not "
+            "known.",
+            kind,
+            key,
+            style,
+        )
     if problem:
         log.warning(
             "tp_plan: %s could not be run without its weights (%s%s): its plan %s.",

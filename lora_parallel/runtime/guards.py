@@ -9,26 +9,28 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
+from torch.optim import Optimizer
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
-from lora_parallel.state import ParallelState
+from lora_parallel.state import ParallelState, parallelized, state_of
 
-__all__ = ["check_values", "verify"]
+__all__ = ["check_once_it_trains", "check_optimized", "check_values", "verify"]
 
 Ties = Sequence[list[tuple[nn.Module, str]]]
 """Type of a list with one entry per tied weight: the modules that hold the weight, each with its key there."""
 
 
-def verify(model: nn.Module, state: ParallelState, ties: Ties = ()) -> None:
+def verify(model: nn.Module, state: ParallelState, ties: Ties = (), trains: bool = True) -> None:
     """Check a sharded model. Collective.
 
     Args:
         model: The model after sharding.
         state: The state of `model`.
         ties: The tied weights that `model` had before sharding.
+        trains: False for a model that is evaluated: what trains of it is not checked yet.
 
     Raises:
         RuntimeError: A base parameter would train, or an adapter parameter would not; a tensor is on meta; the modules
@@ -38,11 +40,61 @@ def verify(model: nn.Module, state: ParallelState, ties: Ties = ()) -> None:
     with agreed():
         if state.materialized:
             check_values(model)
-        if state.config.require_adapters:
+        if state.config.require_adapters and trains:
             _check_trainables(model)
         _check_ties(model, ties)
         _check_fresh(model, state.fresh_adapters)
     _check_replicas(model, state.mesh)
+
+
+def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueError | None) -> None:
+    """Check what trains of a model that has been evaluated so far, before it trains for the first time.
+
+    A training forward, or an optimizer that is given to `check_optimized`, makes the check.
+
+    Args:
+        model: The model after sharding.
+        state: The state of `model`.
+        lack: The error about a model without adapters, which is raised then; None if it has some.
+    """
+    if not state.config.require_adapters:
+        return
+
+    def check() -> None:
+        with agreed():
+            if lack is not None:
+                raise lack
+            _check_trainables(model)
+        state.check_trains = None
+        hook.remove()
+
+    def before_forward(model: nn.Module, args: object) -> None:
+        if model.training and torch.is_grad_enabled():
+            check()
+
+    hook = model.register_forward_pre_hook(before_forward)
+    state.check_trains = check
+
+
+def check_optimized(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    """Check the models of optimizers, of those that were parallelized to be evaluated. Collective.
+
+    Args:
+        models: Modules that are parallelized, or hold models that are.
+        optimizers: The optimizers.
+
+    Raises:
+        ValueError, RuntimeError: A model has no adapters, or something else of it trains, where adapters are required.
+            The error is raised on every rank.
+    """
+    held = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    for model in dict.fromkeys(model for each in models for model in parallelized(each).values()):
+        state = state_of(model)
+        if state is None or state.check_trains is None:
+            continue
+        own = int(not held.isdisjoint(model.parameters()))  # of a pipeline some ranks hold nothing that trains
+        if gather_numbers([own], state.mesh.device_type).any():
+            state.check_trains()
 
 
 def check_values(model: nn.Module) -> None:

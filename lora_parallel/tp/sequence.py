@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from lora_parallel.distributed.collectives import gather_tokens, split_tokens, whole_tokens
 from lora_parallel.distributed.torch_private import in_backward
-from lora_parallel.layers.forward_arguments import asks_for
+from lora_parallel.layers.forward_arguments import asks_for, check_between_blocks
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import Tokens
 
@@ -96,6 +97,9 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count
         _around(module, before=_feeding(group, tokens, type(module).__name__))
     if sequence.model is not None:
         sequence.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        for module in sequence.model.modules():  # the one that calls the blocks may be inside of the one that was run
+            if "deepstack_visual_embeds" in signature(type(module).forward).parameters:
+                module.register_forward_pre_hook(_refuse_features, with_kwargs=True)
     return entries
 
 
@@ -105,6 +109,10 @@ def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[
             "output_hidden_states=True: with sequence_parallel=True each tp rank has a chunk of the tokens between "
             "blocks, and would return that. Leave it False, or use sequence_parallel=False."
         )
+
+
+def _refuse_features(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    check_between_blocks(kwargs, "with sequence_parallel=True", "use sequence_parallel=False")
 
 
 _APART = 1_000_003

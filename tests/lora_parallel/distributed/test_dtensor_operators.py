@@ -221,3 +221,39 @@ def test_a_torch_without_the_table_is_told(monkeypatch, caplog):
     )
     guard_dtensor_operators()
     assert "use ShardedGradScaler" in caplog.text
+
+
+def under_anomaly_detection(mesh_text):
+    """The gradients of a step with and without it, by kind of run, and on which ranks it finds a NaN of rank 0's."""
+    mesh, config = on_mesh(mesh_text)
+    kinds = {"plain": {}, "full": {"require_adapters": False}}
+    if mesh["tp"].size() > 1:
+        kinds |= {"sequence": {"sequence_parallel": True}, "loss": {"loss_parallel": True}}
+    batch = CASE.batches()[0].chunk(dp_size(mesh))[dp_rank(mesh)]
+    found = {}
+    for kind, options in kinds.items():
+        _, config = on_mesh(mesh_text, **options)
+        model = CASE.model() if kind != "full" else CASE.model().unload()
+        model = parallelize(model.requires_grad_(True) if kind == "full" else model, mesh, config)
+        gradients = []
+        for detect in (False, True):
+            with torch.autograd.set_detect_anomaly(detect):
+                model(input_ids=batch, labels=batch).loss.backward()
+            gradients.append({name: full(p.grad) for name, p in trained(model).items()})
+            model.zero_grad()
+        found[kind] = gradients
+    axis = "tp" if mesh["tp"].size() > 1 else "dp_shard"
+    values = torch.ones(4 * mesh[axis].size())
+    values[1] = math.nan
+    found["nan"] = bool(torch._is_any_true(torch.isnan(distribute_tensor(values, mesh[axis], [Shard(0)]))))
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_anomaly_detection_changes_nothing_and_finds_a_nan(pool, mesh):
+    for rank, found in enumerate(pool.run(ranks_of(mesh), under_anomaly_detection, mesh)):
+        assert found.pop("nan") == (rank % 2 == 0)
+        for kind, (without, with_detection) in found.items():
+            assert without.keys() == with_detection.keys()
+            for name, gradient in without.items():
+                assert gradient.equal(with_detection[name]), (kind, name)

@@ -16,6 +16,7 @@ from lora_parallel import meta_init
 from lora_parallel.lazy.lazy_parameter import LazyParameter
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, settle
+from lora_parallel.loading.meta_init import defer_from_pretrained
 from tests.oracle import causal_lm, fill_adapters
 
 
@@ -239,5 +240,58 @@ def test_an_adapter_that_needs_the_base_is_refused(path):
     with meta_init():
         model = LlamaForCausalLM.from_pretrained(path)
     for settings in ({"init_lora_weights": "pissa"}, {"use_dora": True}):
-        with pytest.raises(ValueError, match="computes the adapter from the base weights"):
+        with pytest.raises(ValueError, match=r"computes the adapter from the base weights.*LORA_PARALLEL_DEFER=0"):
             get_peft_model(copy.deepcopy(model), LoraConfig(r=2, target_modules=["q_proj"], **settings))
+
+
+def deferred(path):
+    with meta_init():
+        return LlamaForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("index", [[3], [-1, 0, 3], [], torch.tensor([[1, 2], [3, 130]]), torch.arange(131) % 50 == 0])
+def test_rows_that_are_picked_are_read_at_once(path, index):
+    want = LlamaForCausalLM.from_pretrained(path).lm_head.weight[index]
+    got = deferred(path).lm_head.weight[index]
+    assert type(got) is torch.Tensor
+    assert got.equal(want)
+    assert got.dtype == want.dtype
+
+
+def test_a_row_that_is_not_there_is_an_error(path):
+    with pytest.raises(IndexError):
+        deferred(path).lm_head.weight[[131]]
+
+
+def test_moving_a_model_to_its_own_device_loses_nothing(path):
+    """sentence-transformers' trainer moves its loss, which holds the model, to the model's device."""
+    model = get_peft_model(deferred(path), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapter = {name: p.clone() for name, p in model.named_parameters() if "lora_" in name}
+    nn.ModuleList([model]).to(model.device)
+    for name, values in adapter.items():
+        assert model.get_parameter(name).equal(values), name
+    check_checkpoints(model, materialize=True)
+    settle(model)
+    read_weights(model, "cpu")
+    want = LlamaForCausalLM.from_pretrained(path).state_dict()
+    for name, value in model.get_base_model().state_dict().items():
+        if "lora_" not in name:
+            assert value.equal(want[name.replace("base_layer.", "")]), name
+
+
+def test_tokens_are_trained_only_of_weights_whose_file_is_known(path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 2])
+    with meta_init():
+        model = LlamaForCausalLM(LlamaForCausalLM.from_pretrained(path).config)
+    with pytest.raises(ValueError, match=r"trainable_token_indices=.*computes the adapter from the base weights"):
+        get_peft_model(model, lora)
+
+
+def test_a_variable_leaves_models_of_a_flag_in_memory(path, monkeypatch):
+    """An explicit `meta_init` is what the script says, and stays."""
+    monkeypatch.setenv("LORA_PARALLEL_DEFER", "0")
+    with defer_from_pretrained():
+        model = LlamaForCausalLM.from_pretrained(path)
+    assert not any(isinstance(parameter, LazyParameter) for parameter in model.parameters())
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    assert all(isinstance(parameter, LazyParameter) for parameter in deferred(path).parameters())

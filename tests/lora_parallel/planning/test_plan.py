@@ -11,9 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from lora_parallel.layers.module_names import clean_names
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, style_named
+from lora_parallel.planning.entries import _SHOWN_BY_RUNNING
 from lora_parallel.planning.family_plans import family_plan
 from lora_parallel.planning.plan import check_globs, resolve_plan
 from tests.oracle import SEVEN, causal_lm, lora_config
@@ -189,6 +191,53 @@ def test_no_plan_for_a_model_that_cannot_be_run_is_refused():
         resolve_plan(get_peft_model(Unknown(), LoraConfig(target_modules=["up"])), None, 2)
     assert "scale" in str(caught.value)
     assert "colwise_gather_output" in str(caught.value)
+
+
+class Packed:
+    """A style as diffusers' Flux has it in its plan: an object."""
+
+    def __repr__(self) -> str:
+        return "PackedRowwiseParallel()"
+
+
+ASIDE = "is set aside, since its entry 'down' asks for the style PackedRowwiseParallel(), which is not known"
+
+
+def test_an_own_plan_with_an_unknown_style_is_set_aside_and_a_line_says_so(caplog):
+    """The layers before the one of that style would be cut for nobody."""
+
+    class Flux(Mlp):
+        _tp_plan: ClassVar = {"up": "colwise_gather_output", "down": Packed()}
+
+    assert styles_of(get_peft_model(Flux(), LoraConfig(target_modules=["up", "down"]))) == PAIR
+    assert f"the plan that Flux carries {ASIDE}" in caplog.text
+
+
+def test_the_error_of_a_model_whose_plan_is_set_aside_and_that_cannot_be_run_names_that_plan():
+    class Flux(Unknown):
+        _tp_plan: ClassVar = {"up": "colwise", "down": Packed()}
+
+    with pytest.raises(
+        ValueError, match="tp=2, but Flux carries a plan whose entry 'down' asks for the unknown"
+    ) as caught:
+        resolve_plan(Flux(), None, 2)
+    assert "style PackedRowwiseParallel(), and none can be derived" in str(caught.value)
+
+
+def test_every_style_of_transformers_is_known():
+    """A style that a later release adds is either ours, or seen by running the model."""
+    assert set(ALL_PARALLEL_STYLES.valid_keys()) <= STYLES.keys() | _SHOWN_BY_RUNNING
+
+
+@pytest.mark.parametrize("plan", [None, {"fc1": "colwise"}])
+def test_an_empty_plan_computes_a_model_in_full_that_cannot_be_run(plan):
+    class Planned(Unknown):
+        _tp_plan: ClassVar = plan
+
+    model = get_peft_model(Planned(), LoraConfig(target_modules=["up"]))
+    assert styles_of(model, {}) == {"up": "replicate"}
+    with pytest.raises(ValueError, match=r"tp_plan=\{\} to compute what no entry names in full on every tp rank"):
+        styles_of(model)
 
 
 def test_an_own_plan_of_such_a_model_that_matches_nothing_is_refused():

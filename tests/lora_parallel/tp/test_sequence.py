@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.collectives import chunk_bounds, gather_tokens, split_tokens, sum_of_tokens, whole_tokens
@@ -182,6 +183,51 @@ def test_hidden_states_that_would_be_chunks_are_refused(pool):
     for (error,) in pool.run(2, hidden_states):
         assert isinstance(error, Failure)
         assert "output_hidden_states=True" in error.message
+
+
+def with_images():
+    """Qwen3-VL adds features of images to the tokens behind its first blocks."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = {
+        "hidden_size": 48,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "vocab_size": 131,
+        "rope_parameters": rope,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "out_hidden_size": 48,
+        "intermediate_size": 40,
+        "num_heads": 4,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    tokens = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **tokens))
+    ids = torch.arange(28).view(2, 14) + 10
+    mesh, config = on_mesh("1x2", **ON)
+    model = parallelize(model, mesh, config, lora_config=lora_config(target_modules=["q_proj", "down_proj"]))
+    plain = model(input_ids=ids, labels=ids).loss.item()
+    ids[:, 1:7] = torch.tensor([5, 3, 3, 3, 3, 6])
+    images = {"pixel_values": torch.randn(2 * 16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    return [plain, attempt(model, input_ids=ids, mm_token_type_ids=(ids == 3).int(), **images)]
+
+
+def test_features_of_images_between_blocks_are_refused_by_name(pool):
+    for plain, refused in pool.run(2, with_images):
+        assert plain > 0
+        assert refused.kind == "ValueError"
+        assert "deepstack_visual_embeds: features of images are added" in refused.message
+        assert "Leave images out, or use sequence_parallel=False." in refused.message
 
 
 class Mixing(nn.Module):
