@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from lora_parallel.integration import (
     agreed,
     check_alike,
     check_not_stale,
+    check_optimized,
     clip_grad_value_,
     collective_call,
     dp_size,
@@ -76,9 +77,9 @@ class FabricLogic(BaseLogic, Base):
     """
 
     @cached_property
-    def _modules(self) -> WeakSet[nn.Module]:
-        """Return the modules that `setup_module` has parallelized, held by weak references."""
-        return WeakSet()
+    def _modules(self) -> WeakKeyDictionary[nn.Module, None]:
+        """Return the modules that were parallelized, in this order, held by weak references."""
+        return WeakKeyDictionary()
 
     # ------------------------------------------------------------------ processes
 
@@ -146,12 +147,15 @@ class FabricLogic(BaseLogic, Base):
     @collective_call("fabric.setup_module")
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Parallelize a model in place. Collective."""
+        return self._set_up(module, trains=False)
+
+    def _set_up(self, module: nn.Module, trains: bool) -> nn.Module:
         with agreed():
             module = self._uncompile(module)
             models = self._find_models(module)
             self._check_meshes(models)
-        self._shard(module, models)
-        self._modules.add(module)
+        self._shard(module, models, trains)
+        self._modules[module] = None
         return module
 
     def _find_models(self, module: nn.Module) -> dict[str, nn.Module]:
@@ -173,6 +177,7 @@ class FabricLogic(BaseLogic, Base):
                 "Make it after model = fabric.setup_module(model), from model.parameters(), or set both up at once: "
                 "model, optimizer = fabric.setup(model, optimizer).",
             )
+        check_optimized(self._modules, [optimizer])
         return optimizer
 
     @collective_call("fabric.setup")
@@ -194,7 +199,7 @@ class FabricLogic(BaseLogic, Base):
                 "parameters afterwards."
             )
             held = [HeldByName(optimizer, module, sharded, remedy) for optimizer in optimizers]
-        self.setup_module(module)
+        self._set_up(module, trains=bool(optimizers))
         for each in held:
             each.restore(module)
         return module, optimizers, scheduler

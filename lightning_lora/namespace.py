@@ -60,6 +60,7 @@ class TrainerNamespace(Namespace):
     """Member `INTERRUPTED` of `TrainerStatus`."""
     optimizers_to_device: Any
     Callback: Any
+    OnExceptionCheckpoint: Any
     DummyLogger: Any
     SLURMEnvironment: Any
 
@@ -71,14 +72,15 @@ def fabric_namespace(fabric: str) -> Namespace:
 
 def trainer_namespace(pytorch: str, fabric: str) -> TrainerNamespace:
     """Return the names in a Trainer package and its Fabric package, such as "lightning.pytorch", "lightning.fabric"."""
-    states = import_module(f"{pytorch}.trainer.states")
+    states, callbacks = (import_module(f"{pytorch}.{name}") for name in ("trainer.states", "callbacks"))
     return TrainerNamespace(
         **_shared(pytorch, fabric),
         TorchCheckpointIO=import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO,
         LightningOptimizer=import_module(f"{pytorch}.core.optimizer").LightningOptimizer,
         fitting=states.TrainerFn.FITTING,
         interrupted=states.TrainerStatus.INTERRUPTED,
-        Callback=import_module(f"{pytorch}.callbacks").Callback,
+        Callback=callbacks.Callback,
+        OnExceptionCheckpoint=callbacks.OnExceptionCheckpoint,
         DummyLogger=import_module(f"{pytorch}.loggers.logger").DummyLogger,
         SLURMEnvironment=import_module(f"{fabric}.plugins.environments").SLURMEnvironment,
         optimizers_to_device=import_module(f"{fabric}.utilities.optimizer")._optimizers_to_device,

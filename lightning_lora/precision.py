@@ -38,6 +38,9 @@ class PrecisionLogic:
         self.stored_dtype = _STORED.get(precision)
         self.compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (type(self).__bases__[1], self.precision)
+
     def main_params(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """List the optimizer's parameters."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -114,8 +117,12 @@ def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
             f"precision={flag!r} ({type(plugin).__name__}) is not supported by LoRAParallelStrategy{reason}: use one "
             f"of {', '.join(SUPPORTED)}."
         )
-    sharded = type("ShardedPrecision", (PrecisionLogic, lightning.Precision), {})
-    return sharded(flag)
+    return _made(lightning.Precision, flag)
+
+
+def _made(base: type, flag: str) -> Any:
+    """Return a precision plugin of a class that derives from a namespace's own; pickle calls this function too."""
+    return type("ShardedPrecision", (PrecisionLogic, base), {})(flag)
 
 
 def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: bool) -> None:

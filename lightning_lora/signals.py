@@ -23,12 +23,15 @@ __all__ = ["watch"]
 log = logging.getLogger(__name__)
 
 
-def watch(trainer: Any, lightning: TrainerNamespace) -> None:
-    """Act on signals between the steps of `fit`.
+def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
+    """Act on signals between the steps of `fit`, until the function that is returned is called.
 
     Args:
         trainer: The Trainer, whose signal handlers are replaced and who gets a callback.
         lightning: The names of the Trainer's namespace.
+
+    Returns:
+        A function that takes the callback away and puts Lightning's own handlers back.
     """
     connector = trainer._signal_connector
     environment = trainer._accelerator_connector.cluster_environment
@@ -45,6 +48,9 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> None:
         step = 0
         answer: Callable[[], list[int]] | None = None
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return lightning.Callback, ()  # a copy asks nobody: its ranks may not be all there
+
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.step, self.answer = trainer.global_step, None
 
@@ -59,7 +65,7 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> None:
             if slurm:
                 requeue(slurm, None)
             if terminated:
-                _warn_if_nothing_saves(trainer)
+                _warn_if_nothing_saves(trainer, lightning)
                 connector.received_sigterm = True  # the loops raise SIGTERMException as this step ends
 
     def record_terminate(signal: int, frame: Any) -> None:
@@ -68,18 +74,28 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> None:
         else:  # evaluation and prediction save nothing
             terminate(signal, frame)
 
-    trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != Signals.__name__]
-    trainer.callbacks.insert(0, Signals())
+    callback = Signals()
+    trainer.callbacks.insert(0, callback)
     # Lightning registers them later, by these names.
-    connector._sigterm_notifier_fn = record_terminate
+    handlers: dict[str, Any] = {"_sigterm_notifier_fn": record_terminate}
     if isinstance(environment, lightning.SLURMEnvironment) and environment.auto_requeue:
-        connector._slurm_sigusr_handler_fn = lambda signal, frame: received.update(slurm=signal)
+        handlers["_slurm_sigusr_handler_fn"] = lambda signal, frame: received.update(slurm=signal)
+    vars(connector).update(handlers)
+
+    def unwatch() -> None:
+        trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
+        for name in handlers:
+            delattr(connector, name)
+
+    return unwatch
 
 
-def _warn_if_nothing_saves(trainer: Any) -> None:
-    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
-    saves = any(getattr(each, "save_on_exception", False) for each in trainer.callbacks)
-    if trainer.is_global_zero and not saves and "OnExceptionCheckpoint" not in kinds:
+def _warn_if_nothing_saves(trainer: Any, lightning: TrainerNamespace) -> None:
+    saves = any(
+        isinstance(each, lightning.OnExceptionCheckpoint) or getattr(each, "save_on_exception", False)
+        for each in trainer.callbacks
+    )
+    if trainer.is_global_zero and not saves:
         log.warning(
             "SIGTERM ends the run, and no callback saves it: add ModelCheckpoint(save_on_exception=True) to callbacks."
         )

@@ -298,12 +298,13 @@ class BaseLogic(Communication):
                     f"{tuple(self.device_mesh.shape)}. Use the same sizes, or build the model anew."
                 )
 
-    def _shard(self, module: nn.Module, models: Mapping[str, nn.Module]) -> None:
+    def _shard(self, module: nn.Module, models: Mapping[str, nn.Module], trains: bool) -> None:
         """Convert `module` to the precision's dtype, parallelize its models, and move the rest to the device.
 
         Args:
             module: The module that holds the models. Every rank takes rank 0's values of its other tensors.
             models: The models inside `module`; those that are parallelized already are used as they are.
+            trains: As in `parallelize`.
 
         Raises:
             ValueError: A tensor of `module` outside of its models is on meta and remembers no checkpoint; raised on
@@ -321,6 +322,7 @@ class BaseLogic(Communication):
                     self.config,
                     lora_config=self._lora_config,
                     autocast_adapter_dtype=self._autocast_adapter_dtype,
+                    trains=trains,
                 )
                 if (said := description_to_print(model)) is not None:
                     self.lightning.rank_zero_info(said)

@@ -5,7 +5,7 @@ The code translates Lightning's hooks to engine calls and holds no maths and no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from lora_parallel.integration import (
     TrainState,
     agreed,
     check_not_stale,
+    check_optimized,
     collective_call,
     dp_size,
     explained,
@@ -52,7 +53,8 @@ if TYPE_CHECKING:  # at run time the class is mixed into either namespace's Para
 else:
     Base = object
 
-# Callbacks that copy, prune or unfreeze weights without the strategy's knowledge.
+_LIGHTNING = ("lightning", "pytorch_lightning")
+# Lightning's callbacks that copy, prune or unfreeze weights without the strategy's knowledge.
 _REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "it copies the model and swaps weights, which sharded tensors do not allow",
     "WeightAveraging": "it deep-copies the model, which sharded modules do not allow",
@@ -76,6 +78,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
     _random_from: Contents | None = None
     _unpacked: Any = None
     _prediction: UnevenPrediction | None = None
+    _unwatch: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
         """Check and keep the options of `BaseLogic` and of checkpoints.
@@ -137,7 +140,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
         assert self.lightning_module is not None
         if is_checked():
             trainer.callbacks.clear()  # some save a checkpoint where a run is ended
-        self._shard(self.lightning_module, self._roots)
+        fits = trainer.state.fn == self.lightning.fitting
+        self._shard(self.lightning_module, self._roots, trains=fits)
         self._fill_model()
         # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -145,11 +149,11 @@ class TrainerStrategyLogic(BaseLogic, Base):
         sync_metrics(self.lightning_module, self.device_mesh)
         self._prediction = UnevenPrediction(self.device_mesh, self.root_device)
         self.barrier()
-        if trainer.state.fn == self.lightning.fitting:
-            watch(trainer, self.lightning)
+        if fits:
+            self._unwatch = watch(trainer, self.lightning)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == self.lightning.fitting:
+        if fits:
             self.lightning.optimizers_to_device(self.optimizers, self.root_device)
 
     def _find_roots(self) -> dict[str, nn.Module]:
@@ -159,7 +163,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def _refuse_features(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
             for kind in type(callback).__mro__:
-                if kind.__name__ in _REFUSED_CALLBACKS:
+                if kind.__module__.split(".")[0] in _LIGHTNING and kind.__name__ in _REFUSED_CALLBACKS:
                     raise ValueError(
                         f"{type(self).__name__} does not support the callback {type(callback).__name__}: "
                         f"{_REFUSED_CALLBACKS[kind.__name__]}. Remove it."
@@ -185,6 +189,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
                 set(self.lightning_module.parameters()),
                 "Make it in configure_optimizers, from self.parameters().",
             )
+        check_optimized(self._roots.values(), self._optimizers_by_name().values())
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -230,6 +235,9 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.status != self.lightning.interrupted:
             self.barrier()  # a rank that exits while others communicate makes them fail
@@ -265,6 +273,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
         name = self.broadcast(str(filepath))
         with agreed():
             path = local_path(name)
+        checkpoint_state = dict(checkpoint_state)  # callbacks may have kept the dictionary of their hook
         with agreed():
             self._check_untouched(checkpoint_state.pop("state_dict"))
         checkpoint_state = without_numpy(checkpoint_state)

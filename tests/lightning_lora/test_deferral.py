@@ -213,7 +213,7 @@ def fabric_loop(folder: str, empty_init: bool | None) -> tuple[dict[str, torch.T
         with run.init_module(empty_init=empty_init):
             model = pretrained(folder)
         made = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        devices = {p.device.type for p in model.parameters()}
+        devices = {"meta" if p.is_meta else p.device.type for p in model.parameters()}
         model, made = run.setup(model.train(), made)
         for batch in loader(Tokens(4 * ROWS), "2x2"):
             made.zero_grad()

@@ -105,7 +105,7 @@ def attempts() -> dict[str, Any]:
             "lora_config": lambda: injecting.setup(plain, torch.optim.AdamW(plain.parameters())),
             "stale": lambda: stale(run, True),
             "stale on one rank": lambda: stale(run, last),
-            "no adapters": lambda: run.setup_module(m.plain()),
+            "no adapters": lambda: run.setup(bare := m.plain(), torch.optim.AdamW(bare.parameters())),
             "trains outside": lambda: run.setup_module(Headed()),
             "not finite": lambda: not_finite(run),
             "other mesh": lambda: other_mesh(run),

@@ -18,8 +18,8 @@ from torch.utils.data import Subset
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import Tokens, fit, tidy, tuner
 from tests.oracle import relative_error
+from tests.workers import SCRIPT_LIMIT
 
-LIMIT = 240
 STEPS = 3
 
 # An ordinary training script: samplers, workers, checkpoint and logging are what Lightning makes of its defaults.
@@ -97,10 +97,10 @@ def launch(script: Path, *arguments: str) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=LIMIT)
+        output, _ = process.communicate(timeout=SCRIPT_LIMIT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"no end in {LIMIT} s:\n{process.communicate()[0][-4000:]}")
+        pytest.fail(f"no end in {SCRIPT_LIMIT} s:\n{process.communicate()[0][-4000:]}")
     assert process.returncode == 0, output[-4000:]
 
 
