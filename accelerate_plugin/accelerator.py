@@ -9,8 +9,7 @@ scripts that scale learning-rate schedules, batch sizes or metrics by `num_proce
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -134,6 +133,21 @@ class AcceleratorOverrides(Accelerator):
         """Limit each element of the gradients to the range from -clip_value to clip_value."""
         clip_value_([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
 
+    # Accelerate's method joins what DDP reduces: the other processes would wait in FSDP2's collectives for ever.
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context that changes nothing, where every data-parallel process gets as many batches.
+
+        Raises:
+            ValueError: Some would get fewer batches, since `even_batches` is False here or in the Accelerator.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        if not even and self._parallelism.dp_size > 1:
+            raise ValueError(
+                "join_uneven_inputs with even_batches=False is not supported: a process without a batch would leave "
+                "the others waiting in a collective. Leave even_batches=True, or give every process as many batches."
+            )
+        return nullcontext(joinables)
+
     # ------------------------------------------------------------------ values of all data-parallel processes
 
     # Accelerate's method would count the value of each peer of one batch.
@@ -150,17 +164,6 @@ class AcceleratorOverrides(Accelerator):
         if reduction != "mean":
             return total
         return recursively_apply(lambda each: each / parallelism.dp_size, total)
-
-    # Accelerate's method would give peers of one batch different inputs.
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Split inputs between data-parallel processes."""
-        parallelism = self._parallelism
-        if parallelism.non_data_parallel_size == 1:
-            return super().split_between_processes(inputs, apply_padding)
-        place: Any = SimpleNamespace(
-            num_processes=parallelism.dp_size, process_index=parallelism.dp_rank, device=self.device
-        )
-        return PartialState.split_between_processes(place, inputs, apply_padding)
 
     # Accelerate's method calls `reduce`, which would miss a trigger that only a peer of one batch has set.
     def check_trigger(self) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,7 +20,7 @@ from accelerate_plugin.accelerator import AcceleratorOverrides
 from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism, parallelism_of, world_size
 from accelerate_plugin.plugin import LoRAParallelPlugin
 
-__all__ = ["accelerator_init", "prepare_backend", "state_init"]
+__all__ = ["accelerator_init", "prepare_backend", "split_between_processes", "state_init"]
 
 Original = Callable[..., Any]
 
@@ -52,6 +54,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
         _make_ours(self)
         bound.arguments.pop("fsdp_plugin", None)  # a later Accelerator shares the first one's state
         original(*bound.args, **bound.kwargs)
+        _check_dispatch(self)
         return
     chosen = detect.requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
     if chosen is None:
@@ -72,8 +75,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
             "one the LoRAParallelPlugin, and later ones the same or none."
         )
     AcceleratorState()  # now that there is a mesh, state_init can tell the data-parallel rank
-    if present.non_data_parallel_size > 1:
-        _check_dispatch(self)
+    _check_dispatch(self)
 
 
 def _make_ours(accelerator: Accelerator) -> None:
@@ -85,7 +87,15 @@ def _make_ours(accelerator: Accelerator) -> None:
     kind = type(accelerator)
     if not issubclass(kind, AcceleratorOverrides):
         bases = (AcceleratorOverrides,) if kind is Accelerator else (kind, AcceleratorOverrides)
-        accelerator.__class__ = type(f"LoRAParallel{kind.__name__}", bases, {})
+        reduced = {"__reduce__": lambda self: (_unpickled, (kind,), vars(self))}
+        accelerator.__class__ = type(f"LoRAParallel{kind.__name__}", bases, reduced)
+
+
+def _unpickled(kind: type[Accelerator]) -> Accelerator:
+    """Return an Accelerator without attributes, whose class `_make_ours` has changed: pickle fills it."""
+    accelerator = object.__new__(kind)
+    _make_ours(accelerator)
+    return accelerator
 
 
 def state_init(original: Original, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
@@ -106,6 +116,19 @@ def state_init(original: Original, self: AcceleratorState, *args: Any, **kwargs:
         self.process_index = parallelism.dp_rank
 
 
+def split_between_processes(
+    original: Original, self: PartialState, inputs: Any, apply_padding: bool = False
+) -> AbstractContextManager[Any]:
+    """Split inputs between data-parallel processes: peers of one batch get the same ones."""
+    parallelism = current_parallelism()
+    place: Any = self
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        place = SimpleNamespace(
+            num_processes=parallelism.dp_size, process_index=parallelism.dp_rank, device=self.device
+        )
+    return original(place, inputs, apply_padding)
+
+
 def _check_dispatch(accelerator: Accelerator) -> None:
     """Let each process read the batches that it needs, where several see one batch; refuse `dispatch_batches=True`.
 
@@ -114,6 +137,9 @@ def _check_dispatch(accelerator: Accelerator) -> None:
     Raises:
         ValueError: `dispatch_batches` is True.
     """
+    parallelism = parallelism_of(accelerator)
+    if parallelism is None or parallelism.non_data_parallel_size == 1:
+        return
     config = accelerator.dataloader_config
     if config.dispatch_batches:
         raise ValueError(

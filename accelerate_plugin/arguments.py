@@ -6,19 +6,23 @@ Arguments are made before the Accelerator, so they ask the environment.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.state import PartialState
 from transformers import TrainingArguments
 
 from accelerate_plugin import detect
 from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism
 
-__all__ = ["arguments_post_init", "main_process_first", "world_size"]
+__all__ = ["adopt_output_dir", "arguments_post_init", "main_process_first", "world_size"]
 
 Original = Callable[..., Any]
+
+log = logging.getLogger(__name__)
 
 _GENERATING = ("predict_with_generate", "generate_during_eval", "num_generations")
 """Arguments of Trainer's and TRL's trainers with which they generate texts."""
@@ -60,6 +64,25 @@ _ENGINES = {
     "compute each layer together",
 }
 """Arguments of TRL's trainers that choose what generates the texts, and why these cannot."""
+
+
+def adopt_output_dir(self: TrainingArguments) -> None:
+    """Take the `output_dir` of process 0, as Lightning does, where a script makes one that differs. Collective.
+
+    Such a name holds the time or a random number, perhaps. Ranks that write to several folders would write none whole.
+    """
+    if not dist.is_initialized():
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, self.output_dir)
+    if any(each != found[0] for each in found):
+        self.output_dir = found[0]
+        if dist.get_rank() == 0:
+            log.warning(
+                "output_dir differs between processes (%s; others have %s, for example): that of process 0 is used.",
+                found[0],
+                next(each for each in found if each != found[0]),
+            )
 
 
 def _asked(self: TrainingArguments) -> LoRAParallelism | None:

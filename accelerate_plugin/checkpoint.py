@@ -5,6 +5,7 @@ A checkpoint of this format is never half-written under its name, and can be loa
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -25,7 +26,6 @@ from lora_parallel.integration import (
     load_models,
     load_optimizers,
     local_path,
-    parallelized,
     read_checkpoint,
     remove_folder,
     restore_random_state,
@@ -36,20 +36,17 @@ from lora_parallel.integration import (
 
 __all__ = ["load_state", "save_state"]
 
+log = logging.getLogger(__name__)
+
 _WRITER = "Accelerator"
 
 
 def _train_state(accelerator: Accelerator) -> TrainState:
-    """Return the models with trained parameters and the optimizers of an Accelerator, which its checkpoints hold.
-
-    Raises:
-        ValueError: No model was prepared.
-    """
+    """Return the models with trained parameters and the optimizers of an Accelerator, which its checkpoints hold."""
     models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
-    if not any(parallelized(model) for model in models):
-        raise ValueError("no model was prepared: call accelerator.prepare(model, optimizer, ...) first.")
     module = models[0] if len(models) == 1 else nn.ModuleList(models)
-    return TrainState(module, {str(index): innermost(each) for index, each in enumerate(accelerator._optimizers)})
+    optimizers = {str(index): innermost(each) for index, each in enumerate(accelerator._optimizers)}
+    return TrainState(module, optimizers, accelerator.state.parallelism_config.mesh)
 
 
 def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serialization: bool = True, **others: Any) -> str:
@@ -63,8 +60,8 @@ def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serializat
 
     Raises:
         TypeError: An argument is not supported.
-        ValueError: The state of a registered object holds values that are not plain, no model was prepared, no
-            `output_dir` is given, or the checkpoint that automatic naming would make exists already.
+        ValueError: The state of a registered object holds values that are not plain, no `output_dir` is given, or the
+            checkpoint that automatic naming would make exists already.
         FileExistsError: Something other than a checkpoint is at `output_dir`.
         OSError: The checkpoint cannot be written.
     """
@@ -99,6 +96,8 @@ def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serializat
                 without_numpy(each),
                 "use plain values.",
             )
+    if not state.models and accelerator.is_main_process:
+        log.warning("save_state: no model was prepared, so that %s holds no adapters and no optimizer.", path)
     write_checkpoint(path, state, {"accelerator": extra}, _WRITER, replace=not naming)
     with agreed():
         for hook in accelerator._save_model_state_pre_hook.values():  # only now: hooks write into the checkpoint
@@ -133,6 +132,10 @@ def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
     extra = found.record["accelerator"]
     with agreed():
         state = _train_state(accelerator)
+        if found.record["models"] and not state.models:
+            raise ValueError(
+                f"{path} holds a model, and none was prepared: call accelerator.prepare(model, optimizer, ...) first."
+            )
         for what, mine in (
             ("schedulers", accelerator._schedulers),
             ("samplers", accelerator._dataloaders),
@@ -167,7 +170,7 @@ def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
         for each, saved in zip(accelerator._custom_objects, extra["custom"], strict=True):
             each.load_state_dict(saved)
     accelerator.step = extra["step"]
-    restore_random_state(found.record["random"], state.parallel.mesh)
+    restore_random_state(found.record["random"], state.mesh)
 
 
 def _trained_by(accelerator: Accelerator) -> int:

@@ -9,7 +9,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from accelerate_plugin.check_command import check_set_up
 from accelerate_plugin.config_file import config_file_of, mesh_sections, own_keys
 from accelerate_plugin.early_checks import CONFIG_FILES, OVER_THE_FILE, check_file, read_arguments
-from accelerate_plugin.file_values import check_machines, check_share, whole
+from accelerate_plugin.file_values import check_machines, check_share, one_of, whole
 from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
 
@@ -59,11 +62,28 @@ def launch(arguments: list[str]) -> None:
     """
     options = _launch_options(arguments)
     if not options.module and not Path(options.training_script).is_file():
-        raise FileNotFoundError(f"{options.training_script} is not there.")
+        raise FileNotFoundError(
+            f"{options.training_script} is not there{_instead(options.training_script, options.training_script_args)}."
+        )
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
     launch_command(options)
+
+
+def _instead(command: str, arguments: list[str]) -> str:
+    """Return the end of an error message: the module to launch in place of a console script, if that is what it is.
+
+    The commands of a package that launch processes themselves, such as `trl sft`, have modules of their own for what
+    they launch.
+    """
+    for entry in entry_points(group="console_scripts", name=command):
+        module = entry.module
+        with suppress(ModuleNotFoundError):
+            inner = f"{module.split('.')[0]}.scripts.{arguments[0]}" if arguments else ""
+            module = inner if inner and find_spec(inner) is not None else module
+        return f" ({command} is a command: launch its module, -m {module})"
+    return ""
 
 
 def check(arguments: list[str]) -> None:
@@ -135,6 +155,9 @@ def config(arguments: list[str]) -> None:
     if path.exists() and not given.force:
         raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
 
+    if None not in map(vars(given).get, _ASKED):
+        given.require_adapters = given.require_adapters or "yes"  # command lines of earlier releases ask nothing
+
     def ask(name: str, question: str, default: Any, convert: Callable[[str, str], Any] = whole) -> None:
         if getattr(given, name) is None:
             try:
@@ -158,17 +181,30 @@ def config(arguments: list[str]) -> None:
     _shards(given, 1)
     ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1)
     _shards(given, given.dp_replicate_size)
-    ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", _one_of("no", "bf16"))
+    ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", one_of("no", "bf16"))
     ask(
         "activation_checkpointing",
         "Recompute activations in backward (no, if the script enables gradient checkpointing, as TRL does)?",
         "no",
-        _one_of("yes", "no"),
+        one_of("yes", "no"),
+    )
+    ask(
+        "require_adapters",
+        "Does the script train adapters (yes), or the model itself, in whole or in part (no)?",
+        "yes",
+        one_of("yes", "no"),
     )
     _write(path, given)
     print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
     if given.num_machines > 1:
         print("On each other machine, run the same with --machine_rank 1, 2, ... after launch.")
+
+
+_ASKED = (
+    *("num_processes", "num_machines", "tp_size", "dp_replicate_size"),
+    *("mixed_precision", "activation_checkpointing"),
+)
+"""Options whose questions are asked, unless they are given; where all are given, nothing is asked."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,23 +228,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dp_replicate_size", type=int, help="copies of the sharded model")
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), help="precision to compute in")
     parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
+    parser.add_argument("--require_adapters", choices=("yes", "no"), help="refuse to train what is no adapter (yes)")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     return parser
-
-
-def _one_of(*words: str) -> Callable[[str, str], str]:
-    def convert(name: str, answer: str) -> str:
-        if answer not in words:
-            raise ValueError(f"{name} is {answer!r}: give {' or '.join(words)}.")
-        return answer
-
-    return convert
 
 
 def _write(path: Path, given: argparse.Namespace) -> None:
     processes, tp, cp, pp = given.num_processes, given.tp_size, given.cp_size, given.pp_size
     replicate = given.dp_replicate_size
     pipeline = {name: getattr(given, f"pp_{name}") for name in ("size", "microbatches", "schedule", "stages_per_rank")}
+    sections = mesh_sections(
+        {"dp_replicate": replicate, "dp_shard": _shards(given, replicate), "cp": cp, "tp": tp},
+        pipeline if pp > 1 else {},
+        given.activation_checkpointing == "yes",
+        given.require_adapters == "yes",
+    )
     content = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=DistributedType.FSDP,
@@ -217,11 +251,7 @@ def _write(path: Path, given: argparse.Namespace) -> None:
         debug=False,
         num_processes=processes,
         **_machines(given),
-        **mesh_sections(
-            {"dp_replicate": replicate, "dp_shard": _shards(given, replicate), "cp": cp, "tp": tp},
-            pipeline if pp > 1 else {},
-            given.activation_checkpointing == "yes",
-        ),
+        **sections,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")

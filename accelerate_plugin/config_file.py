@@ -6,6 +6,7 @@ Accelerate is imported where it is used: `accelerate-lora check` reads a file wi
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 import yaml
 
-from accelerate_plugin.file_values import whole
+from accelerate_plugin.file_values import OWN_KEYS
 
 __all__ = [
     "check_config",
@@ -29,33 +30,25 @@ __all__ = [
     "own_settings",
 ]
 
-_OWN_KEYS: dict[str, type] = {
-    "parallelism_config_cp_method": str,
-    "parallelism_config_pp_size": int,
-    "parallelism_config_pp_microbatches": int,
-    "parallelism_config_pp_schedule": str,
-    "parallelism_config_pp_stages_per_rank": int,
-}
-"""Keys of `parallelism_config` that `accelerate launch` does not know and drops, each with the type of its value.
-
-The environment variable of a key has its name in upper case.
-"""
-
 _SECTIONS = {"fsdp_config": "fsdp", "dynamo_config": "dynamo", "parallelism_config": "parallelism_config"}
 """Prefix of the keys in each section. `accelerate launch` adds "fsdp_" and "dynamo_" to keys that lack them."""
 
 
-def mesh_sections(sizes: Mapping[str, int], pipeline: Mapping[str, Any], recompute: bool) -> dict[str, dict[str, Any]]:
+def mesh_sections(
+    sizes: Mapping[str, int], pipeline: Mapping[str, Any], recompute: bool, adapters: bool
+) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration file that ask for a mesh.
 
     Args:
         sizes: Sizes of dp_replicate, dp_shard, cp and tp.
         pipeline: Values of the keys that begin with `parallelism_config_pp_`, without that; empty without a pp axis.
         recompute: Recompute activations in backward.
+        adapters: Train adapters, and refuse to train anything else.
     """
     mesh = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
     mesh |= {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}
     mesh |= {f"pp_{name}": value for name, value in pipeline.items()}
+    settings: dict[str, Any] = mesh if adapters else {**mesh, "require_adapters": False}
     return {
         "fsdp_config": {
             "fsdp_version": 2,
@@ -66,7 +59,7 @@ def mesh_sections(sizes: Mapping[str, int], pipeline: Mapping[str, Any], recompu
             "fsdp_cpu_ram_efficient_loading": False,
             "fsdp_offload_params": False,
         },
-        "parallelism_config": {f"parallelism_config_{name}": value for name, value in mesh.items()},
+        "parallelism_config": {f"parallelism_config_{name}": value for name, value in settings.items()},
     }
 
 
@@ -119,8 +112,8 @@ def check_config(path: Path, options: Collection[str] | None = None) -> dict[str
             raise ValueError(f"{path}: {section} is {keys!r}: give keys with values there, or leave it out.")
         for key, name in ((each, str(each)) for each in keys):
             option = name if begin == section or name.startswith(begin) else f"{begin}_{name}"
-            if option not in known and option not in _OWN_KEYS:
-                own = [each for each in _OWN_KEYS if each.startswith(begin)]
+            if option not in known and option not in OWN_KEYS:
+                own = [each for each in OWN_KEYS if each.startswith(begin)]
                 close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", [*known, *own], 1)
                 raise ValueError(
                     f"{path}: {section} has the key {key!r}, which `accelerate launch` does not know and drops: "
@@ -138,7 +131,8 @@ def own_keys(content: Mapping[str, Any]) -> dict[str, str]:
         content: The content of a configuration file.
     """
     section = content.get("parallelism_config") or {}
-    return {key: str(section[key]) for key in _OWN_KEYS if section.get(key) is not None}
+    given = {key: section[key] for key in OWN_KEYS if section.get(key) is not None}
+    return {key: json.dumps(value) if isinstance(value, dict) else str(value) for key, value in given.items()}
 
 
 def own_settings() -> dict[str, Any]:
@@ -148,14 +142,11 @@ def own_settings() -> dict[str, Any]:
     this process.
 
     Raises:
-        ValueError: A value is no whole number where one is expected, or the file has keys that would be dropped.
+        ValueError: A value is of the wrong kind, or the file has keys that would be dropped.
     """
     content = check_config_file()
-    given = own_keys(content) | {key: os.environ[key.upper()] for key in _OWN_KEYS if os.environ.get(key.upper())}
-    settings: dict[str, Any] = {}
-    for key, text in given.items():
-        settings[key.removeprefix("parallelism_config_")] = whole(key, text) if _OWN_KEYS[key] is int else text
-    return settings
+    given = own_keys(content) | {key: os.environ[key.upper()] for key in OWN_KEYS if os.environ.get(key.upper())}
+    return {key.removeprefix("parallelism_config_"): OWN_KEYS[key](key, text) for key, text in given.items()}
 
 
 def config_file_of(arguments: list[str]) -> Path | None:

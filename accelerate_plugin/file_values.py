@@ -5,10 +5,12 @@ Accelerate takes most of them as they are, and fails later, or in every process,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-__all__ = ["check_machines", "check_share", "check_values", "whole"]
+__all__ = ["OWN_KEYS", "check_machines", "check_share", "check_values", "flag", "one_of", "plan_of_styles", "whole"]
 
 _FLAGS = ("use_cpu", "debug", "same_network")
 _FSDP_FLAGS = (
@@ -21,7 +23,8 @@ _FSDP_FLAGS = (
     "activation_checkpointing",
     "activation_checkpointing_offload",
 )
-_WORDS = ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0")
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_WORDS = (*_TRUE, "n", "no", "f", "false", "off", "0")
 """Words that Accelerate reads as true or false."""
 
 
@@ -37,6 +40,48 @@ def whole(name: str, value: object, least: int = 1) -> int:
             f"{name} is {value!r}: give a {'positive whole number' if least else 'whole number from 0 on'}."
         )
     return int(text)
+
+
+def flag(name: str, value: object) -> bool:
+    """Return a setting that is true or false.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if str(value).lower() not in _WORDS:
+        raise ValueError(f"{name} is {value!r}: give true or false.")
+    return str(value).lower() in _TRUE
+
+
+def one_of(*words: str) -> Callable[[str, object], str]:
+    """Return a function that returns a setting, and raises a ValueError if the setting is none of the words."""
+
+    def convert(name: str, value: object) -> str:
+        if value not in words:
+            raise ValueError(f"{name} is {value!r}: give {', '.join(words[:-1])} or {words[-1]}.")
+        return str(value)
+
+    return convert
+
+
+def plan_of_styles(name: str, value: object) -> str | dict[str, str]:
+    """Return a `tp_plan`: "auto", or a style for each glob of module names.
+
+    Args:
+        name: The name of the setting.
+        value: A mapping, or its text as JSON.
+
+    Raises:
+        ValueError: It is neither "auto" nor such a mapping.
+    """
+    found: Any = value
+    if isinstance(value, str) and value != "auto":
+        with suppress(ValueError):
+            found = json.loads(value)
+    whole_plan = isinstance(found, dict) and all(isinstance(each, str) for pair in found.items() for each in pair)
+    if found != "auto" and not whole_plan:
+        raise ValueError(f"{name} is {value!r}: give auto, or a style for each glob of module names.")
+    return found
 
 
 def check_values(content: Mapping[str, Any]) -> None:
@@ -60,11 +105,25 @@ def check_values(content: Mapping[str, Any]) -> None:
         if key.removeprefix("fsdp_") in _FSDP_FLAGS and str(value).lower() not in _WORDS:
             raise ValueError(f"fsdp_config has {key}: {value!r}: give true or false.")
     for key, value in (content.get("parallelism_config") or {}).items():
-        counts = key.endswith(("_size", "_pp_microbatches", "_pp_stages_per_rank"))
-        if counts and not (value is None and "_pp_" in key):  # without a value it is as if it was left out
-            whole(key, value)
-        if key.endswith("_cp_method") and value not in (None, "ulysses", "all_gather"):
-            raise ValueError(f"{key} is {value!r}: give ulysses or all_gather.")
+        convert = OWN_KEYS.get(key, whole if key.endswith("_size") else None)
+        if convert is not None and not (value is None and key in OWN_KEYS):  # it is then as if it was left out
+            convert(key, value)
+
+
+OWN_KEYS: dict[str, Callable[[str, object], Any]] = {
+    "parallelism_config_cp_method": one_of("ulysses", "all_gather"),
+    "parallelism_config_pp_size": whole,
+    "parallelism_config_pp_microbatches": whole,
+    "parallelism_config_pp_schedule": lambda name, value: str(value),  # `check_schedule` checks it with the sizes
+    "parallelism_config_pp_stages_per_rank": whole,
+    "parallelism_config_require_adapters": flag,
+    "parallelism_config_tp_plan": plan_of_styles,
+}
+"""Keys of `parallelism_config` that `accelerate launch` does not know and drops.
+
+Each has the function that converts its value, or raises a ValueError. The environment variable of a key has its name in
+upper case.
+"""
 
 
 def check_share(processes: int, machines: int) -> None:

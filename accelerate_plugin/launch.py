@@ -8,7 +8,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from accelerate.commands import launch as accelerate_launch
+from torch.distributed import run as torchrun
 
 from accelerate_plugin import detect
 
@@ -33,14 +39,36 @@ def main(arguments: list[str]) -> None:
     if not detect.asked_by_environment():
         sys.exit(_nothing_asked())
     sys.argv = [script, *rest]
-    if as_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    if not Path(script).is_file():
-        sys.exit(f"{script}: there is no such script. {_USAGE}")
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    with _refusing_launches():
+        if as_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            return
+        if not Path(script).is_file():
+            sys.exit(f"{script}: there is no such script. {_USAGE}")
+        sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+
+
+@contextmanager
+def _refusing_launches() -> Iterator[None]:
+    """Make a script raise an error where it would launch processes itself, as the commands of some packages do.
+
+    Each process of this launch would start as many of its own, which wait for each other at the same address.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "a process that was launched would launch processes itself: launch the module that trains, not the command "
+            "that launches it (for `trl sft`: accelerate-lora launch --config_file CONFIG -m trl.scripts.sft ...)."
+        )
+
+    before = accelerate_launch.launch_command, torchrun.run
+    accelerate_launch.launch_command = torchrun.run = refuse
+    try:
+        yield
+    finally:
+        accelerate_launch.launch_command, torchrun.run = before
 
 
 def _nothing_asked() -> str:

@@ -21,6 +21,7 @@ from lora_parallel.integration import (
     agreed,
     check_alike,
     check_not_stale,
+    check_optimized,
     describe_optimizer,
     description_to_print,
     has_adapters,
@@ -46,8 +47,10 @@ def prepare_models(
         evaluation_mode: Accept models without adapters, and add none.
 
     Raises:
-        ValueError: An optimizer has stepped already, holds parameters that are in none of the models, or holds those
-            that a model had before it was sharded; or the optimizers differ between ranks.
+        RuntimeError: The base of a model would train, where adapters are required.
+        ValueError: A model that an optimizer trains has no adapters, where they are required; an optimizer has stepped
+            already, holds parameters that are in none of the models, or holds those that a model had before it was
+            sharded; or the optimizers differ between ranks.
     """
     parallelism = parallelism_of(accelerator)
     assert parallelism is not None
@@ -68,7 +71,7 @@ def prepare_models(
             held = []
     injected = False
     for model in new:
-        injected |= _shard(model, parallelism, evaluation_mode)
+        injected |= _shard(model, parallelism, evaluation_mode, bool(optimizers))
     with agreed():
         for each in held:
             if injected:
@@ -76,6 +79,7 @@ def prepare_models(
             else:
                 each.restore(new)
     check_alike(optimizers=[describe_optimizer(each, nn.ModuleList(models)) for each in fresh])
+    check_optimized([*accelerator._models, *models], fresh)
     accelerator._models.extend(model for model in models if model not in accelerator._models)
 
 
@@ -87,11 +91,12 @@ def uncompiled(model: nn.Module, parallelism: LoRAParallelism) -> nn.Module:
     return model
 
 
-def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool) -> bool:
+def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool, trains: bool) -> bool:
     """Shard a model, and inject the adapter of the plugin's `lora_config` if it has no adapter and is not frozen.
 
     A model without adapters counts as frozen (a teacher or a reference, for instance) if none of its parameters trains,
-    or if it is prepared for evaluation. It then gets no adapter and needs none, and none of its parameters trains.
+    or if it is prepared for evaluation. It then gets no adapter and needs none, and none of its parameters trains. A
+    model without an optimizer (`trains` is False) needs adapters once it trains.
 
     Returns:
         True if an adapter was injected.
@@ -110,6 +115,7 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
         config if not frozen else replace(config, require_adapters=False),
         lora_config=lora_config,
         autocast_adapter_dtype=plugin.autocast_adapter_dtype,
+        trains=trains,
     )
     if (said := description_to_print(model)) is not None:
         print(said, file=sys.stderr, flush=True)

@@ -123,6 +123,13 @@ PATCHES = (
         "self cpu sagemaker_dp backend",
     ),
     Patch(
+        f"{_STATE}:PartialState",
+        "split_between_processes",
+        accelerator_init.split_between_processes,
+        "it gives peers of one batch different inputs",
+        "self inputs apply_padding",
+    ),
+    Patch(
         f"{_STATE}:AcceleratorState",
         "__init__",
         accelerator_init.state_init,

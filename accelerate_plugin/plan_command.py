@@ -204,9 +204,9 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
         flags += f" --pp_size {sizes['pp']} --pp_microbatches {best.microbatches}"
     recompute = options.pop("activation_checkpointing", False)
     flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
+    flags += " --require_adapters no" if plan.trains_all else ""
     if machines > 1:
         flags += "".join(f" --{name} {value}" for name, value in _MEETING.items()) + f"   # rank 0..{machines - 1}"
-    options |= {"require_adapters": False} if plan.trains_all else {}
     if options:  # which no key of the file stands for
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({given}))"
@@ -225,6 +225,7 @@ def _yaml(plan: MemoryPlan) -> dict[str, Any]:
     machines = _machines(plan)
     meeting = {**_MEETING, "rdzv_backend": "static", "same_network": True} if machines > 1 else {}
     pipeline = {"size": best.sizes["pp"], "microbatches": best.microbatches} if best.sizes["pp"] > 1 else {}
+    recompute = bool(best.options.get("activation_checkpointing", False))
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": DistributedType.FSDP.value,
@@ -232,7 +233,7 @@ def _yaml(plan: MemoryPlan) -> dict[str, Any]:
         "num_machines": machines,
         **meeting,
         "num_processes": plan.gpus,
-        **mesh_sections(best.sizes, pipeline, bool(best.options.get("activation_checkpointing", False))),
+        **mesh_sections(best.sizes, pipeline, recompute, not plan.trains_all),
     }
 
 

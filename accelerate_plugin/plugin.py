@@ -34,14 +34,14 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         dp_shard_size: int | Literal["auto"] | None = None,
         dp_replicate_size: int | None = None,
         lora_config: LoraConfig | None = None,
-        tp_plan: Literal["auto"] | Mapping[str, str] = "auto",
+        tp_plan: Literal["auto"] | Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
         block_classes: Literal["auto"] | Sequence[str] | None = None,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | None = None,
         cpu_offload: bool | None = None,
-        require_adapters: bool = True,
+        require_adapters: bool | None = None,
         autocast_adapter_dtype: bool = True,
         reduce_dtype: torch.dtype | None = torch.float32,
         seed: int = 0,
@@ -63,7 +63,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             dp_replicate_size: Number of copies of the sharded model (HSDP); None: as configured, else 1.
             lora_config: Adapter to inject into a model that has none and trains.
             tp_plan: "auto" for the model's own plan and what can be derived, or a mapping {glob of module names: style}
-                laid over it.
+                laid over it; None: as configured (`parallelism_config_tp_plan`), else "auto".
             sequence_parallel: Give each tp rank a chunk of the tokens between the layers that tensor parallelism
                 splits.
             loss_parallel: Keep the logits of training in slices over the vocabulary, one on each tp rank, and compute
@@ -75,7 +75,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             activation_checkpointing: Recompute each block's activations in backward; None: as configured, else False.
             cpu_offload: Keep the sharded weights, the adapters and their optimizer's state in the CPU's memory; None:
                 as configured (`fsdp_offload_params`), else False. True is refused until it has run on a GPU.
-            require_adapters: Refuse a model without adapters, and a model whose base trains.
+            require_adapters: Refuse to train a model without adapters, or one whose base trains; None: as configured
+                (`parallelism_config_require_adapters`), else True.
             autocast_adapter_dtype: Keep injected adapters of a 16-bit base in float32, as PEFT does.
             reduce_dtype: Reduce gradients over data-parallel processes at least in this dtype.
             seed: Seed of injected adapters and of LoRA dropout.
@@ -129,19 +130,19 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "pp_microbatches": pp_microbatches,
             "pp_schedule": pp_schedule,
             "pp_stages_per_rank": pp_stages_per_rank,
+            "require_adapters": require_adapters,
+            "tp_plan": tp_plan,
         }
         self._given = {name: value for name, value in configurable.items() if value is not None}
         self._options: dict[str, Any] = {
             **self._given,
             "pp_split": pp_split,
-            "tp_plan": tp_plan,
             "sequence_parallel": sequence_parallel,
             "loss_parallel": loss_parallel,
             "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",
             "reshard_after_forward": self.reshard_after_forward,
             "activation_checkpointing": self.activation_checkpointing,
             "cpu_offload": isinstance(self.cpu_offload, CPUOffloadPolicy),
-            "require_adapters": require_adapters,
             "reduce_dtype": reduce_dtype,
             "seed": seed,
         }

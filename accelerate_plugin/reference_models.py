@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from accelerate_plugin.arguments import adopt_output_dir
 from accelerate_plugin.parallelism import parallelism_of
 
 __all__ = ["create_accelerator"]
@@ -22,10 +23,14 @@ _HOME, _NAME = "trl.models.utils", "prepare_fsdp"
 
 
 def create_accelerator(original: Callable[..., Any], self: Any) -> None:
-    """Make the Accelerator of a Trainer, which then prepares the reference model too, if TRL's trainer has one."""
+    """Make the Accelerator of a Trainer, which then prepares the reference model too, if TRL's trainer has one.
+
+    All processes then have the same `output_dir`. Collective.
+    """
     original(self)
     if parallelism_of(self.accelerator) is None:
         return
+    adopt_output_dir(self.args)
     for kind in type(self).__mro__:
         module = sys.modules[kind.__module__]
         own = vars(module).get(_NAME)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -25,13 +26,11 @@ from lora_parallel.integration import (
     TrainState,
     agreed,
     is_checkpoint,
-    load_adapter,
     load_models,
     load_optimizers,
     local_path,
     of_another,
     over_stages,
-    peft_configs,
     read_checkpoint,
     read_meta,
     restore_random_state,
@@ -116,16 +115,32 @@ def save_model(original: Original, self: Any, output_dir: str | None = None, _in
         write_pretrained(self.model, directory)
         with agreed():
             if self.args.should_save:
-                self.model.__dict__["save_pretrained"], kept = _saved_already, self.model.__dict__["save_pretrained"]
-                try:
-                    self._save(directory, state_dict={})
-                finally:
-                    self.model.__dict__["save_pretrained"] = kept
+                _save_beside(self, directory)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-def _saved_already(*args: Any, **kwargs: Any) -> None: ...
+def _save_beside(self: Any, directory: str) -> None:
+    """Write what Trainer's `_save` writes beside a model, which is there already: the tokenizer, the arguments."""
+    model = self.model
+    kept = vars(model).get("save_pretrained")
+    if kept is None:  # a module of the user's, whose state dict Trainer would write itself
+        self.model = object.__new__(_SavedAlready)
+    else:
+        vars(model)["save_pretrained"] = _SavedAlready.save_pretrained
+    try:
+        self._save(directory, state_dict={})
+    finally:
+        self.model = model
+        if kept is not None:
+            vars(model)["save_pretrained"] = kept
+
+
+class _SavedAlready(PreTrainedModel):
+    """Stand in for a model that is saved already, under a class whose `save_pretrained` Trainer calls."""
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
 
 
 @collective_method("Trainer's saving of a checkpoint")
@@ -246,13 +261,13 @@ def load_rng_state(original: Original, self: Any, checkpoint: str | None) -> Non
 
 @collective_method("Trainer's loading of the best model")
 def load_best_model(original: Original, self: Any) -> None:
-    """Load the adapters from the best checkpoint. Collective."""
+    """Load everything that trains from the best checkpoint. Collective."""
     if parallelism_of(self.accelerator) is None:
         original(self)
         return
-    best = Path(str(self.state.best_model_checkpoint))
-    for name in peft_configs(self.model):
-        load_adapter(self.model, best, name)
+    best = str(self.state.best_model_checkpoint)
+    for commit in load_models(_read(best), _train_state(self)):
+        commit()
 
 
 def _read(checkpoint: str) -> Contents:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from tests.oracle import causal_lm
 from tests.workers import WorkerPool
 
 
@@ -11,3 +15,11 @@ from tests.workers import WorkerPool
 def pool(front_end_pool: WorkerPool) -> WorkerPool:
     """Processes to run ranks in."""
     return front_end_pool
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small model in float32; files with models of their own define another."""
+    path = tmp_path_factory.mktemp("base")
+    causal_lm(dtype=torch.float32).save_pretrained(path)
+    return path

@@ -299,7 +299,7 @@ def test_a_script_of_another_trainer_ends_where_its_model_is_sharded(tmp_path, m
     ("lines", "message"),
     [
         (
-            "prepare(Case(adapters=False).model())",
+            "prepare(model := Case(adapters=False).model(), SGD(model.parameters(), 0.1))",
             "accelerate-lora check: the model (LlamaForCausalLM) has no PEFT",
         ),
         ("wait_for_everyone()", "train.py has ended, and no model was prepared"),
@@ -309,7 +309,8 @@ def test_a_script_of_another_trainer_ends_where_its_model_is_sharded(tmp_path, m
 )
 def test_a_script_that_cannot_work_ends_with_a_line(tmp_path, lines, message):
     script = tmp_path / "train.py"
-    script.write_text(f"from accelerate import Accelerator\nfrom tests.oracle import Case\nAccelerator().{lines}\n")
+    imports = "from accelerate import Accelerator\nfrom torch.optim import SGD\nfrom tests.oracle import Case\n"
+    script.write_text(f"{imports}Accelerator().{lines}\n")
     with pytest.raises(SystemExit) as caught:
         checked("--config_file", written(tmp_path, **GOOD), script, "8")
     assert message in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from accelerate_plugin.accelerator import AcceleratorOverrides
 from tests.accelerate_plugin.harness import launched, plugin, rows_of
 from tests.cases import cases
+from tests.logs import listening
 from tests.oracle import Case, causal_lm, differing, full, ranks_of, reference, relative_error, trained
 from tests.workers import Failure, attempt
 
@@ -237,7 +240,7 @@ def refused(folder: Path) -> dict[str, Any]:
         script.counter.value = Counter()
         answers["no plain value"] = attempt(accelerator.save_state, folder / "object")
     with launched():
-        answers["nothing prepared"] = attempt(Accelerator(fsdp_plugin=plugin("2x2")).save_state, folder / "empty")
+        answers["nothing prepared"] = attempt(Accelerator(fsdp_plugin=plugin("2x2")).load_state, folder / "state")
     return answers
 
 
@@ -251,6 +254,37 @@ def test_bad_checkpoints_are_one_error_on_every_rank(pool, tmp_path):
     assert (tmp_path / "state" / "notes.txt").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "state"]
     assert json.loads((tmp_path / "state" / "meta.json").read_text())["writer"] == "Accelerator"
+
+
+def without_a_model(folder: Path) -> tuple[int, float, bool, list[str]]:
+    """Save and load what a script registers, and the random state, of an Accelerator that prepared no model."""
+    with launched(), listening("accelerate_plugin.checkpoint") as lines:
+        accelerator = Accelerator(fsdp_plugin=plugin("2x1"))
+        counter = Counter(5)
+        accelerator.register_for_checkpointing(counter)
+        accelerator.save_state(folder)
+        drawn = torch.rand(()).item()
+        counter.value = 0
+        accelerator.load_state(folder)
+        return counter.value, drawn, torch.rand(()).item() == drawn, list(lines)
+
+
+def test_what_a_script_registers_is_saved_without_a_model(pool, tmp_path):
+    for rank, (value, _, same, lines) in enumerate(pool.run(2, without_a_model, tmp_path / "state")):
+        assert (value, same) == (5, True)
+        assert len(lines) == (rank == 0)
+        assert all("no model was prepared, so that" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", [Accelerator, type("Own", (Accelerator,), {"__module__": __name__})])
+def test_an_accelerator_can_be_pickled(kind, monkeypatch):
+    monkeypatch.setitem(globals(), "Own", kind)
+    with launched():
+        made = kind(fsdp_plugin=plugin("1x1"))
+        copy = pickle.loads(pickle.dumps(made))
+        assert type(copy).__name__ == type(made).__name__ == f"LoRAParallel{kind.__name__}"
+        assert (copy.num_processes, copy.gradient_accumulation_steps) == (1, 1)
+        assert isinstance(copy, AcceleratorOverrides)
 
 
 def test_the_oracle_is_plain_peft(oracle):

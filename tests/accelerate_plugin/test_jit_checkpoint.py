@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -17,16 +16,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.accelerate_plugin.harness import environment, launched
 from tests.accelerate_plugin.test_trainer import make
 from tests.cases import cases
-from tests.oracle import causal_lm, full, relative_error, trained
+from tests.oracle import full, relative_error, trained
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    causal_lm(dtype=torch.float32).save_pretrained(path)
-    return path
 
 
 def ends(base: Path, output: Path, ranks: tuple[int, ...] | None, resume: str | None = None) -> Any:

@@ -11,16 +11,18 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config import config_args
 from accelerate.commands.config.config_args import ClusterConfig
 
-from accelerate_plugin import cli, config_file, launch
+from accelerate_plugin import LoRAParallelPlugin, cli, config_file, launch
 from tests.cases import cases
+from tests.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parents[2]
 
 
-def command(*words: str, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     return subprocess.run(
         [sys.executable, "-m", *words],
@@ -28,7 +30,7 @@ def command(*words: str, cwd: Path, timeout: float = 240, **environment: str) ->
         env={**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(cwd), **environment},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=SCRIPT_LIMIT,
         check=False,
     )
 
@@ -45,7 +47,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 def test_config_writes_what_stock_accelerate_reads(tmp_path, monkeypatch, capsys):
     path = tmp_path / "config.yaml"
-    answers = iter(["8", "", "2", "2", "", "yes"])
+    answers = iter(["8", "", "2", "2", "", "yes", ""])
     monkeypatch.setattr("builtins.input", lambda question: next(answers))
     cli.config(["--config_file", str(path)])
     read = ClusterConfig.from_yaml_file(str(path))
@@ -71,6 +73,7 @@ def test_config_writes_what_stock_accelerate_reads(tmp_path, monkeypatch, capsys
         (["x"], "'x'"),
         (["4", "1", "2", "1", "fp16"], "'fp16': give no or bf16"),
         (["4", "1", "2", "1", "no", "maybe"], "'maybe': give yes or no"),
+        (["4", "1", "2", "1", "no", "no", "some"], "require_adapters is 'some': give yes or no"),
         (["4", "3"], "num_processes 4 on num_machines 3"),
         (["4", "1", "3"], "tp_size 3 x cp_size 1 x pp_size 1 x dp_replicate_size 1 = 3 does not divide 4"),
         (["4", "2", "0", "10.0.0.1:29500", ""], "main_process_ip is '10.0.0.1:29500'"),
@@ -141,6 +144,82 @@ def test_the_method_of_context_parallelism_is_handed_on(tmp_path, monkeypatch):
     script.touch()
     cli.launch(["--config_file", str(path), str(script)])
     assert os.environ["PARALLELISM_CONFIG_CP_METHOD"] == "all_gather"
+
+
+STYLES = {"*.q_proj": "colwise_gather_output", "lm_head": "replicate"}
+
+
+def test_what_trains_and_how_layers_are_cut_are_handed_on(tmp_path, monkeypatch):
+    """By the file, and as `accelerate-lora launch` writes them to the environment; the plugin may say the same."""
+    mine = {"parallelism_config_require_adapters": False, "parallelism_config_tp_plan": STYLES}
+    path = written(tmp_path, parallelism_config={"parallelism_config_tp_size": 2, **mine})
+    monkeypatch.setattr(config_file, "_launched_with", lambda: path)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setattr(config_file, "check_config_file", config_file.check_config_file.__wrapped__)
+    assert config_file.own_settings() == {"require_adapters": False, "tp_plan": STYLES}
+    monkeypatch.setattr(cli, "launch_command", lambda options: None)
+    for key in mine:
+        monkeypatch.setenv(key.upper(), "")
+        monkeypatch.delenv(key.upper())
+    script = tmp_path / "train.py"
+    script.touch()
+    cli.launch(["--config_file", str(path), str(script)])
+    monkeypatch.setattr(config_file, "_launched_with", lambda: None)
+    settings = config_file.own_settings()
+    assert settings == {"require_adapters": False, "tp_plan": STYLES}
+    config = LoRAParallelPlugin().parallel_config({"tp": 2}, "no", configured=settings)
+    assert (config.require_adapters, config.tp_plan) == (False, STYLES)
+    with pytest.raises(ValueError, match="require_adapters is True by LoRAParallelPlugin and False by the config"):
+        LoRAParallelPlugin(require_adapters=True).parallel_config({"tp": 2}, "no", configured=settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("require_adapters", "maybe", "require_adapters is 'maybe': give true or false"),
+        ("tp_plan", "colwise", "tp_plan is 'colwise': give auto, or a style for each glob"),
+        ("tp_plan", {"*.q_proj": 2}, "give auto, or a style for each glob of module names"),
+        ("tp_plan", ["*.q_proj"], "give auto, or a style for each glob of module names"),
+    ],
+)
+def test_values_of_these_keys_that_cannot_work(tmp_path, key, value, message):
+    path = written(tmp_path, parallelism_config={f"parallelism_config_{key}": value})
+    with pytest.raises(ValueError, match=message):
+        cli.launch(["--config_file", str(path), "train.py"])
+
+
+def test_config_writes_that_something_else_trains(tmp_path):
+    path = written(tmp_path)
+    assert "parallelism_config_require_adapters" not in yaml.safe_load(path.read_text())["parallelism_config"]
+    options = ["--num_machines", "1", "--tp_size", "1", "--dp_replicate_size", "1", *REST]
+    cli.config(["--config_file", str(path), "--force", "--num_processes", "2", *options, "--require_adapters", "no"])
+    assert yaml.safe_load(path.read_text())["parallelism_config"]["parallelism_config_require_adapters"] is False
+    assert config_file.check_config(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [(["trl", "sft", "--dataset", "d"], "-m trl.scripts.sft"), (["torchrun", "train"], "-m torch.distributed.run")],
+)
+def test_the_module_of_a_console_script_is_named(tmp_path, words, module):
+    with pytest.raises(FileNotFoundError, match=f"{words[0]} is a command: launch its module, {module}"):
+        cli.launch(["--config_file", str(written(tmp_path)), *words])
+
+
+LAUNCHES = ("accelerate.commands.launch import launch_command", "torch.distributed.run import run")
+
+
+@pytest.mark.parametrize("inside", LAUNCHES)
+def test_a_script_that_launches_again_is_refused(tmp_path, monkeypatch, inside):
+    script = tmp_path / "again.py"
+    script.write_text(f"from {inside} as again\nagain(None)\n")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = accelerate_launch.launch_command
+    with pytest.raises(RuntimeError, match="launch the module that trains"):
+        launch.main([str(script)])
+    assert accelerate_launch.launch_command is before
 
 
 SEVERAL = ["--num_processes", "16", "--num_machines", "2", "--tp_size", "8", "--dp_replicate_size", "1"]

@@ -40,10 +40,8 @@ LINES: dict[tuple[Any, str], str] = {
     (operations, "_gpu_gather"): "torch.distributed.all_gather(output_tensors, tensor)",
     (operations, "_gpu_gather_object"): "return [x for y in output_objects for x in y]",
     (Accelerator, "reduce"): "return reduce(tensor, reduction, scale)",
-    (
-        Accelerator,
-        "split_between_processes",
-    ): "with PartialState().split_between_processes(",
+    (PartialState, "split_between_processes"): "start_index = self.process_index * num_samples_per_process",
+    (Accelerator, "join_uneven_inputs"): "with Join(joinables, enable=enable_join, throw_on_early_termination=False)",
     (Accelerator, "check_trigger"): "flag_tensor = self.reduce(self.flag_tensor)",
     (Accelerator, "get_state_dict"): "state_dict = get_model_state_dict(model, options=options)",
     (Accelerator, "save_model"): "state_dict = self.get_state_dict(model)",

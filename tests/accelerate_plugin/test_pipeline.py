@@ -28,7 +28,7 @@ from tests.oracle import Case, Run, causal_lm, ranks_of, reference, relative_err
 from tests.trainer_rows import write_base
 from tests.workers import Failure, attempt
 
-base, one_process = test_trainer.base, test_trainer.one_process
+one_process = test_trainer.one_process
 LOOPS = {
     "plain": Case(),
     "accumulated and clipped": Case(accumulate=2, clip=0.3),

@@ -19,18 +19,11 @@ from lora_parallel import load_checkpoint, save_checkpoint
 from lora_parallel.state import state_of
 from tests.accelerate_plugin.harness import Rows, environment, launched, plugin
 from tests.cases import cases
-from tests.oracle import causal_lm, dp_of, full, lora_config, ranks_of, relative_error, trained
+from tests.oracle import dp_of, full, lora_config, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
 from tests.workers import Failure, attempt
 
 ROWS = 8
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    causal_lm(dtype=torch.float32).save_pretrained(path)
-    return path
 
 
 def tokens(rows: int, seed: int) -> Rows:

@@ -21,6 +21,7 @@ from tests.accelerate_plugin.harness import environment, launched
 from tests.cases import cases
 from tests.oracle import dp_of, full, ranks_of, relative_error, trained
 from tests.trainer_rows import conversations, plain, preferences, write_base
+from tests.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +126,13 @@ def run(
     command += ["--report_to", "none", "--bf16", "False", "--disable_tqdm", "True", "--dtype", "float32", *words]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=280, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_LIMIT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{'loss'")]
