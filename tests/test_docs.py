@@ -24,6 +24,7 @@ from matplotlib.textpath import TextPath
 from torch.distributed.run import get_args_parser
 
 from accelerate_plugin import cli
+from tests.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -199,7 +200,7 @@ def run(folder: Path, environment: dict[str, str], *commands: list[str]) -> None
         for command in commands
     ]
     for process in started:
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=SCRIPT_LIMIT)
         assert process.returncode == 0, printed[-6000:]
 
 
