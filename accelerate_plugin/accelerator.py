@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate_plugin import checkpoint
-from accelerate_plugin.data import prepare_sampler, resumable
+from accelerate_plugin.data import prepare_sampler, resumable, whole_stream
 from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
 from lora_parallel import clip_grad_norm_ as clip_norm
@@ -48,6 +48,9 @@ class AcceleratorOverrides(Accelerator):
 
     The comment at each method gives the reason. `accelerator_init.py` changes the class of the Accelerator.
     """
+
+    splits_streams_by_rows = False
+    """True if a process reads all files of a stream of `datasets`, and takes its rows of each batch."""
 
     @property
     def _parallelism(self) -> LoRAParallelism:
@@ -110,6 +113,8 @@ class AcceleratorOverrides(Accelerator):
         """Give each data-parallel process its share of the batches, shuffled by rank 0's seed. Collective."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if self.splits_streams_by_rows:
+            data_loader = whole_stream(data_loader)
         prepare_sampler(data_loader, self._parallelism.dp_rank, self.use_seedable_sampler)
         return resumable(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,8 @@ def split_between_processes(
 def _check_dispatch(accelerator: Accelerator) -> None:
     """Let each process read the batches that it needs, where several see one batch; refuse `dispatch_batches=True`.
 
-    A single process that dispatches the batches would give each process another one.
+    A single process that dispatches the batches would give each process another one. Where Accelerate's default would
+    dispatch those of a stream, processes take the rows of each batch that they would have been given.
 
     Raises:
         ValueError: `dispatch_batches` is True.
@@ -146,4 +148,5 @@ def _check_dispatch(accelerator: Accelerator) -> None:
             "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would "
             "give every process the same batch. Leave it None or False; each process then reads its own share."
         )
-    config.dispatch_batches = False
+    accelerator.splits_streams_by_rows = config.dispatch_batches is None
+    accelerator.dataloader_config = replace(config, dispatch_batches=False)

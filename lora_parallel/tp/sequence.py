@@ -106,8 +106,9 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count
 def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if asks_for("output_hidden_states", kwargs, model):
         raise ValueError(
-            "output_hidden_states=True: with sequence_parallel=True each tp rank has a chunk of the tokens between "
-            "blocks, and would return that. Leave it False, or use sequence_parallel=False."
+            f"output_hidden_states=True is asked of {type(model).__name__}: with sequence_parallel=True each tp rank "
+            "has a chunk of the tokens between blocks, and would return that. Use sequence_parallel=False, or leave it "
+            "False where your own code asks for it (models with images may ask their vision tower)."
         )
 
 

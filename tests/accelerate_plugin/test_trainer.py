@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from lora_parallel import load_checkpoint, save_checkpoint
 from lora_parallel.state import state_of
 from tests.accelerate_plugin.harness import Rows, environment, launched, plugin
 from tests.cases import cases
+from tests.logs import listening
 from tests.oracle import dp_of, full, lora_config, ranks_of, relative_error, trained
 from tests.quantised_rows import quantised
 from tests.workers import Failure, attempt
@@ -276,6 +278,24 @@ def test_what_else_a_trainer_does(pool, base, tmp_path, mesh):
         assert "train_state" not in got["light"]
         assert isinstance(got["resumed light"], Failure)
         assert "train_state" in got["resumed light"].message
+
+
+def apart(base: Path, folder: Path) -> tuple[str, list[str]]:
+    """Give each process an output_dir of its own, as a time of day or a random number in its name does."""
+    with launched(**environment("2x2")), listening("accelerate_plugin.arguments") as lines:
+        settings = {"eval_strategy": "no", "gradient_accumulation_steps": 1, "max_steps": 1, "save_steps": 1}
+        trainer = make(base, folder / f"run {dist.get_rank()}", 2, **settings)
+        trainer.train()
+        return trainer.args.output_dir, list(lines)
+
+
+def test_the_first_process_s_output_dir_is_used_with_a_line(pool, base, tmp_path):
+    for rank, (output, lines) in enumerate(pool.run(4, apart, base, tmp_path)):
+        assert output == str(tmp_path / "run 0")
+        assert len(lines) == (rank == 0)
+        assert all("output_dir differs between processes" in line and "run 1, for example" in line for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["run 0"]
+    assert (tmp_path / "run 0" / "checkpoint-1" / "train_state").is_dir()
 
 
 class FullDisk(TrainerCallback):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.collectives import chunk_bounds, gather_tokens, split_tokens, sum_of_tokens, whole_tokens
@@ -228,6 +237,32 @@ def test_features_of_images_between_blocks_are_refused_by_name(pool):
         assert refused.kind == "ValueError"
         assert "deepstack_visual_embeds: features of images are added" in refused.message
         assert "Leave images out, or use sequence_parallel=False." in refused.message
+
+
+def asking_its_tower():
+    """LLaVA asks its vision tower for hidden states, whatever the user leaves out."""
+    text = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
+    tower = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3, "image_size": 16, "patch_size": 4}
+    heads = {"num_attention_heads": 4}
+    parts = {"text_config": LlamaConfig(**text, **heads), "vision_config": CLIPVisionConfig(**tower, **heads)}
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(LlavaConfig(**parts, image_token_id=3, image_seq_length=16))
+    ids = torch.arange(24).view(1, 24) + 10
+    ids[:, 2:18] = 3
+    images = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 16, 16)}
+    found = [model(**images).logits]
+    for settings in (ON, {}):
+        mesh, config = on_mesh("1x2", **settings)
+        sharded_model = parallelize(deepcopy(model), mesh, config, lora_config=lora_config(target_modules=["q_proj"]))
+        found.append(attempt(lambda model: model(**images).logits, sharded_model))
+    return found
+
+
+def test_a_model_that_asks_its_tower_gets_a_remedy_that_works(pool):
+    for want, refused, got in pool.run(2, asking_its_tower):
+        assert "output_hidden_states=True is asked of CLIPVision" in refused.message
+        assert "Use sequence_parallel=False, or" in refused.message
+        assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
 
 class Mixing(nn.Module):
