@@ -77,7 +77,7 @@ def workers(agent: subprocess.Popen[str]) -> list[int]:
         return []
 
 
-def wait_until(there: Callable[[], object], seconds: float = 120) -> None:
+def wait_until(there: Callable[[], object], seconds: float = SCRIPT_LIMIT) -> None:
     until = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < until, "waited for too long"

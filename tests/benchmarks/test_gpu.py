@@ -120,7 +120,7 @@ def test_a_rank_does_not_outlive_the_script(tmp_path):
     eventually(lambda: not alive(int(file.read_text())))
 
 
-def eventually(holds: Any, seconds: float = 90) -> None:
+def eventually(holds: Any, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
