@@ -221,8 +221,13 @@ class BaseLogic(Communication):
             rank_zero_only.rank = self.global_rank
 
     def _connect(self) -> None:
-        """Set this process's ranks; on the first call, also join the process group and build the mesh."""
-        self.lightning.reset_seed()
+        """Set this process's ranks; on the first call, also join the process group and build the mesh.
+
+        Several processes start from the same seed. One alone goes on with its random numbers.
+        """
+        asked = self.num_nodes * self.num_processes
+        if asked > 1:
+            self.lightning.reset_seed()
         self.set_world_ranks()
         if self._mesh is not None:
             return
@@ -232,7 +237,6 @@ class BaseLogic(Communication):
             timeout=timedelta(seconds=self._options["timeout_seconds"]),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        asked = self.num_nodes * self.num_processes
         if is_checked() and dist.get_world_size() != asked:
             raise ValueError(
                 f"devices and num_nodes of the script ask for {asked} processes, and the configuration file for "

@@ -31,7 +31,6 @@ from lora_parallel.integration import (
     check_not_stale,
     check_optimized,
     collective_call,
-    dp_size,
     explained,
     is_checked,
     load_models,
@@ -329,7 +328,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
         if not found.record["weights_only"]:
             state["optimizer_states"] = []
         self._models_from = self._optimizers_from = found
-        dp = dp_size(self.device_mesh)
+        dp = self.distributed_sampler_kwargs["num_replicas"]
         fit = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in fit:
             fit["combined_loader"] = [moved_position(each, found.dp, dp) for each in fit["combined_loader"]]

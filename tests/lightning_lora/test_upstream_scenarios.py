@@ -120,6 +120,21 @@ def order_of_a_batch_sampler_of_the_users(mesh: str | None, folder: str) -> Any:
     return order(mesh, folder, data(mesh, 2))
 
 
+def random_numbers_of_two_runs(mesh: str | None, folder: str) -> Any:
+    """A second run goes on with the random numbers after those of the first."""
+
+    class Draws(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(torch.rand(1).item())
+            return super().training_step(batch, batch_idx)
+
+    module = Draws()
+    pl.seed_everything(3)
+    run_of(mesh, folder).fit(module, data(mesh))
+    run_of(mesh, folder).fit(module, data(mesh))
+    return module.seen
+
+
 def batches_before_the_fit(mesh: str | None, folder: str) -> Any:
     """The number of batches of a Trainer that has not started yet."""
     run, module = run_of(mesh, folder, use_distributed_sampler=True), Regression()
@@ -157,11 +172,11 @@ class Constant(pl.LightningModule):
         return torch.zeros_like(batch["y"])
 
 
-def tested_module_without_parameters(mesh: str | None, folder: str) -> Any:
+def module_without_parameters_in_test(mesh: str | None, folder: str) -> Any:
     return list(run_of(mesh, folder).test(Constant(), data(mesh), verbose=False))
 
 
-def predicting_module_without_parameters(mesh: str | None, folder: str) -> Any:
+def module_without_parameters_in_predict(mesh: str | None, folder: str) -> Any:
     return len(run_of(mesh, folder).predict(Constant(), data(mesh)) or [])
 
 
@@ -175,7 +190,7 @@ def validation_with_sync_batchnorm(mesh: str | None, folder: str) -> Any:
     return list(run.validate(Regression(), data(mesh), verbose=False))
 
 
-def fitted_module_without_parameters(mesh: str | None, folder: str) -> Any:
+def module_without_parameters_in_fit(mesh: str | None, folder: str) -> Any:
     """A pass over the data, in which only hooks are at work."""
 
     class Counts(Constant):
@@ -193,6 +208,14 @@ def fitted_module_without_parameters(mesh: str | None, folder: str) -> Any:
 
 
 # ---------------------------------------------------------------------- checkpoints
+
+
+def checkpoint_read_before_the_run(mesh: str | None, folder: str) -> Any:
+    """A Trainer that has not started reads what an earlier one saved."""
+    first = run_of(mesh, folder)
+    first.fit(Regression(), data(mesh))
+    first.save_checkpoint(f"{folder}/{mesh}/first.ckpt")
+    return run_of(mesh, folder).strategy.load_checkpoint(f"{folder}/{mesh}/first.ckpt")["global_step"]
 
 
 class Counter(nn.Identity):
@@ -272,13 +295,15 @@ SCENARIOS: list[Callable[[str | None, str], Any]] = [
     order_of_a_shuffled_loader,
     order_of_a_loader_that_is_not_shuffled,
     order_of_a_batch_sampler_of_the_users,
+    random_numbers_of_two_runs,
     batches_before_the_fit,
     validation_with_a_parameter_of_its_own,
-    tested_module_without_parameters,
-    predicting_module_without_parameters,
-    fitted_module_without_parameters,
+    module_without_parameters_in_test,
+    module_without_parameters_in_predict,
+    module_without_parameters_in_fit,
     validation_beside_a_callback_of_the_fit,
     validation_with_sync_batchnorm,
+    checkpoint_read_before_the_run,
     buffers_in_the_hook,
     other_states_in_the_hook,
     hook_that_takes_the_weights_out,
@@ -324,7 +349,7 @@ class Tracked(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tracker = MetricTracker(MeanMetric())
+        self.tracker = MetricTracker(MeanMetric(), maximize=True)
 
     def on_train_epoch_start(self) -> None:
         self.tracker.increment()
