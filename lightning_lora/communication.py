@@ -50,6 +50,7 @@ class Communication:
 
     device_mesh: Any
     root_device: Any
+    _mesh: Any
 
     def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
@@ -70,6 +71,8 @@ class Communication:
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce a tensor over data-parallel ranks: their pp, cp and tp peers hold the same value, which counts once.
 
+        Before this Trainer's processes have started there is nothing to reduce over, and the tensor is as it was.
+
         Args:
             tensor: The tensor; any other object is returned as it is.
             group: A process group to reduce over instead.
@@ -84,6 +87,8 @@ class Communication:
         if group is not None and group is not dist.group.WORLD:
             dist.all_reduce(tensor, operation, group=group)
             return tensor / dist.get_world_size(group) if mean else tensor
+        if self._mesh is None:
+            return tensor
         for axis in ("dp_replicate", "dp_shard"):
             if self.device_mesh[axis].size() > 1:
                 dist.all_reduce(tensor, operation, group=self.device_mesh.get_group(axis))

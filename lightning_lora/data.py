@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 from collections.abc import Callable, Sized
 from functools import partial
@@ -14,12 +15,12 @@ from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lora_parallel.integration import dp_rank, dp_size
+from lora_parallel.integration import dp_size, group_named
 
 __all__ = ["UnevenPrediction", "check_shares", "seed_workers", "sync_metrics"]
 
 
-def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Callable[..., Any]) -> None:
+def seed_workers(dataloader: object, rank: int, worker_init_function: Callable[..., Any]) -> None:
     """Seed loader workers by data-parallel rank, so that pp, cp and tp peers draw the same augmentations.
 
     Lightning sets a `worker_init_fn` that seeds by global rank, if there is none: Trainer after this call, Fabric
@@ -27,14 +28,14 @@ def seed_workers(dataloader: object, mesh: DeviceMesh, worker_init_function: Cal
 
     Args:
         dataloader: The dataloader. It stays as it is if the user has set a `worker_init_fn`, or if it is no DataLoader.
-        mesh: The device mesh.
+        rank: The data-parallel rank of this process.
         worker_init_function: Lightning's own function for `worker_init_fn`.
     """
     if not int(os.environ.get("PL_SEED_WORKERS", "0")) or not isinstance(dataloader, DataLoader):
         return
     present = dataloader.worker_init_fn
     if present is None or (isinstance(present, partial) and present.func is worker_init_function):
-        dataloader.worker_init_fn = partial(worker_init_function, rank=dp_rank(mesh))
+        dataloader.worker_init_fn = partial(worker_init_function, rank=rank)
 
 
 def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
@@ -62,15 +63,23 @@ def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
 
 
 def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of peers would count twice."""
+    """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of peers would count twice.
+
+    Copies of a metric (`clone`, MetricTracker) have the same process group.
+    """
     metrics = [each for each in (module.modules() if module is not None else ()) if isinstance(each, Metric)]
     if not metrics:
         return
     replicas = mesh["dp_replicate"].size() > 1
     group = mesh["dp_replicate", "dp_shard"]._flatten().get_group() if replicas else mesh.get_group("dp_shard")
+    copyreg.pickle(dist.ProcessGroup, _by_name)  # torch has no way to copy one
     for metric in metrics:
         if metric.process_group is None:
             metric.process_group = group
+
+
+def _by_name(group: dist.ProcessGroup) -> tuple[Any, ...]:
+    return group_named, (group.group_name,)
 
 
 class UnevenPrediction:

@@ -11,7 +11,7 @@ from lora_parallel.integration import has_adapters
 __all__ = ["find_roots"]
 
 
-def find_roots(module: nn.Module, inject: bool, require_adapters: bool) -> dict[str, nn.Module]:
+def find_roots(module: nn.Module, inject: bool, require_adapters: bool, trains: bool = True) -> dict[str, nn.Module]:
     """Find the models inside `module` that are to be parallelized, and return them by name.
 
     A model is a direct child of the LightningModule, or a child of its `nn.ModuleList` or `nn.ModuleDict`, which have
@@ -22,14 +22,15 @@ def find_roots(module: nn.Module, inject: bool, require_adapters: bool) -> dict[
         module: The LightningModule.
         inject: True if an adapter is to be injected into a model that has none.
         require_adapters: As in `ParallelConfig`.
+        trains: False for an evaluation: a module without a model, and one that would train outside of it, are accepted.
 
     Raises:
-        ValueError: `module` holds no model with parameters, or several of which one must be chosen to get the adapter;
-            or a parameter trains that is outside of the models to parallelize.
+        ValueError: `module` is to train and holds no model with parameters, or several of which one must be chosen to
+            get the adapter; or a parameter trains that is outside of the models to parallelize.
     """
     kind = type(module).__name__
     models = {name: child for name, child in _models(module) if any(True for _ in child.parameters())}
-    if not models:
+    if not models and trains and require_adapters:
         raise ValueError(
             f"{kind} holds no model with parameters: build it in __init__ or configure_model and keep it in an "
             "attribute, for example self.model."
@@ -47,7 +48,7 @@ def find_roots(module: nn.Module, inject: bool, require_adapters: bool) -> dict[
     else:
         roots = models
     inside = {p for model in roots.values() for p in model.parameters()}
-    outside = [name for name, p in module.named_parameters() if p.requires_grad and p not in inside]
+    outside = [name for name, p in module.named_parameters() if trains and p.requires_grad and p not in inside]
     if outside and require_adapters and (adapted or inject):
         raise ValueError(
             f"{outside[0]} of {kind} trains but belongs to no adapter. Freeze it, move its module into the adapted "

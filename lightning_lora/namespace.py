@@ -46,6 +46,7 @@ class Namespace:
     default_backend: Any
     reset_seed: Any
     worker_init_function: Any
+    update_properties: Any
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def _shared(owner: str, fabric: str) -> dict[str, Any]:
         "default_backend": distributed._get_default_process_group_backend_for_device,
         "reset_seed": seed.reset_seed,
         "worker_init_function": seed.pl_worker_init_function,
+        "update_properties": import_module(f"{fabric}.utilities.device_dtype_mixin")._update_properties,
     }
 
 

@@ -75,7 +75,7 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
             terminate(signal, frame)
 
     callback = Signals()
-    trainer.callbacks.insert(0, callback)
+    trainer.callbacks.append(callback)  # last: the user's stay at their places
     # Lightning registers them later, by these names.
     handlers: dict[str, Any] = {"_sigterm_notifier_fn": record_terminate}
     if isinstance(environment, lightning.SLURMEnvironment) and environment.auto_requeue:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -55,7 +56,7 @@ def save_in_one_file(path: Path, state: TrainState, extra: Mapping[str, Any], en
     rank = dist.get_rank()
     try:
         with agreed():
-            if not may_be_replaced(path):
+            if not may_be_replaced(path) and not _is_packed(path):
                 check_free(path)
             if rank == 0:
                 sweep(path.parent)
@@ -73,6 +74,14 @@ def save_in_one_file(path: Path, state: TrainState, extra: Mapping[str, Any], en
 
 
 _FILE = "packed"
+
+
+def _is_packed(path: Path) -> bool:
+    """Return True if `path` is a file that `save_in_one_file` wrote, whatever its name. Nothing is unpickled."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as file:
+        return any(name.endswith("/data.pkl") and PACKED.encode() in file.read(name) for name in file.namelist())
 
 
 def _files(folder: Path) -> dict[str, Tensor]:

@@ -27,8 +27,6 @@ from lora_parallel.integration import (
     check_positive,
     defer_from_pretrained,
     description_to_print,
-    dp_rank,
-    dp_size,
     has_deferred,
     is_checked,
     mesh_sizes,
@@ -39,6 +37,7 @@ from lora_parallel.integration import (
     tensors_of,
     unwrap_compiled,
 )
+from lora_parallel.sizes import AXES, axis_sizes, coordinates
 
 __all__ = ["BaseLogic"]
 
@@ -222,8 +221,13 @@ class BaseLogic(Communication):
             rank_zero_only.rank = self.global_rank
 
     def _connect(self) -> None:
-        """Set this process's ranks; on the first call, also join the process group and build the mesh."""
-        self.lightning.reset_seed()
+        """Set this process's ranks; on the first call, also join the process group and build the mesh.
+
+        Several processes start from the same seed. One alone goes on with its random numbers.
+        """
+        asked = self.num_nodes * self.num_processes
+        if asked > 1:
+            self.lightning.reset_seed()
         self.set_world_ranks()
         if self._mesh is not None:
             return
@@ -233,7 +237,6 @@ class BaseLogic(Communication):
             timeout=timedelta(seconds=self._options["timeout_seconds"]),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        asked = self.num_nodes * self.num_processes
         if is_checked() and dist.get_world_size() != asked:
             raise ValueError(
                 f"devices and num_nodes of the script ask for {asked} processes, and the configuration file for "
@@ -245,10 +248,14 @@ class BaseLogic(Communication):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": dp_size(self.device_mesh), "rank": dp_rank(self.device_mesh)}
+        """Return the number of data-parallel ranks and the index of this one, before the processes start too."""
+        sizes = axis_sizes({axis: self._options[axis] for axis in AXES}, self.num_nodes * self.num_processes)
+        at = coordinates(sizes, self.global_rank)
+        shards = sizes["dp_shard"]
+        return {"num_replicas": sizes["dp_replicate"] * shards, "rank": at["dp_replicate"] * shards + at["dp_shard"]}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        seed_workers(dataloader, self.device_mesh, self.lightning.worker_init_function)
+        seed_workers(dataloader, self.distributed_sampler_kwargs["rank"], self.lightning.worker_init_function)
         seed_order(dataloader)
         return dataloader
 
@@ -314,6 +321,7 @@ class BaseLogic(Communication):
         beside = {name: tensor for name, tensor in tensors_of(module).items() if id(tensor) not in inside}
         adopt_rank_zero(beside, self.device_mesh)
         convert_base(module, self._plugin.stored_dtype, self._autocast_adapter_dtype)
+        self.lightning.update_properties(module, dtype=self._plugin.stored_dtype)  # module.dtype of a LightningModule
         for model in models.values():
             if state_of(model) is None:
                 parallelize(

@@ -31,7 +31,6 @@ from lora_parallel.integration import (
     check_not_stale,
     check_optimized,
     collective_call,
-    dp_size,
     explained,
     is_checked,
     load_models,
@@ -94,8 +93,11 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     @property
     def is_distributed(self) -> bool:
-        """Return True, so that Lightning injects a DistributedSampler into dataloaders."""
-        return True
+        """Return True if there are several processes; Lightning then injects a DistributedSampler into dataloaders.
+
+        A process alone gets its batches as its loader deals them.
+        """
+        return self.num_nodes * self.num_processes > 1
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -129,18 +131,18 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        fits = trainer.state.fn == self.lightning.fitting
         with agreed():
-            self._refuse_features(trainer)
+            self._refuse_features(trainer, fits)
             if trainer.predicting:
                 check_shares(trainer.predict_loop, self.device_mesh)
             assert self.lightning_module is not None
             self._uncompile(self.lightning_module)
-            self._roots = self._find_roots()
+            self._roots = self._find_roots(fits)
             self._check_meshes(self._roots)
         assert self.lightning_module is not None
         if is_checked():
             trainer.callbacks.clear()  # some save a checkpoint where a run is ended
-        fits = trainer.state.fn == self.lightning.fitting
         self._shard(self.lightning_module, self._roots, trains=fits)
         self._fill_model()
         # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.
@@ -156,19 +158,20 @@ class TrainerStrategyLogic(BaseLogic, Base):
         if fits:
             self.lightning.optimizers_to_device(self.optimizers, self.root_device)
 
-    def _find_roots(self) -> dict[str, nn.Module]:
+    def _find_roots(self, trains: bool) -> dict[str, nn.Module]:
         assert self.lightning_module is not None
-        return find_roots(self.lightning_module, self._lora_config is not None, self._options["require_adapters"])
+        inject, require = self._lora_config is not None, self._options["require_adapters"]
+        return find_roots(self.lightning_module, inject, require, trains)
 
-    def _refuse_features(self, trainer: Any) -> None:
-        for callback in trainer.callbacks:
+    def _refuse_features(self, trainer: Any, fits: bool) -> None:
+        for callback in trainer.callbacks if fits else ():
             for kind in type(callback).__mro__:
                 if kind.__module__.split(".")[0] in _LIGHTNING and kind.__name__ in _REFUSED_CALLBACKS:
                     raise ValueError(
                         f"{type(self).__name__} does not support the callback {type(callback).__name__}: "
                         f"{_REFUSED_CALLBACKS[kind.__name__]}. Remove it."
                     )
-        if self._layer_sync is not None:
+        if fits and self._layer_sync is not None:
             raise ValueError(
                 f"{type(self).__name__} does not support sync_batchnorm=True: batch norm layers are not converted. "
                 "Remove it."
@@ -256,9 +259,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the parameters that train, by name, as the shards that they are."""
+        """Return by name what a checkpoint holds of the module: its trained shards, its buffers and other states."""
+        return {**self._own_tensors(), **self._train_state().other_state()}
+
+    def _own_tensors(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None
-        return {name: p.detach() for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+        trained = {name: p.detach() for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+        return {**trained, **self._train_state().buffers()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an empty dictionary: `save_checkpoint` writes optimizer states by parameter name."""
@@ -275,7 +282,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
             path = local_path(name)
         checkpoint_state = dict(checkpoint_state)  # callbacks may have kept the dictionary of their hook
         with agreed():
-            self._check_untouched(checkpoint_state.pop("state_dict"))
+            self._check_untouched(checkpoint_state.pop("state_dict", {}))  # a hook may have taken it out
         checkpoint_state = without_numpy(checkpoint_state)
         weights_only = checkpoint_state.pop("optimizer_states", None) is None
         state = self._train_state({} if weights_only else self._optimizers_by_name())
@@ -287,13 +294,11 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
         """Check that no hook has put values into `state_dict`: tensors are written from the module, not from there."""
-        own = self.lightning_module_state_dict()
+        known, own = self.lightning_module_state_dict(), self._own_tensors()
         foreign = [
             name
             for name, value in state_dict.items()
-            if name not in own
-            or not isinstance(value, Tensor)
-            or local(value).data_ptr() != local(own[name]).data_ptr()
+            if name not in known or (name in own and not _is_held_by(value, own[name]))
         ]
         if foreign:
             raise ValueError(
@@ -305,7 +310,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def _train_state(self, optimizers: Mapping[str, Optimizer] = MappingProxyType({})) -> TrainState:
         assert self.lightning_module is not None
-        return TrainState(self.lightning_module, optimizers)
+        return TrainState(self.lightning_module, optimizers, mesh_without_models=self.device_mesh)
 
     def _optimizers_by_name(self) -> dict[str, Optimizer]:
         return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
@@ -323,7 +328,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
         if not found.record["weights_only"]:
             state["optimizer_states"] = []
         self._models_from = self._optimizers_from = found
-        dp = dp_size(self.device_mesh)
+        dp = self.distributed_sampler_kwargs["num_replicas"]
         fit = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in fit:
             fit["combined_loader"] = [moved_position(each, found.dp, dp) for each in fit["combined_loader"]]
@@ -331,7 +336,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill the model if it is sharded already, as when `lr_find` restores in mid-run; else `setup` fills it."""
-        if self._roots and all(state_of(model) is not None for model in self._find_roots().values()):
+        if self._roots and all(state_of(model) is not None for model in self._find_roots(False).values()):
             self._fill_model()
 
     def _fill_model(self) -> None:
@@ -370,3 +375,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
         found, self._random_from = self._random_from, None
         if found is not None and batch_idx > 0:
             restore_random_state(found.record["random"], self.device_mesh)
+
+
+def _is_held_by(value: object, tensor: Tensor) -> bool:
+    """Return True if `value` is a tensor in the memory of `tensor`."""
+    return isinstance(value, Tensor) and local(value).data_ptr() == local(tensor).data_ptr()

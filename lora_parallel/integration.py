@@ -32,7 +32,7 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_ba
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.stages import merged_over_stages, over_stages
-from lora_parallel.distributed.torch_private import fake_process_group
+from lora_parallel.distributed.torch_private import fake_process_group, group_named
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
@@ -85,6 +85,7 @@ __all__ = [
     "explained",
     "fake_process_group",
     "gather_on_rank_zero",
+    "group_named",
     "has_adapters",
     "has_deferred",
     "is_checked",

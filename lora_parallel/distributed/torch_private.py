@@ -39,6 +39,7 @@ __all__ = [
     "file_of",
     "flatten_axes",
     "gradient_hooks",
+    "group_named",
     "group_of_collective",
     "has_compiled_call",
     "in_backward",
@@ -358,4 +359,12 @@ def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in each._type().name():  # type: ignore[attr-defined]
             return dist.ProcessGroup.unbox(each)
     name = next((each for each in reversed(args) if isinstance(each, str)), None)
-    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[arg-type]
+    return group_named(name) if name else None
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the process group of this name, or None if this process has none; torch's public API takes no names."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except (LookupError, RuntimeError, ValueError):
+        return None

@@ -161,6 +161,17 @@ def test_reset_seed(names, pytorch):
         assert torch.equal(torch.rand(3), first)
 
 
+def test_update_properties(names, pytorch):
+    """It sets what a module says of itself, and converts nothing."""
+    module = import_module(pytorch).LightningModule()
+    module.inner = torch.nn.Linear(2, 2)
+    names.update_properties(module, dtype=None)
+    assert module.dtype == torch.float32
+    names.update_properties(module, dtype=torch.float64)
+    assert module.dtype == torch.float64
+    assert module.inner.weight.dtype == torch.float32
+
+
 def test_seed_variables(pytorch):
     """`seed_everything` leaves what `config.seed` and `seed_workers` read."""
     with tidy():

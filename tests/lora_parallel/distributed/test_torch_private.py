@@ -139,6 +139,15 @@ def test_the_local_region_is_what_the_shard_holds(pool):
     assert not all(empty)
 
 
+def named():
+    group = mesh_of("2x2").get_group("tp")
+    return [torch_private.group_named(group.group_name) is group, torch_private.group_named("there is none")]
+
+
+def test_a_process_group_is_found_by_its_name(pool):
+    assert pool.run(4, named) == [[True, None]] * 4
+
+
 def functional_collectives():
     group = mesh_of("2x2").get_group("tp")
     mine = torch.full((2, 3), float(dist.get_rank()))
