@@ -20,7 +20,7 @@ from accelerate_plugin.accelerator import AcceleratorOverrides
 from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism, parallelism_of, world_size
 from accelerate_plugin.plugin import LoRAParallelPlugin
 
-__all__ = ["accelerator_init", "prepare_backend", "split_between_processes", "state_init"]
+__all__ = ["accelerator_init", "dispatcher_init", "prepare_backend", "split_between_processes", "state_init"]
 
 Original = Callable[..., Any]
 
@@ -142,8 +142,27 @@ def _check_dispatch(accelerator: Accelerator) -> None:
         return
     config = accelerator.dataloader_config
     if config.dispatch_batches:
-        raise ValueError(
-            "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would "
-            "give every process the same batch. Leave it None or False; each process then reads its own share."
-        )
+        raise ValueError(_DISPATCHED)
     config.dispatch_batches = False
+
+
+_DISPATCHED = (
+    "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would give every "
+    "process the same batch, or peers of one batch different ones. Leave it None in an Accelerator, and pass False to "
+    "prepare_data_loader; each process then reads its own share."
+)
+
+
+def dispatcher_init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse a dataloader that dispatches batches, where several processes see one batch.
+
+    Accelerators make none then. Accelerate's function `prepare_data_loader` makes one of an iterable dataset, unless it
+    is told not to.
+
+    Raises:
+        ValueError: Several processes see one batch.
+    """
+    parallelism = current_parallelism()
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise ValueError(_DISPATCHED)
+    original(self, *args, **kwargs)

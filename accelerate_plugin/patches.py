@@ -162,6 +162,21 @@ PATCHES = (
         "object",
     ),
     Patch(
+        _OPERATIONS,
+        "recursively_apply",
+        gather.reduce_tensors,
+        "reduce, which calls it, adds up the tensors of peers of one batch",
+        "func data args test_type error_on_other_type kwargs",
+    ),
+    Patch(
+        "accelerate.data_loader:DataLoaderDispatcher",
+        "__init__",
+        accelerator_init.dispatcher_init,
+        "it gives peers of one batch different batches",
+        "self dataset split_batches skip_batches use_stateful_dataloader _drop_last _non_blocking slice_fn "
+        "torch_device_mesh iteration kwargs",
+    ),
+    Patch(
         _ARGUMENTS,
         "__post_init__",
         arguments.arguments_post_init,
