@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate_plugin import checkpoint
-from accelerate_plugin.data import prepare_sampler, resumable
+from accelerate_plugin.data import check_dispatch, prepare_sampler, resumable
 from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
 from lora_parallel import clip_grad_norm_ as clip_norm
@@ -111,6 +111,7 @@ class AcceleratorOverrides(Accelerator):
         """Give each data-parallel process its share of the batches, shuffled by rank 0's seed. Collective."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        check_dispatch(self)  # again: `dataloader_config` may be another than the Accelerator was made with
         prepare_sampler(data_loader, self._parallelism.dp_rank, self.use_seedable_sampler)
         return resumable(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
 

@@ -17,10 +17,11 @@ from accelerate.utils import DistributedType
 
 from accelerate_plugin import detect
 from accelerate_plugin.accelerator import AcceleratorOverrides
+from accelerate_plugin.data import check_dispatch
 from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism, parallelism_of, world_size
 from accelerate_plugin.plugin import LoRAParallelPlugin
 
-__all__ = ["accelerator_init", "dispatcher_init", "prepare_backend", "split_between_processes", "state_init"]
+__all__ = ["accelerator_init", "prepare_backend", "split_between_processes", "state_init"]
 
 Original = Callable[..., Any]
 
@@ -54,7 +55,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
         _make_ours(self)
         bound.arguments.pop("fsdp_plugin", None)  # a later Accelerator shares the first one's state
         original(*bound.args, **bound.kwargs)
-        _check_dispatch(self)
+        check_dispatch(self)
         return
     chosen = detect.requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
     if chosen is None:
@@ -75,7 +76,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
             "one the LoRAParallelPlugin, and later ones the same or none."
         )
     AcceleratorState()  # now that there is a mesh, state_init can tell the data-parallel rank
-    _check_dispatch(self)
+    check_dispatch(self)
 
 
 def _make_ours(accelerator: Accelerator) -> None:
@@ -127,42 +128,3 @@ def split_between_processes(
             num_processes=parallelism.dp_size, process_index=parallelism.dp_rank, device=self.device
         )
     return original(place, inputs, apply_padding)
-
-
-def _check_dispatch(accelerator: Accelerator) -> None:
-    """Let each process read the batches that it needs, where several see one batch; refuse `dispatch_batches=True`.
-
-    A single process that dispatches the batches would give each process another one.
-
-    Raises:
-        ValueError: `dispatch_batches` is True.
-    """
-    parallelism = parallelism_of(accelerator)
-    if parallelism is None or parallelism.non_data_parallel_size == 1:
-        return
-    config = accelerator.dataloader_config
-    if config.dispatch_batches:
-        raise ValueError(_DISPATCHED)
-    config.dispatch_batches = False
-
-
-_DISPATCHED = (
-    "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would give every "
-    "process the same batch, or peers of one batch different ones. Leave it None in an Accelerator, and pass False to "
-    "prepare_data_loader; each process then reads its own share."
-)
-
-
-def dispatcher_init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a dataloader that dispatches batches, where several processes see one batch.
-
-    Accelerators make none then. Accelerate's function `prepare_data_loader` makes one of an iterable dataset, unless it
-    is told not to.
-
-    Raises:
-        ValueError: Several processes see one batch.
-    """
-    parallelism = current_parallelism()
-    if parallelism is not None and parallelism.non_data_parallel_size > 1:
-        raise ValueError(_DISPATCHED)
-    original(self, *args, **kwargs)

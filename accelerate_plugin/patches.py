@@ -25,6 +25,7 @@ from packaging.version import Version
 from accelerate_plugin import (
     accelerator_init,
     arguments,
+    data,
     detect,
     gather,
     jit_checkpoint,
@@ -171,7 +172,7 @@ PATCHES = (
     Patch(
         "accelerate.data_loader:DataLoaderDispatcher",
         "__init__",
-        accelerator_init.dispatcher_init,
+        data.dispatcher_init,
         "it gives peers of one batch different batches",
         "self dataset split_batches skip_batches use_stateful_dataloader _drop_last _non_blocking slice_fn "
         "torch_device_mesh iteration kwargs",

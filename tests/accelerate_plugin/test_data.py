@@ -34,6 +34,11 @@ class Stream(IterableDataset[int]):
         return iter(range(16))
 
 
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 16
+
+
 def prepared(accelerator: Accelerator) -> tuple[Any, Any]:
     model = Case().model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1.0)
@@ -66,6 +71,12 @@ def seen(mesh: str) -> dict[str, Any]:
         for batch in loader:
             parts.append(accelerator.gather_for_metrics(batch))
         found["metrics"] = torch.cat(parts).tolist()
+        # Another config than the Accelerator was made with; by default it dispatches the batches of such a dataset.
+        config, accelerator.dataloader_config = accelerator.dataloader_config, DataLoaderConfiguration()
+        loader = accelerator.prepare(DataLoader(Sized(), batch_size=3))
+        found["stream of metrics"] = [accelerator.gather_for_metrics(batch) for batch in loader]
+        accelerator.dataloader_config = config
+        loader = accelerator.prepare(DataLoader(Numbers(), batch_size=4))
         parts = []
         for batch in loader:
             parts.append(accelerator.gather_for_metrics([{"id": each} for each in batch.tolist()]))
@@ -127,6 +138,7 @@ def test_tensor_parallel_peers_act_as_one_process(pool, mesh):
         assert found["ends"] == [[rank == 0, rank == world - 1] for rank in range(world)]
         drawn = [torch.rand((), generator=torch.Generator().manual_seed(5 + rank)).item() for rank in range(dp)]
         assert found["draws"] == [each for each in drawn for _ in range(tp)]
+        assert torch.cat(found["stream of metrics"]).tolist() == list(range(16))
         assert found["nothing"] == (0, 3)
         assert found["scalars"] == list(range(dp))
         assert found["sum"] == [dp, sum(range(dp))]

@@ -250,8 +250,12 @@ HOLDS: dict[str, dict[str, tuple[Holds, ...]]] = {
                     partial(loader, batch_size=4),
                     partial(loader, batch_size=4, shuffle=True),
                     partial(loader, "batch_sampler"),
-                    partial(loader, "sampler", batch_size=None, collate_fn=default_collate),
                 )
+            ),
+            Holds(
+                (partial(loader, "sampler", batch_size=None, collate_fn=default_collate),),
+                meshes=TWO_BATCHES,
+                why="Accelerate passes batch_size twice where num_processes is 1",
             ),
         ),
         "test_stateful_dataloader": (Holds((accelerator,)),),
