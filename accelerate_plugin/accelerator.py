@@ -9,21 +9,21 @@ scripts that scale learning-rate schedules, batch sizes or metrics by `num_proce
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
-from accelerate.utils import operations, recursively_apply
+from accelerate.utils import DataLoaderConfiguration, operations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate_plugin import checkpoint
-from accelerate_plugin.data import prepare_sampler, resumable, whole_stream
+from accelerate_plugin.data import check_dispatch, prepare_sampler, resumable, whole_stream
 from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
 from lora_parallel import clip_grad_norm_ as clip_norm
@@ -49,11 +49,12 @@ class AcceleratorOverrides(Accelerator):
     The comment at each method gives the reason. `accelerator_init.py` changes the class of the Accelerator.
     """
 
-    splits_streams_by_rows = False
-    """True if a process reads all files of a stream of `datasets`, and takes its rows of each batch."""
+    replaced_config: DataLoaderConfiguration | None = None
+    """What stands in the place of a `dataloader_config` that leaves `dispatch_batches` to Accelerate."""
 
     @property
     def _parallelism(self) -> LoRAParallelism:
+        _ = self.distributed_type  # Accelerate's error, if its state was reset after this Accelerator was made
         parallelism = parallelism_of(self)
         assert parallelism is not None
         return parallelism
@@ -113,7 +114,8 @@ class AcceleratorOverrides(Accelerator):
         """Give each data-parallel process its share of the batches, shuffled by rank 0's seed. Collective."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        if self.splits_streams_by_rows:
+        check_dispatch(self)  # again: `dataloader_config` may be another than the Accelerator was made with
+        if self.dataloader_config is self.replaced_config:
             data_loader = whole_stream(data_loader)
         prepare_sampler(data_loader, self._parallelism.dp_rank, self.use_seedable_sampler)
         return resumable(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
@@ -140,7 +142,7 @@ class AcceleratorOverrides(Accelerator):
 
     # Accelerate's method joins what DDP reduces: the other processes would wait in FSDP2's collectives for ever.
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing, where every data-parallel process gets as many batches.
+        """Return a context that changes nothing and warns of it, as stock Accelerate's does under FSDP.
 
         Raises:
             ValueError: Some would get fewer batches, since `even_batches` is False here or in the Accelerator.
@@ -151,32 +153,17 @@ class AcceleratorOverrides(Accelerator):
                 "join_uneven_inputs with even_batches=False is not supported: a process without a batch would leave "
                 "the others waiting in a collective. Leave even_batches=True, or give every process as many batches."
             )
-        return nullcontext(joinables)
+        return super().join_uneven_inputs(joinables, even_batches)
 
     # ------------------------------------------------------------------ values of all data-parallel processes
 
-    # Accelerate's method would count the value of each peer of one batch.
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or average tensors over data-parallel processes; each batch contributes once."""
-        parallelism = self._parallelism
-        if parallelism.non_data_parallel_size == 1:
-            return super().reduce(tensor, reduction, scale)
-
-        def share(each: Tensor) -> Tensor:
-            return each if parallelism.is_first_of_batch else torch.zeros_like(each)
-
-        total = super().reduce(recursively_apply(share, tensor), "sum", scale)
-        if reduction != "mean":
-            return total
-        return recursively_apply(lambda each: each / parallelism.dp_size, total)
-
-    # Accelerate's method calls `reduce`, which would miss a trigger that only a peer of one batch has set.
+    # Accelerate's method adds up, and would miss a trigger that only a peer of one batch has set.
     def check_trigger(self) -> bool:
         """Return True if any process has set the trigger, and reset the trigger."""
         nothing = torch.tensor(0, device=self.device)
         mine: Tensor = nothing if self.flag_tensor is None else self.flag_tensor  # type: ignore[has-type]
         self.flag_tensor = nothing
-        return operations.reduce(mine, "sum").item() >= 1
+        return operations.reduce(mine, "max").item() >= 1
 
     # ------------------------------------------------------------------ on disk
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from accelerate.utils import DistributedType
 
 from accelerate_plugin import detect
 from accelerate_plugin.accelerator import AcceleratorOverrides
+from accelerate_plugin.data import check_dispatch
 from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism, parallelism_of, world_size
 from accelerate_plugin.plugin import LoRAParallelPlugin
 
@@ -55,7 +55,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
         _make_ours(self)
         bound.arguments.pop("fsdp_plugin", None)  # a later Accelerator shares the first one's state
         original(*bound.args, **bound.kwargs)
-        _check_dispatch(self)
+        check_dispatch(self)
         return
     chosen = detect.requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
     if chosen is None:
@@ -76,7 +76,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
             "one the LoRAParallelPlugin, and later ones the same or none."
         )
     AcceleratorState()  # now that there is a mesh, state_init can tell the data-parallel rank
-    _check_dispatch(self)
+    check_dispatch(self)
 
 
 def _make_ours(accelerator: Accelerator) -> None:
@@ -128,25 +128,3 @@ def split_between_processes(
             num_processes=parallelism.dp_size, process_index=parallelism.dp_rank, device=self.device
         )
     return original(place, inputs, apply_padding)
-
-
-def _check_dispatch(accelerator: Accelerator) -> None:
-    """Let each process read the batches that it needs, where several see one batch; refuse `dispatch_batches=True`.
-
-    A single process that dispatches the batches would give each process another one. Where Accelerate's default would
-    dispatch those of a stream, processes take the rows of each batch that they would have been given.
-
-    Raises:
-        ValueError: `dispatch_batches` is True.
-    """
-    parallelism = parallelism_of(accelerator)
-    if parallelism is None or parallelism.non_data_parallel_size == 1:
-        return
-    config = accelerator.dataloader_config
-    if config.dispatch_batches:
-        raise ValueError(
-            "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would "
-            "give every process the same batch. Leave it None or False; each process then reads its own share."
-        )
-    accelerator.splits_streams_by_rows = config.dispatch_batches is None
-    accelerator.dataloader_config = replace(config, dispatch_batches=False)

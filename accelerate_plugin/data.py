@@ -1,30 +1,76 @@
-"""Shuffle dataloaders the same way on every process, and resume the shuffling in mid-epoch."""
+"""Give data-parallel processes their shares of batches, shuffled alike, and resume the shuffling in mid-epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from accelerate.utils import is_datasets_available
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
+from accelerate_plugin.parallelism import current_parallelism
+
 __all__ = [
     "batch_size",
+    "check_dispatch",
     "check_sampler",
+    "dispatcher_init",
     "prepare_sampler",
     "restore_sampler",
     "resumable",
     "sampler_state",
     "whole_stream",
 ]
+
+_DISPATCHED = (
+    "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would give every "
+    "process the same batch, or peers of one batch different ones. Leave it None in an Accelerator, and pass False to "
+    "prepare_data_loader; each process then reads its own share."
+)
+
+
+def check_dispatch(accelerator: Accelerator) -> None:
+    """Let each process read the batches that it needs, where several see one batch; refuse `dispatch_batches=True`.
+
+    Where Accelerate's default would dispatch the batches of a stream, processes take the rows of each batch that they
+    would have been given.
+
+    Raises:
+        ValueError: `dispatch_batches` is True.
+    """
+    parallelism = current_parallelism()
+    if parallelism is None or parallelism.non_data_parallel_size == 1:
+        return
+    config = accelerator.dataloader_config
+    if config.dispatch_batches:
+        raise ValueError(_DISPATCHED)
+    if config.dispatch_batches is None:
+        accelerator.dataloader_config = accelerator.replaced_config = replace(config, dispatch_batches=False)
+
+
+def dispatcher_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse a dataloader that dispatches batches, where several processes see one batch.
+
+    Accelerators make none then. Accelerate's function `prepare_data_loader` makes one of an iterable dataset, unless it
+    is told not to.
+
+    Raises:
+        ValueError: Several processes see one batch.
+    """
+    parallelism = current_parallelism()
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise ValueError(_DISPATCHED)
+    original(self, *args, **kwargs)
 
 
 def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) -> None:
@@ -52,7 +98,8 @@ def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) 
 def resumable(loader: Any) -> Any:
     """Make a dataloader that Accelerate has prepared shuffle with the seed of rank 0, and resumable in mid-epoch.
 
-    Collective.
+    Of an iterable dataset that has a length it also knows how many rows of the last batch are none of the dataset's, so
+    that `gather_for_metrics` leaves them out; Accelerate counts the rows of this process's share. Collective.
 
     Returns:
         The dataloader, changed in place.
@@ -63,6 +110,11 @@ def resumable(loader: Any) -> Any:
         sampler.initial_seed = _from_rank_zero(sampler.initial_seed)
     elif type(sampler) is RandomSampler:
         dealer.sampler = _Resumable(sampler)
+    shard = loader.dataset
+    if isinstance(shard, IterableDatasetShard):
+        with suppress(TypeError, AttributeError):  # it has no length, or the loader no batches
+            shard.total_dataset_length = len(shard.dataset)
+            loader.batch_sampler.num_processes = shard.num_processes
     return loader
 
 

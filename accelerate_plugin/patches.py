@@ -25,6 +25,7 @@ from packaging.version import Version
 from accelerate_plugin import (
     accelerator_init,
     arguments,
+    data,
     detect,
     gather,
     jit_checkpoint,
@@ -160,6 +161,21 @@ PATCHES = (
         gather.gather_objects,
         "it repeats the objects of peers of one batch",
         "object",
+    ),
+    Patch(
+        _OPERATIONS,
+        "recursively_apply",
+        gather.reduce_tensors,
+        "reduce, which calls it, adds up the tensors of peers of one batch",
+        "func data args test_type error_on_other_type kwargs",
+    ),
+    Patch(
+        "accelerate.data_loader:DataLoaderDispatcher",
+        "__init__",
+        data.dispatcher_init,
+        "it gives peers of one batch different batches",
+        "self dataset split_batches skip_batches use_stateful_dataloader _drop_last _non_blocking slice_fn "
+        "torch_device_mesh iteration kwargs",
     ),
     Patch(
         _ARGUMENTS,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, utils
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 
@@ -31,6 +32,11 @@ class Numbers(torch.utils.data.Dataset[int]):
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(16))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 16
 
 
 def prepared(accelerator: Accelerator) -> tuple[Any, Any]:
@@ -65,6 +71,12 @@ def seen(mesh: str) -> dict[str, Any]:
         for batch in loader:
             parts.append(accelerator.gather_for_metrics(batch))
         found["metrics"] = torch.cat(parts).tolist()
+        # Another config than the Accelerator was made with; by default it dispatches the batches of such a dataset.
+        config, accelerator.dataloader_config = accelerator.dataloader_config, DataLoaderConfiguration()
+        loader = accelerator.prepare(DataLoader(Sized(), batch_size=3))
+        found["stream of metrics"] = [accelerator.gather_for_metrics(batch) for batch in loader]
+        accelerator.dataloader_config = config
+        loader = accelerator.prepare(DataLoader(Numbers(), batch_size=4))
         parts = []
         for batch in loader:
             parts.append(accelerator.gather_for_metrics([{"id": each} for each in batch.tolist()]))
@@ -81,6 +93,10 @@ def seen(mesh: str) -> dict[str, Any]:
         found["scalars"] = accelerator.gather({"a": torch.tensor(float(dp_rank))})["a"].tolist()
         found["sum"] = accelerator.reduce(torch.tensor([1.0, dp_rank]), "sum").tolist()
         found["mean"] = accelerator.reduce(torch.tensor([1.0, dp_rank]), "mean").tolist()
+        found["max"] = accelerator.reduce(torch.tensor([-1.0, dp_rank]), "max").tolist()
+        for reduction in ("sum", "mean", "max"):
+            [reduced] = utils.reduce({"a": [torch.tensor([1.0, dp_rank])]}, reduction)["a"]
+            found[f"{reduction} by utils"] = reduced.tolist()
         with accelerator.split_between_processes(list(range(8))) as mine:
             found["split"] = everyone(mine)
         with accelerator.split_between_processes(torch.arange(7), apply_padding=True) as mine:
@@ -122,10 +138,15 @@ def test_tensor_parallel_peers_act_as_one_process(pool, mesh):
         assert found["ends"] == [[rank == 0, rank == world - 1] for rank in range(world)]
         drawn = [torch.rand((), generator=torch.Generator().manual_seed(5 + rank)).item() for rank in range(dp)]
         assert found["draws"] == [each for each in drawn for _ in range(tp)]
+        assert torch.cat(found["stream of metrics"]).tolist() == list(range(16))
         assert found["nothing"] == (0, 3)
         assert found["scalars"] == list(range(dp))
         assert found["sum"] == [dp, sum(range(dp))]
         assert found["mean"] == [1, sum(range(dp)) / dp]
+        assert found["max"] == [-1, dp - 1]
+        assert found["sum by utils"] == found["sum"]
+        assert found["mean by utils"] == found["mean"]
+        assert found["max by utils"] == [1, dp - 1]
         assert [each for share in found["split"][::tp] for each in share] == list(range(8))
         padded = [[0, 1, 2, 3], [4, 5, 6, 6]] if dp == 2 else [list(range(7))]
         assert found["padded"] == [share for share in padded for _ in range(tp)]
@@ -147,16 +168,26 @@ def dispatched(mesh: str) -> list[Any]:
                 loader: Any = made.prepare(DataLoader(Numbers(), batch_size=2, shuffle=True))
                 made = everyone([batch.tolist() for batch in loader])
         answers.append(made)
+    with launched():
+        Accelerator(fsdp_plugin=plugin(mesh))
+        answers.append(attempt(by_function, DataLoader(Stream(), batch_size=2)))
     return answers
+
+
+def by_function(loader: Any) -> list[list[int]]:
+    """What Accelerate's function deals without an Accelerator: an iterable dataset is dispatched by default."""
+    return everyone([batch.tolist() for batch in prepare_data_loader(loader, put_on_device=True)])
 
 
 def test_dispatching_one_batch_to_all_is_refused(pool):
     """Accelerate would give every process the same batch, whichever data-parallel rank it is."""
-    for refused, seeded in pool.run(4, dispatched, "2x2"):
-        assert refused.kind == "ValueError"
+    for refused, seeded, dealt_by_function in pool.run(4, dispatched, "2x2"):
+        assert refused.kind == dealt_by_function.kind == "ValueError"
         assert "dispatch_batches" in refused.message
+        assert "dispatch_batches" in dealt_by_function.message
         assert seeded[0] == seeded[1] != seeded[2] == seeded[3]
-    for dealt, _ in pool.run(2, dispatched, "2x1"):
+    for dealt, _, dealt_by_function in pool.run(2, dispatched, "2x1"):
+        assert sorted(each for share in dealt_by_function for batch in share for each in batch) == list(range(16))
         assert {each for share in dealt for batch in share for each in batch} == set(range(18))
         assert dealt[0] != dealt[1]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import operations
 from torch.utils.data import DataLoader
@@ -39,7 +40,8 @@ LINES: dict[tuple[Any, str], str] = {
     (Accelerator, "clip_grad_value_"): "torch.nn.utils.clip_grad_value_(parameters, clip_value)",
     (operations, "_gpu_gather"): "torch.distributed.all_gather(output_tensors, tensor)",
     (operations, "_gpu_gather_object"): "return [x for y in output_objects for x in y]",
-    (Accelerator, "reduce"): "return reduce(tensor, reduction, scale)",
+    (operations, "recursively_apply"): "return func(data, *args, **kwargs)",
+    (DataLoaderDispatcher, "__init__"): "self.state = PartialState()",
     (PartialState, "split_between_processes"): "start_index = self.process_index * num_samples_per_process",
     (Accelerator, "join_uneven_inputs"): "with Join(joinables, enable=enable_join, throw_on_early_termination=False)",
     (Accelerator, "check_trigger"): "flag_tensor = self.reduce(self.flag_tensor)",
@@ -77,6 +79,13 @@ def test_the_installed_versions_are_those_it_was_written_for():
     for (owner, name), line in LINES.items():
         with unpatched():
             assert line in inspect.getsource(inspect.unwrap(patches._function(vars(owner)[name]))), (owner, name)
+
+
+def test_reduce_calls_what_is_replaced():
+    """`reduce` is told by the name of its inner function, which nothing else has."""
+    source = inspect.getsource(inspect.unwrap(operations.reduce))
+    assert "    def _reduce_across_processes(tensor, reduction=" in source
+    assert "return recursively_apply(\n        _reduce_across_processes, tensor," in source
 
 
 def test_every_replaced_method_has_a_line_that_it_is_written_against():

@@ -6,6 +6,7 @@ What picks one process, to print or to write, goes over all of them, so that exa
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,29 +139,38 @@ def later_accelerators(mesh: str) -> list[Any]:
         second = Accelerator()
         loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2)
         shares = [[batch.tolist() for batch in each.prepare(loader)] for each in (first, second)]
+        dispatches = second.dataloader_config.dispatch_batches
         joins = [attempt(joined, first, even) for even in (False, None)]
-        return [refused, second.dataloader_config.dispatch_batches, shares, joins]
+        AcceleratorState._reset_state()
+        joins.append(attempt(first.prepare, torch.nn.Linear(1, 1)))
+        return [refused, dispatches, shares, joins]
 
 
 def dispatching() -> Any:
     return Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).num_processes
 
 
-def joined(accelerator: Accelerator, even_batches: bool | None) -> None:
-    with accelerator.join_uneven_inputs([], even_batches):
-        pass
+def joined(accelerator: Accelerator, even_batches: bool | None) -> list[str]:
+    """The warnings that it gives, as stock Accelerate does under FSDP."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([], even_batches):
+            pass
+    return [str(each.message) for each in heard]
 
 
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
 def test_a_later_accelerator_is_checked_like_the_first(pool, mesh):
-    for refused, dispatches, (first, second), (uneven, even) in pool.run(2, later_accelerators, mesh):
+    for refused, dispatches, (first, second), (uneven, even, reset) in pool.run(2, later_accelerators, mesh):
         assert first == second
-        assert even is None
+        assert "`join_uneven_inputs` will have no effect" in even[0]
+        assert reset.kind == "AttributeError"
+        assert "This happens if `AcceleratorState._reset_state()` was called" in reset.message
         if mesh == "1x2":
             assert refused.kind == "ValueError"
             assert "dispatch_batches=True is not supported" in refused.message
             assert dispatches is False
-            assert uneven is None, "a single data-parallel process has no uneven share"
+            assert uneven == even, "a single data-parallel process has no uneven share"
         else:
             assert refused == 2
             assert "join_uneven_inputs with even_batches=False" in uneven.message
