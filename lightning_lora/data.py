@@ -79,7 +79,16 @@ def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
 
 
 def _by_name(group: dist.ProcessGroup) -> tuple[Any, ...]:
-    return group_named, (group.group_name,)
+    return _found, (group.group_name,)
+
+
+def _found(name: str) -> dist.ProcessGroup:
+    group = group_named(name)
+    if group is None:
+        raise RuntimeError(
+            f"process group {name} is of another process: copy a metric in its own"
+        )
+    return group
 
 
 class UnevenPrediction:
