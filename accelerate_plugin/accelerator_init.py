@@ -88,7 +88,9 @@ def _make_ours(accelerator: Accelerator) -> None:
     kind = type(accelerator)
     if not issubclass(kind, AcceleratorOverrides):
         bases = (AcceleratorOverrides,) if kind is Accelerator else (kind, AcceleratorOverrides)
-        reduced = {"__reduce__": lambda self: (_unpickled, (kind,), vars(self))}
+        # Every class has a `__getstate__` from Python 3.11 on; the user's own may leave out what cannot be pickled.
+        state = getattr(kind, "__getstate__", vars)
+        reduced = {"__reduce__": lambda self: (_unpickled, (kind,), state(self))}
         accelerator.__class__ = type(f"LoRAParallel{kind.__name__}", bases, reduced)
 
 

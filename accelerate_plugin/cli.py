@@ -22,7 +22,7 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 
 from accelerate_plugin.check_command import check_set_up
 from accelerate_plugin.config_file import config_file_of, mesh_sections, own_keys
-from accelerate_plugin.early_checks import CONFIG_FILES, OVER_THE_FILE, check_file, read_arguments
+from accelerate_plugin.early_checks import CONFIG_FILES, LAUNCHERS, OVER_THE_FILE, check_file, read_arguments
 from accelerate_plugin.file_values import check_machines, check_share, one_of, whole
 from accelerate_plugin.plan_command import plan
 from lora_parallel import ParallelConfig
@@ -79,6 +79,8 @@ def _instead(command: str, arguments: list[str]) -> str:
     """
     for entry in entry_points(group="console_scripts", name=command):
         module = entry.module
+        if module.startswith(LAUNCHERS):
+            return f" ({command} is a command that launches processes: launch the script or module that trains itself)"
         with suppress(ModuleNotFoundError):
             inner = f"{module.split('.')[0]}.scripts.{arguments[0]}" if arguments else ""
             module = inner if inner and find_spec(inner) is not None else module

@@ -19,6 +19,7 @@ from lora_parallel.sizes import AXES, axis_sizes, check_schedule
 
 __all__ = [
     "CONFIG_FILES",
+    "LAUNCHERS",
     "OVER_THE_FILE",
     "check_early",
     "check_file",
@@ -31,6 +32,9 @@ __all__ = [
 
 CONFIG_FILES = (".yaml", ".yml", ".json")
 """Endings of names that are no scripts."""
+
+LAUNCHERS = ("accelerate.commands.", "accelerate_lora", "torch.distributed.run", "torch.distributed.launch")
+"""Beginnings of the names of modules that start processes."""
 
 OVER_THE_FILE = (
     "num_processes",

@@ -47,7 +47,8 @@ def reduce_tensors(original: Callable[..., Any], func: Callable[..., Any], data:
     `reduce` itself is imported by name, also before this package is. What it calls, `recursively_apply`, is not.
     """
     parallelism, reduction = current_parallelism(), kwargs.get("reduction")
-    reduces = getattr(func, "__qualname__", "").startswith("reduce.<locals>.")
+    name = f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', '')}"
+    reduces = name.startswith("accelerate.utils.operations.reduce.<locals>.")
     if not reduces or parallelism is None or parallelism.non_data_parallel_size == 1 or reduction == "max":
         return original(func, data, *args, **kwargs)
 

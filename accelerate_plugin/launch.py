@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.commands import launch as accelerate_launch
-from torch.distributed import run as torchrun
+from torch.distributed.launcher.api import elastic_launch
 
 from accelerate_plugin import detect
+from accelerate_plugin.early_checks import LAUNCHERS
 
 __all__ = ["main"]
 
@@ -41,6 +42,8 @@ def main(arguments: list[str]) -> None:
     sys.argv = [script, *rest]
     with _refusing_launches():
         if as_module:
+            if script.startswith(LAUNCHERS):  # its `__main__` has functions of its own
+                _refuse()
             sys.path.insert(0, os.getcwd())
             runpy.run_module(script, run_name="__main__", alter_sys=True)
             return
@@ -56,19 +59,19 @@ def _refusing_launches() -> Iterator[None]:
 
     Each process of this launch would start as many of its own, which wait for each other at the same address.
     """
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "a process that was launched would launch processes itself: launch the module that trains, not the command "
-            "that launches it (for `trl sft`: accelerate-lora launch --config_file CONFIG -m trl.scripts.sft ...)."
-        )
-
-    before = accelerate_launch.launch_command, torchrun.run
-    accelerate_launch.launch_command = torchrun.run = refuse
+    before = accelerate_launch.launch_command, elastic_launch.__call__
+    accelerate_launch.launch_command = elastic_launch.__call__ = _refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
-        accelerate_launch.launch_command, torchrun.run = before
+        accelerate_launch.launch_command, elastic_launch.__call__ = before  # type: ignore[method-assign]
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "a process that was launched would launch processes itself: launch the module that trains, not the command "
+        "that launches it (for `trl sft`: accelerate-lora launch --config_file CONFIG -m trl.scripts.sft ...)."
+    )
 
 
 def _nothing_asked() -> str:

@@ -85,9 +85,7 @@ def _by_name(group: dist.ProcessGroup) -> tuple[Any, ...]:
 def _found(name: str) -> dist.ProcessGroup:
     group = group_named(name)
     if group is None:
-        raise RuntimeError(
-            f"process group {name} is of another process: copy a metric in its own"
-        )
+        raise RuntimeError(f"process group {name} is of another process: copy a metric in its own")
     return group
 
 

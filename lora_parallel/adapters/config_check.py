@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftType
+from peft import LoraConfig, PeftConfig, PeftType
+from safetensors import SafetensorError, safe_open
 
 from lora_parallel.adapters.peft_format import CONFIG, WEIGHTS
+from lora_parallel.adapters.peft_private import get_pattern_key
 
-__all__ = ["check_config"]
+__all__ = ["check_config", "with_sorted_patterns"]
 
 _PICKLED = "adapter_model.bin"
 
@@ -49,6 +55,12 @@ _SAME_FUNCTION = {
     "velora_config": "says what the backward pass keeps of the activations",
 }
 """Fields of a PEFT config that may differ between two configs of one function, each with its reason."""
+
+_RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
+"""Fields that together say r and alpha of each layer."""
+
+_FORMER = {"merge_weights": "says whether evaluation merges; PEFT dropped it in 0.3"}
+"""Fields of former versions of PEFT that a folder may set, with the reason why its function stays the same."""
 
 _LEAVES_BASE = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights as they were: PiSSA and its kin subtract from them.
@@ -90,13 +102,19 @@ def check_config(folder: Path, own: PeftConfig) -> None:
     defaults = {
         each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(own)
     }
-    if unknown := {field: value for field, value in config.items() if field not in defaults and value}:
+    if unknown := {field: value for field, value in config.items() if field not in {**defaults, **_FORMER} and value}:
         raise ValueError(
             f"{folder} was trained with {', '.join(f'{field}={value!r}' for field, value in unknown.items())}, which "
             "the installed PEFT does not know: install the version of PEFT that wrote it, or a later one."
         )
     theirs, ours = {**defaults, **config}, own.to_dict()
     compared = _function(theirs), _function(ours)
+    layers = _layers_of(folder / WEIGHTS)
+    if layers is not None and not getattr(own, "target_parameters", None):  # of these the file does not name the layers
+        with suppress(TypeError, AttributeError, ValueError, re.error):  # the fields are compared one by one then
+            alike = _ranks(theirs, layers) == _ranks(ours, layers)
+            for each in compared:
+                each.update({field: None if alike else _ordered(each.get(field)) for field in _RANKS})
     for field in defaults:
         if compared[0].get(field) != compared[1].get(field):
             raise ValueError(
@@ -107,7 +125,9 @@ def check_config(folder: Path, own: PeftConfig) -> None:
 
 def _function(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config on which the function of an adapter's tensors depends."""
-    changes_base = config.get("init_lora_weights", True) not in _LEAVES_BASE
+    start = config.get("init_lora_weights", True)
+    config = {**config, "init_lora_weights": start.lower() if isinstance(start, str) else start}  # as PEFT reads it
+    changes_base = config["init_lora_weights"] not in _LEAVES_BASE
     found = {
         field: _plain(value)
         for field, value in config.items()
@@ -115,10 +135,80 @@ def _function(config: dict[str, Any]) -> dict[str, Any]:
     }
     if not changes_base:
         found.pop("init_lora_weights", None)
+    if not config.get("use_qalora"):
+        found.pop("qalora_group_size", None)
     tokens = found.get("trainable_token_indices")
     if isinstance(tokens, dict) and len(tokens) == 1:  # PEFT takes either; the keys of the file name the layer
         (found["trainable_token_indices"],) = tokens.values()
     return found
+
+
+def with_sorted_patterns(config: PeftConfig, keys: Iterable[str]) -> PeftConfig:
+    """Return a config that says the same r and alpha of each layer after PEFT has written and read it.
+
+    PEFT takes the first key of a pattern that matches a layer, and writes the keys sorted. Where that gives a layer
+    other values, the patterns of the config that is returned have a key for each layer.
+
+    Args:
+        config: The config of the model's adapter.
+        keys: The keys of the adapter's tensors in the file.
+
+    Raises:
+        ValueError: The layers' names do not tell them apart either.
+    """
+    layers = _layers(keys)
+    if (
+        not isinstance(config, LoraConfig)
+        or config.target_parameters
+        or not (config.rank_pattern or config.alpha_pattern)
+    ):
+        return config
+    wanted = _ranks(vars(config), layers)
+    written = copy.copy(config)
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        setattr(written, pattern, dict(sorted((getattr(config, pattern) or {}).items())))
+    if _ranks(vars(written), layers) == wanted:
+        return config
+    written.rank_pattern = {layer: r for layer, (r, _) in sorted(wanted.items()) if r != config.r}
+    written.alpha_pattern = {layer: alpha for layer, (_, alpha) in sorted(wanted.items()) if alpha != config.lora_alpha}
+    if _ranks(vars(written), layers) != wanted:
+        raise ValueError(
+            f"rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} cannot be written: PEFT "
+            "sorts their keys, and takes the first that matches a layer. Give keys of which one matches each layer."
+        )
+    return written
+
+
+def _ranks(config: Mapping[str, Any], layers: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """Return r and alpha of each layer, as PEFT finds them: {layer: (r, alpha)}."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    return {
+        layer: (
+            ranks.get(get_pattern_key(list(ranks), layer), config["r"]),
+            alphas.get(get_pattern_key(list(alphas), layer), config["lora_alpha"]),
+        )
+        for layer in layers
+    }
+
+
+def _layers(keys: Iterable[str]) -> list[str]:
+    """Return the names of the layers whose `lora_A` is among the keys of an adapter file."""
+    found = [re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?A(?:\.weight)?", key) for key in keys]
+    return [match[1] for match in found if match is not None]
+
+
+def _layers_of(file: Path) -> list[str] | None:
+    """Return the names of the layers in an adapter file; None if it cannot be read, which who reads it says."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return _layers(opened.keys())
+    except (SafetensorError, OSError):
+        return None
+
+
+def _ordered(value: Any) -> Any:
+    """Return a pattern as a list of its keys and values: PEFT takes the first key that matches."""
+    return list(value.items()) if isinstance(value, dict) else value
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
@@ -35,6 +36,7 @@ __all__ = [
     "activate",
     "adapters_off_meta",
     "check_needs_no_base",
+    "get_pattern_key",
     "keep_factored",
     "observe_layers",
     "refuse_adapters",

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lora_parallel.adapters.config_check import with_sorted_patterns
 from lora_parallel.adapters.inspection import (
     adapted_model,
     adapter_parameters,
@@ -167,7 +168,8 @@ class GatheredAdapter:
         mapping = None
         if self.config.task_type is None:
             mapping = {"base_model_class": self.base_class.__name__, "parent_library": self.base_class.__module__}
-        self.config.save_pretrained(str(directory), auto_mapping_dict=mapping)
+        config = with_sorted_patterns(self.config, self.tensors)
+        config.save_pretrained(str(directory), auto_mapping_dict=mapping)
 
 
 def gather_adapter(

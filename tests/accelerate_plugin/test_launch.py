@@ -198,21 +198,38 @@ def test_config_writes_that_something_else_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "module"),
-    [(["trl", "sft", "--dataset", "d"], "-m trl.scripts.sft"), (["torchrun", "train"], "-m torch.distributed.run")],
+    ("words", "message"),
+    [
+        (["trl", "sft", "--dataset", "d"], "is a command: launch its module, -m trl.scripts.sft"),
+        (["torchrun", "train.py"], "is a command that launches processes: launch the script"),
+        (["accelerate", "launch", "train.py"], "is a command that launches processes: launch the script"),
+        (["accelerate-lora", "launch", "train.py"], "is a command that launches processes: launch the script"),
+    ],
 )
-def test_the_module_of_a_console_script_is_named(tmp_path, words, module):
-    with pytest.raises(FileNotFoundError, match=f"{words[0]} is a command: launch its module, {module}"):
+def test_what_to_launch_in_place_of_a_console_script_is_named(tmp_path, words, message):
+    with pytest.raises(FileNotFoundError, match=f"{words[0]} {message}"):
         cli.launch(["--config_file", str(written(tmp_path)), *words])
 
 
-LAUNCHES = ("accelerate.commands.launch import launch_command", "torch.distributed.run import run")
+LAUNCHES = {
+    "accelerate": "from accelerate.commands.launch import launch_command\nlaunch_command(None)\n",
+    "torchrun": "from torch.distributed.run import parse_args, run\nrun(parse_args(['train.py']))\n",
+    "torchrun from its command line": "from torch.distributed.run import main\nmain(['train.py'])\n",
+}
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.run", "accelerate.commands.launch", "accelerate_lora"])
+def test_a_module_that_launches_again_is_refused(monkeypatch, module):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(RuntimeError, match="launch the module that trains"):
+        launch.main(["-m", module, "train.py"])
 
 
 @pytest.mark.parametrize("inside", LAUNCHES)
 def test_a_script_that_launches_again_is_refused(tmp_path, monkeypatch, inside):
     script = tmp_path / "again.py"
-    script.write_text(f"from {inside} as again\nagain(None)\n")
+    script.write_text(LAUNCHES[inside])
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))

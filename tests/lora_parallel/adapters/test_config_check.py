@@ -11,13 +11,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file
 
-from lora_parallel import load_adapter
+from lora_parallel import load_adapter, save_adapter
 from lora_parallel.adapters.config_check import _SAME_FUNCTION, check_config
 from tests.oracle import causal_lm
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 IDS = torch.arange(10, 46).view(4, 9)
 TOKENS = "trainable_token_indices"
+
+# PEFT takes the first key that matches a layer, and writes them sorted: "layers.0" first.
+WIDE_FIRST = {"q_proj": 64, "layers.0.self_attn.q_proj": 2}
+SORTED = dict(sorted(WIDE_FIRST.items()))
 
 # (fields of the folder's config, fields of the model's): the same function of the same tensors.
 SAME = {
@@ -37,6 +41,14 @@ SAME = {
     "weights that are not tied": ({"ensure_weight_tying": True}, {}),
     "Megatron's core": ({"megatron_core": "megatron.core.other"}, {}),
     "layout of the base": ({"fan_in_fan_out": True}, {}),
+    "other keys of a pattern": ({"alpha_pattern": {"q_proj": 64}}, {"alpha_pattern": {"self_attn.q_proj": 64}}),
+    "an expression in a pattern": ({"rank_pattern": {"q_proj": 2}}, {"rank_pattern": {".*q_proj": 2}}),
+    "a pattern that matches nothing": ({"alpha_pattern": {"other": 64}}, {}),
+    "a pattern in the place of r": ({"rank_pattern": {".*_proj": 4}, "r": 2}, {}),
+    "a pattern in another order": ({"alpha_pattern": WIDE_FIRST}, {"alpha_pattern": SORTED}),
+    "group size that is not used": ({"qalora_group_size": 32}, {}),
+    "OLoRA in capitals": ({"init_lora_weights": "olora"}, {"init_lora_weights": "OLoRA"}),
+    "MiCA in capitals": ({"init_lora_weights": "MiCA"}, {}),
     "PiSSA twice": ({"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa"}),
 }
 # The same, for another function. The first field that differs is named.
@@ -44,6 +56,7 @@ OTHER = {
     "alpha": ({"lora_alpha": 16}, {}),
     "rslora": ({"use_rslora": True}, {}),
     "alpha of some layers": ({"alpha_pattern": {"q_proj": 64}}, {}),
+    "a pattern in another order": ({"alpha_pattern": SORTED}, {"alpha_pattern": WIDE_FIRST}),
     "PiSSA": ({"init_lora_weights": "pissa"}, {}),
     "PiSSA of the model's": ({}, {"init_lora_weights": "pissa"}),
     "OLoRA": ({"init_lora_weights": "olora"}, {"init_lora_weights": "pissa"}),
@@ -122,6 +135,23 @@ def test_a_config_of_another_function_is_refused(tmp_path, case):
     with pytest.raises(ValueError, match=f"trained with {next(iter({**theirs, **ours}))}=.*the folder's own config"):
         load_adapter(model, tmp_path)
     assert logits(model).equal(before)
+
+
+@pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern"])
+def test_patterns_whose_order_matters_are_written_so_that_peft_reads_the_same(tmp_path, field):
+    model = adapted(**{field: WIDE_FIRST})
+    save_adapter(model, tmp_path)
+    loaded = PeftModel.from_pretrained(base(), tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
+    again = adapted(**{field: WIDE_FIRST})
+    load_adapter(again, tmp_path)
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
+    save_adapter(adapted(**{field: SORTED}), tmp_path / "sorted")
+    assert json.loads((tmp_path / "sorted" / CONFIG).read_text())[field] == SORTED
+
+
+def test_a_field_of_a_former_peft_is_taken(tmp_path):
+    load_adapter(adapted(), rewritten(saved(tmp_path, {}), merge_weights=True, enable_lora=None))
 
 
 def test_a_field_that_the_folder_lacks_has_peft_s_default(tmp_path):

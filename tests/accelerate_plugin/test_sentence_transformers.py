@@ -1,0 +1,101 @@
+"""sentence-transformers' own trainer, whose losses hold the model: as in one process.
+
+Losses that compare the rows of a batch with each other see the rows of their data-parallel rank, as under DDP. So one
+process takes the same batches one after the other, and accumulates.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer import losses
+from torch import nn
+from transformers import set_seed
+
+from tests.accelerate_plugin.harness import environment, launched
+from tests.cases import cases
+from tests.minilm import FOOD, PATH, SKY, SPORT
+from tests.oracle import dp_of, full, ranks_of, relative_error, trained
+
+BATCH, BATCHES, STEPS = 4, 2, 4  # rows of a batch, batches of a step, steps
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # each rank would draw its own
+
+
+def pairs(scored: bool) -> Dataset:
+    """Pairs of sentences on one subject; with scores, every other pair is of two subjects."""
+    food, sport, sky = (text.strip().splitlines() for text in (FOOD, SPORT, SKY))
+    first, second = [*food[::2], *sport[::2], *sky[::2]], [*food[1::2], *sport[1::2], *sky[1::2]]
+    if not scored:
+        return Dataset.from_dict({"anchor": first, "positive": second})
+    second[::2] = [*second[8::2], *second[:8:2]]
+    return Dataset.from_dict({"sentence1": first, "sentence2": second, "score": [0.0, 1.0] * (len(first) // 2)})
+
+
+LOSSES: dict[str, tuple[Any, bool]] = {
+    "cosine": (losses.CosineSimilarityLoss, True),
+    "ranking": (losses.MultipleNegativesRankingLoss, False),
+    "cached ranking": (lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), False),
+}
+
+
+def trains(output: Path, mesh: str, names: list[str]) -> dict[str, Any]:
+    """Train a model with each loss; without a mesh by the trainer alone, in one process."""
+    found = {}
+    for name in names:
+        with launched(**(environment(mesh) if mesh else {})):
+            set_seed(3)
+            model = SentenceTransformer(str(PATH), device="cpu", config_kwargs=NO_DROPOUT)
+            model.add_adapter(
+                LoraConfig(r=4, target_modules=["query", "value", "dense"], task_type="FEATURE_EXTRACTION")
+            )
+            for key, parameter in model.named_parameters():
+                if "lora_B" in key:
+                    nn.init.normal_(parameter, 0, 0.02)
+            loss, scored = LOSSES[name]
+            arguments = SentenceTransformerTrainingArguments(
+                str(output / name),
+                per_device_train_batch_size=BATCH,
+                gradient_accumulation_steps=BATCHES // dp_of(mesh) if mesh else BATCHES,
+                max_steps=STEPS,
+                learning_rate=2e-3,
+                lr_scheduler_type="constant",
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+            )
+            trainer = SentenceTransformerTrainer(model, arguments, train_dataset=pairs(scored), loss=loss(model))
+            trainer.train()
+            trainer.save_model(str(output / name / "saved"))
+            history = [each for each in trainer.state.log_history if "loss" in each]
+            found[name] = {
+                "loss": [each["loss"] for each in history],
+                "norm": [each["grad_norm"] for each in history],
+                "adapters": {key: full(p) for key, p in trained(trainer.model).items()},
+            }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names"), cases(("2x2", ["cosine"]), matrix=[("1x2", list(LOSSES)), ("2x2", list(LOSSES))])
+)
+def test_its_trainer_trains_as_in_one_process(pool, tmp_path, mesh, names):
+    wanted = trains(tmp_path / "one", "", names)
+    for answers in pool.run(ranks_of(mesh), trains, tmp_path / "mesh", mesh, names):
+        for name in names:
+            got, want = answers[name], wanted[name]
+            assert got["loss"] == pytest.approx(want["loss"], abs=1e-5), name
+            assert got["norm"] == pytest.approx(want["norm"], rel=1e-4), name
+            assert relative_error(got["adapters"], want["adapters"]) < 1e-3, name
+    for name in names:
+        saved, want = (
+            load_file(tmp_path / run / name / "saved" / "adapter_model.safetensors") for run in ("mesh", "one")
+        )
+        assert relative_error(saved, want) < 1e-3
