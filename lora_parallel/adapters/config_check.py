@@ -138,8 +138,11 @@ def _function(config: dict[str, Any]) -> dict[str, Any]:
     if not config.get("use_qalora"):
         found.pop("qalora_group_size", None)
     tokens = found.get("trainable_token_indices")
-    if isinstance(tokens, dict) and len(tokens) == 1:  # PEFT takes either; the keys of the file name the layer
-        (found["trainable_token_indices"],) = tokens.values()
+    if isinstance(tokens, dict):  # the keys of the file name the layers, and PEFT takes any ending of such a name
+        short = {name.rpartition(".")[2]: indices for name, indices in tokens.items()}
+        found["trainable_token_indices"] = short if len(short) == len(tokens) else tokens
+        if len(tokens) == 1:
+            (found["trainable_token_indices"],) = tokens.values()
     return found
 
 

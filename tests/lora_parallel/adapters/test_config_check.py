@@ -37,6 +37,10 @@ SAME = {
     "minor components": ({"init_lora_weights": "mica"}, {}),
     "a config that is not used": ({"loftq_config": {"loftq_bits": 8}}, {}),
     "tokens by layer": ({TOKENS: [20, 21]}, {TOKENS: {"embed_tokens": [20, 21]}}),
+    "tokens by two layers": (
+        {TOKENS: {"embed_tokens": [20], "lm_head": [21]}},
+        {TOKENS: {"model.embed_tokens": [20], "lm_head": [21]}},
+    ),
     "alpha as a float": ({"lora_alpha": 8.0}, {"lora_alpha": 8}),
     "weights that are not tied": ({"ensure_weight_tying": True}, {}),
     "Megatron's core": ({"megatron_core": "megatron.core.other"}, {}),
@@ -62,6 +66,10 @@ OTHER = {
     "OLoRA": ({"init_lora_weights": "olora"}, {"init_lora_weights": "pissa"}),
     "tokens": ({TOKENS: [20, 21, 22]}, {TOKENS: [30, 31, 32]}),
     "tokens in another order": ({TOKENS: [20, 21, 22]}, {TOKENS: [22, 21, 20]}),
+    "tokens of two layers": (
+        {TOKENS: {"embed_tokens": [20], "lm_head": [21]}},
+        {TOKENS: {"embed_tokens": [21], "lm_head": [20]}},
+    ),
     "activated by tokens": ({"alora_invocation_tokens": [13]}, {}),
     "layers that are repeated": ({"layer_replication": [[0, 2]]}, {"layer_replication": [[0, 1], [0, 1]]}),
 }
