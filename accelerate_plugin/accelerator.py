@@ -50,7 +50,7 @@ class AcceleratorOverrides(Accelerator):
     """
 
     replaced_config: DataLoaderConfiguration | None = None
-    """What stands in the place of a `dataloader_config` that leaves `dispatch_batches` to Accelerate."""
+    """Replaces a `dataloader_config` that leaves `dispatch_batches` to Accelerate; None if there was none."""
 
     @property
     def _parallelism(self) -> LoRAParallelism:

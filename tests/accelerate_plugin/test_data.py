@@ -175,7 +175,7 @@ def dispatched(mesh: str) -> list[Any]:
 
 
 def by_function(loader: Any) -> list[list[int]]:
-    """What Accelerate's function deals without an Accelerator: an iterable dataset is dispatched by default."""
+    """Return the batches that Accelerate's function deals by itself: it dispatches an iterable dataset by default."""
     return everyone([batch.tolist() for batch in prepare_data_loader(loader, put_on_device=True)])
 
 

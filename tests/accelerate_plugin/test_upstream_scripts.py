@@ -155,7 +155,7 @@ def loader(sampled_by: str | None = None, **settings: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Holds:
-    """How a check is called, and on which meshes."""
+    """Describe how a check is called, and on which meshes."""
 
     given: tuple[Callable[[], tuple[Any, ...]], ...] = (nothing,)
     """Functions that make its positional arguments: it is called with those of each."""
@@ -164,7 +164,7 @@ class Holds:
     """Keyword arguments: it is called with each of these."""
 
     instead: tuple[Callable[[ModuleType], AbstractContextManager[Any]], ...] = ()
-    """What stands in for parts of the script."""
+    """Replace parts of the script while the check runs."""
 
     meshes: tuple[str, ...] = MESHES
     why: str = ""

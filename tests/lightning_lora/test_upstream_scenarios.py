@@ -1,4 +1,4 @@
-"""What Lightning's own tests expect of any strategy: the same script under plain Lightning and under ours.
+"""Hold what Lightning's own tests expect of any strategy: run a script under plain Lightning and under ours.
 
 Each scenario is a function of a mesh that returns what a user sees; without a mesh it runs under plain Lightning, which
 is the oracle.
@@ -312,7 +312,7 @@ SCENARIOS: list[Callable[[str | None, str], Any]] = [
 
 
 def both(scenario: Callable[[str | None, str], Any], folder: str) -> list[Any]:
-    """What plain Lightning and the strategy say, in one process."""
+    """Return what a user sees under plain Lightning and under the strategy, in one process."""
     found = []
     for mesh in (None, "1x1"):
         with tidy():
@@ -327,7 +327,7 @@ def test_one_process_is_as_under_plain_lightning(pool, tmp_path, scenario):
 
 
 def before_the_processes(mesh: str) -> dict[str, Any]:
-    """What a Trainer that has not started says of the division of the data, beside what the mesh makes of it."""
+    """Return how a Trainer divides the data before it has started and afterwards, and how the mesh does."""
     with tidy():
         run = trainer(mesh)
         before = run.strategy.distributed_sampler_kwargs
