@@ -18,7 +18,13 @@ from accelerate.utils import DistributedType
 from accelerate_plugin import detect
 from accelerate_plugin.accelerator import AcceleratorOverrides
 from accelerate_plugin.data import check_dispatch
-from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism, parallelism_of, world_size
+from accelerate_plugin.parallelism import (
+    LoRAParallelism,
+    current_parallelism,
+    parallelism_of,
+    parallelism_within_batch,
+    world_size,
+)
 from accelerate_plugin.plugin import LoRAParallelPlugin
 
 __all__ = ["accelerator_init", "prepare_backend", "split_between_processes", "state_init"]
@@ -123,9 +129,9 @@ def split_between_processes(
     original: Original, self: PartialState, inputs: Any, apply_padding: bool = False
 ) -> AbstractContextManager[Any]:
     """Split inputs between data-parallel processes: peers of one batch get the same ones."""
-    parallelism = current_parallelism()
+    parallelism = parallelism_within_batch()
     place: Any = self
-    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+    if parallelism is not None:
         place = SimpleNamespace(
             num_processes=parallelism.dp_size, process_index=parallelism.dp_rank, device=self.device
         )

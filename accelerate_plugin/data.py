@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
-from accelerate_plugin.parallelism import current_parallelism
+from accelerate_plugin.parallelism import parallelism_within_batch
 
 __all__ = [
     "batch_size",
@@ -48,8 +48,7 @@ def check_dispatch(accelerator: Accelerator) -> None:
     Raises:
         ValueError: `dispatch_batches` is True.
     """
-    parallelism = current_parallelism()
-    if parallelism is None or parallelism.non_data_parallel_size == 1:
+    if parallelism_within_batch() is None:
         return
     config = accelerator.dataloader_config
     if config.dispatch_batches:
@@ -67,8 +66,7 @@ def dispatcher_init(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     Raises:
         ValueError: Several processes see one batch.
     """
-    parallelism = current_parallelism()
-    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+    if parallelism_within_batch() is not None:
         raise ValueError(_DISPATCHED)
     original(self, *args, **kwargs)
 

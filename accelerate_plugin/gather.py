@@ -15,15 +15,15 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from accelerate_plugin.parallelism import current_parallelism
+from accelerate_plugin.parallelism import parallelism_within_batch
 
 __all__ = ["gather_objects", "gather_tensors", "reduce_tensors"]
 
 
 def gather_tensors(original: Callable[..., Any], tensor: Any) -> Any:
     """Concatenate the tensors of all data-parallel processes, with one tensor for each batch."""
-    gathered, parallelism = original(tensor), current_parallelism()
-    if parallelism is None or parallelism.non_data_parallel_size == 1:
+    gathered, parallelism = original(tensor), parallelism_within_batch()
+    if parallelism is None:
         return gathered
     processes = parallelism.total_size
 
@@ -35,8 +35,8 @@ def gather_tensors(original: Callable[..., Any], tensor: Any) -> Any:
 
 def gather_objects(original: Callable[..., Any], object: Any) -> Any:
     """Join the lists of all data-parallel processes, with one list for each batch."""
-    parallelism = current_parallelism()
-    if parallelism is None or parallelism.non_data_parallel_size == 1:
+    parallelism = parallelism_within_batch()
+    if parallelism is None:
         return original(object)
     return [each for part in parallelism.one_per_batch(original([object])) for each in part]
 
@@ -46,10 +46,10 @@ def reduce_tensors(original: Callable[..., Any], func: Callable[..., Any], data:
 
     `reduce` itself is imported by name, also before this package is. What it calls, `recursively_apply`, is not.
     """
-    parallelism, reduction = current_parallelism(), kwargs.get("reduction")
+    parallelism, reduction = parallelism_within_batch(), kwargs.get("reduction")
     name = f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', '')}"
     reduces = name.startswith("accelerate.utils.operations.reduce.<locals>.")
-    if not reduces or parallelism is None or parallelism.non_data_parallel_size == 1 or reduction == "max":
+    if not reduces or parallelism is None or reduction == "max":
         return original(func, data, *args, **kwargs)
 
     def once(tensor: Tensor, reduction: str, scale: float) -> Tensor:

@@ -18,7 +18,14 @@ from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes, same_batch_groups
 
-__all__ = ["LoRAParallelism", "collective_method", "current_parallelism", "parallelism_of", "world_size"]
+__all__ = [
+    "LoRAParallelism",
+    "collective_method",
+    "current_parallelism",
+    "parallelism_of",
+    "parallelism_within_batch",
+    "world_size",
+]
 
 
 class LoRAParallelism(ParallelismConfig):
@@ -166,6 +173,12 @@ def current_parallelism() -> LoRAParallelism | None:
     """Return the `LoRAParallelism` of this process's Accelerators, which share one state; None if they have another."""
     config = AcceleratorState._shared_state.get("parallelism_config")
     return config if isinstance(config, LoRAParallelism) else None
+
+
+def parallelism_within_batch() -> LoRAParallelism | None:
+    """Return `current_parallelism` if several processes see one batch; None if each process has a batch of its own."""
+    parallelism = current_parallelism()
+    return parallelism if parallelism is not None and parallelism.non_data_parallel_size > 1 else None
 
 
 def collective_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
