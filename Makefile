@@ -12,12 +12,12 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table: export OMP_NUM_THREADS := 1
+demo test test-fast test-times matrix mutants faults oracle-table optimizer-table trainer-table memory-table: export OMP_NUM_THREADS := 1
 # Commands that tests start compile nothing anew, where the environment turns the cache of compiled files off.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-times matrix faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline bench-host bench-dropout gpu lint dist docs clean
+.PHONY: help demo test test-fast test-times matrix mutants faults oracle-table optimizer-table trainer-table memory-table plan-tables bench bench-load bench-save bench-loss bench-scale bench-tenants bench-pipeline bench-host bench-dropout gpu lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ gpu: ## check and time everything on this machine's GPUs, with PYTHON's own pack
 
 matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes, with more models; SHARD=2/4 a part of it
 	$(PYTEST) -m matrix $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+
+mutants: $(VENV)/.dev ## break the product in one place after the other, and see that a test fails; SHARD=2/4 a part of it
+	$(BIN)/python -m tests.mutants $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instants, and let them go on
 	FAULTS=20 $(BIN)/python -m pytest -m processes tests/lora_parallel/checkpoint/test_faults.py $(ARGS)

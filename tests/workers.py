@@ -41,6 +41,9 @@ import torch.distributed as dist
 COLLECTIVE_TIMEOUT = 60
 ANSWER_TIMEOUT = 300
 SCRIPT_LIMIT = 600  # of a script that a test starts: with twenty processes at work imports alone take minutes
+SERVERS = "TESTS_SERVERS"
+"""Environment variable: "fork" where the pytest process has imported nothing that a rank must not have."""
+
 MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
 MOST_RANKS = 16  # of one pytest process; those that were used last stay
 MOST_BYTES = 3 * 2**29  # that a rank may hold after a call, to be called again
@@ -233,7 +236,7 @@ class Server:
     """A process that has imported `modules`, and forks ranks of itself."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(os.environ.get(SERVERS, "spawn"))
         self._requests, theirs = context.Pipe()
         self._process = context.Process(target=_fork_ranks, args=(modules, theirs))
         self._process.start()

@@ -1,0 +1,71 @@
+"""Breakages of the product as data: each is a text of it, another text in its place, and a test that must fail then.
+
+    make mutants
+    make mutants SHARD=2/4 ARGS="-k gather"
+
+`BREAKAGES` is what a file here holds. A new guard against silently wrong numbers, collective, style, backward, field of
+a checkpoint, replaced function of another package or pass of `parallelize` comes with one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+ROOT = Path(__file__).parents[2]
+
+PACKAGES = ("accelerate_plugin", "lightning_lora", "lora_parallel")
+
+KINDS = ("guard", "collective", "style", "backward", "checkpoint", "replaced", "pass")
+"""What is broken: a guard against silently wrong numbers, a collective, a style's placements or its collectives, the
+backward of an `autograd.Function`, a field of a file that is saved, a function of another package that is replaced, a
+pass of `parallelize`.
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One breakage."""
+
+    kind: str
+    harm: str
+    """What a user would get, in a sentence."""
+    test: str
+    """The test that must fail: its id, in what `make test` runs. All cases of a function count where it has several."""
+    old: str
+    """A text that stands in the product once, whichever file it is in."""
+    new: str
+    """What stands there instead."""
+
+
+class MutantError(ValueError):
+    """A breakage that does not fit the product."""
+
+
+def product_files() -> list[Path]:
+    """Return the Python files of the product: all but tests, examples, docs and benchmarks."""
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def mutants() -> list[Mutant]:
+    """Return all breakages, in the order of their files."""
+    names = sorted(each.name for each in iter_modules([str(Path(__file__).parent)]) if not each.name.startswith("_"))
+    return [mutant for name in names for mutant in import_module(f"{__name__}.{name}").BREAKAGES]
+
+
+def place_of(mutant: Mutant, texts: dict[Path, str]) -> Path:
+    """Return the one file of `texts` that has the breakage's old text.
+
+    Raises:
+        MutantError: The text is in none, or more than once; or the breakage changes nothing.
+    """
+    found = {path: count for path, text in texts.items() if (count := text.count(mutant.old))}
+    if sum(found.values()) != 1:
+        where = ", ".join(f"{path} ({count})" for path, count in found.items()) or "no file"
+        raise MutantError(f"this text must stand once in the product, and stands in {where}:\n{mutant.old}")
+    if mutant.new == mutant.old or mutant.kind not in KINDS:
+        raise MutantError(f"nothing is broken, or kind {mutant.kind!r} is none of {', '.join(KINDS)}:\n{mutant.old}")
+    (path,) = found
+    return path
