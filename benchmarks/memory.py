@@ -3,10 +3,10 @@
     python -m benchmarks.memory                # six minutes on 2 cores; writes the table into docs/choosing_a_mesh.md
     python -m benchmarks.memory --kinds 'full' # a look, without writing
 
-The rows are data, in `tests/cost_rows.py`; the processes are those of the tests. What is measured is what torch's
-allocator of the CPU gave out in a step, by torch's profiler, and what parameters and the optimizer's states take before
-it, on the rank where the sum is largest. A cell that is off by more than 5 % says FAILED, and then so does the command;
-one of a mesh that is refused says so.
+The rows are data, in `tests/oracle/cost_rows.py`; the processes are those of the tests. What is measured is what
+torch's allocator of the CPU gave out in a step, by torch's profiler, and what parameters and the optimizer's states
+take before it, on the rank where the sum is largest. A cell that is off by more than 5 % says
+FAILED, and then so does the command; one of a mesh that is refused says so.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tables import run_table
-from tests.cost_rows import KINDS, MESHES, RANKS, measure
-from tests.workers import Failure, WorkerPool
+from tests.oracle.cost_rows import KINDS, MESHES, RANKS, measure
+from tests.oracle.workers import Failure, WorkerPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
 MARK = "<!-- written by make memory-table -->"

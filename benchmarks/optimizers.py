@@ -3,8 +3,8 @@
     python -m benchmarks.optimizers                  # two minutes on 2 cores; writes the table into docs/optimizers.md
     python -m benchmarks.optimizers --rows 'Muon*'   # a look, without writing
 
-The rows are data, in `tests/optimizer_rows.py`; the processes are those of the tests. A cell above its bound says
-FAILED, and then so does the command.
+The rows are data, in `tests/oracle/optimizer_rows.py`; the processes are those of the tests. A cell above its bound
+says FAILED, and then so does the command.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from benchmarks.tables import run_table
 from lora_parallel.optimizers.kinds import steps_on
-from tests.optimizer_rows import CASE, MAKES, MORE, STEPS, bound, on_ranks, one_process
 from tests.oracle import ranks_of, relative_error
-from tests.workers import Failure, WorkerPool
+from tests.oracle.optimizer_rows import CASE, MAKES, MORE, STEPS, bound, on_ranks, one_process
+from tests.oracle.workers import Failure, WorkerPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
 MARK = "<!-- written by make optimizer-table -->"

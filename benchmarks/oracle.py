@@ -3,7 +3,7 @@
     python -m benchmarks.oracle                                      # all: about two hours on 2 cores
     python -m benchmarks.oracle --rows 'gemma*' --meshes 1x2 2x2     # a look; pass --output too, or it is the page
 
-- The rows are data, in `tests/rows.py`; the processes are those of the tests.
+- The rows are data, in `tests/oracle/rows.py`; the processes are those of the tests.
 - A cell is the largest relative error of a gradient, or what the refusal says, or FAILED, and then so does the command.
 """
 
@@ -26,8 +26,8 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 import torch
 from tqdm import tqdm
 
-from tests.rows import Cell, Row, compare, one_process, rows
-from tests.workers import Failure, WorkerPool, attempt
+from tests.oracle.rows import Cell, Row, compare, one_process, rows
+from tests.oracle.workers import Failure, WorkerPool, attempt
 
 MESHES = ["2x1", "1x2", "2x2", "1x4", "2x2x2", "1x1cp2", "1x2cp2", "2x1cp2", "1x1cp4", "2x2cp2"]
 STAGES = [

@@ -3,8 +3,8 @@
     python -m benchmarks.trainers                  # two minutes on 2 cores; writes the table into docs/trainers.md
     python -m benchmarks.trainers --rows 'GRPO*'   # a look, without writing
 
-The rows are data, in `tests/trainer_rows.py`; the processes are those of the tests. A row above its bounds says FAILED,
-and then so does the command.
+The rows are data, in `tests/oracle/trainer_rows.py`; the processes are those of the tests. A row above its bounds
+says FAILED, and then so does the command.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from benchmarks.tables import run_table
 from tests.oracle import ranks_of
-from tests.trainer_rows import ROWS, STEPS, errors, tuned, write_base
-from tests.workers import FRONT_ENDS, Failure, WorkerPool
+from tests.oracle.trainer_rows import ROWS, STEPS, errors, tuned, write_base
+from tests.oracle.workers import FRONT_ENDS, Failure, WorkerPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
 MARK = "<!-- written by make trainer-table -->"

@@ -16,7 +16,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that tests start would take t
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests.workers import FRONT_ENDS, WorkerPool
+from tests.oracle.workers import FRONT_ENDS, WorkerPool
 
 
 @pytest.fixture(scope="session")

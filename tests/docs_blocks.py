@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.accelerate_plugin.harness import launched
-from tests.families import SIZES, Family
 from tests.lightning_lora.harness import tidy
+from tests.oracle.families import SIZES, Family
 
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "<!-- not run: "

@@ -12,7 +12,7 @@ import accelerate_lora
 import accelerate_plugin
 import lightning_lora
 import lora_parallel
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 FILE = str(Path(__file__).parents[1] / "examples" / "fsdp2_tp.yaml")
 

@@ -17,12 +17,11 @@ from transformers.models.llama import modeling_llama
 from lora_parallel import meta_init
 from lora_parallel.layers.styles import STYLES
 from lora_parallel.planning import plan
-from tests import caches
-from tests.caches import copied, keep_plans, kept
 from tests.logs import listening
 from tests.lora_parallel.test_sensitivity import cut_fused_layers_in_chunks, take_a_partial_gradient_for_whole
-from tests.oracle import Case, causal_lm, differing, reference, relative_error, sharded
-from tests.workers import attempt
+from tests.oracle import Case, caches, causal_lm, differing, reference, relative_error, sharded
+from tests.oracle.caches import copied, keep_plans, kept
+from tests.oracle.workers import attempt
 
 PLAIN = Case(steps=1)
 GROUPED = Case(steps=1, sizes={"num_key_value_heads": 1})

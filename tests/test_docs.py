@@ -24,7 +24,7 @@ from matplotlib.textpath import TextPath
 from torch.distributed.run import get_args_parser
 
 from accelerate_plugin import cli
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from lora_parallel import latest_checkpoint
 from tests.oracle import relative_error
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parent.parent
 SCRIPT, STEPS = str(ROOT / "examples" / "elastic.py"), 16

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from lora_parallel.distributed.gloo import one_gloo_thread
 from lora_parallel.distributed.torch_private import default_store, set_timeout
-from tests import late_group, oracle
+from tests import oracle
 from tests.cases import cases
-from tests.feature_rows import language_loss
-from tests.oracle import Case, Run
-from tests.workers import Failure, WorkerPool, attempt
+from tests.oracle import Case, Run, late_group
+from tests.oracle.feature_rows import language_loss
+from tests.oracle.workers import Failure, WorkerPool, attempt
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import workers
-from tests.workers import Failure, WorkerError, WorkerPool
+from tests.oracle import workers
+from tests.oracle.workers import Failure, WorkerError, WorkerPool
 
 ROOT = Path(__file__).parent.parent
 
@@ -167,7 +167,7 @@ def test_ranks_of_engine_tests_have_not_imported_the_front_ends(own_pool, front_
 def test_a_process_that_ends_without_closing_its_pool_leaves_no_rank(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os\nfrom tests.workers import WorkerPool\n"
+        "import os\nfrom tests.oracle.workers import WorkerPool\n"
         "if __name__ == '__main__':\n    print(*WorkerPool(modules=()).run(2, os.getpid))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

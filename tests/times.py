@@ -38,9 +38,9 @@ KINDS = [START, IMPORTS, SET_UP, PLANNING, STEP, COMPILE, FILES, PEERS, OTHER, N
 PLACES: list[tuple[str, str, set[str] | None]] = [
     (IMPORTS, "<frozen importlib", None),
     (COMMANDS, "/subprocess.py", None),
-    (START, "/tests/workers.py", {"_group", "_end"}),
-    (RANKS, "/tests/workers.py", {"_answers"}),
-    (IDLE, "/tests/workers.py", {"_received"}),
+    (START, "/tests/oracle/workers.py", {"_group", "_end"}),
+    (RANKS, "/tests/oracle/workers.py", {"_answers"}),
+    (IDLE, "/tests/oracle/workers.py", {"_received"}),
     (START, "/torch/distributed/distributed_c10d.py", {"init_process_group", "new_group", "split_group"}),
     (PEERS, "/torch/distributed/distributed_c10d.py", {"all_gather", "all_reduce", "broadcast", "barrier", "gather"}),
     (PEERS, "/torch/distributed/_functional_collectives.py", {"wait_tensor"}),

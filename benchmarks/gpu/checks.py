@@ -53,7 +53,7 @@ from lora_parallel import (
 )
 from lora_parallel.integration import dp_rank, dp_size
 from tests.oracle import SEVEN, trained
-from tests.quantised_rows import ROUNDING_OF_PRODUCTS
+from tests.oracle.quantised_rows import ROUNDING_OF_PRODUCTS
 
 Figures = dict[str, Any]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.oracle import causal_lm
-from tests.workers import WorkerPool
+from tests.oracle.workers import WorkerPool
 
 
 @pytest.fixture(scope="session")

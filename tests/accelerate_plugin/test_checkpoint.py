@@ -21,7 +21,7 @@ from tests.accelerate_plugin.harness import launched, plugin, rows_of
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, causal_lm, differing, full, ranks_of, reference, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 CASE = Case(steps=6, lora={"modules_to_save": ["lm_head"]})
 MESHES = ["2x2", "1x2", "4x1", "2x1", "1x1", "2x2x1", "1x4"]

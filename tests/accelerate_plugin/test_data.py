@@ -16,7 +16,7 @@ from transformers.trainer_utils import seed_worker
 
 from tests.accelerate_plugin.harness import launched, plugin
 from tests.oracle import Case, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 MESHES = ["1x2", "2x2", "2x1"]
 

@@ -17,7 +17,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from accelerate_plugin import LoRAParallelPlugin, cli, config_file, launch
 from tests.cases import cases
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,7 +27,7 @@ from tests.oracle import (
     reference,
     relative_error,
 )
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 ENDS = [*SEVEN, "embed_tokens", "lm_head"]
 CASES = {

@@ -25,8 +25,8 @@ from tests.accelerate_plugin import test_checkpoint, test_data, test_launch, tes
 from tests.accelerate_plugin.harness import environment, launched, plugin, trains
 from tests.cases import cases
 from tests.oracle import Case, Run, causal_lm, ranks_of, reference, relative_error
-from tests.trainer_rows import write_base
-from tests.workers import Failure, attempt
+from tests.oracle.trainer_rows import write_base
+from tests.oracle.workers import Failure, attempt
 
 one_process = test_trainer.one_process
 LOOPS = {

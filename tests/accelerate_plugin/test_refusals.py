@@ -23,7 +23,7 @@ from trl import DPOConfig, GRPOConfig
 from accelerate_plugin import LoRAParallelPlugin
 from tests.accelerate_plugin.harness import environment, launched, plugin
 from tests.oracle import Case, causal_lm, lora_config, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 def bare(**settings: Any) -> Any:

@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from tests.accelerate_plugin.harness import launched, plugin
 from tests.oracle import ranks_of
-from tests.workers import attempt
+from tests.oracle.workers import attempt
 
 INPUTS = list(range(5))
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lora_parallel import TenantPool
 from tests.accelerate_plugin.harness import launched, plugin
 from tests.oracle import causal_lm, ranks_of, relative_error
-from tests.tenant_rows import MIXED, ROWS, Mixed, add, alone, loss_of, values
+from tests.oracle.tenant_rows import MIXED, ROWS, Mixed, add, alone, loss_of, values
 
 
 def trained_by_accelerate(mesh: str) -> dict[str, dict[str, Tensor]]:

@@ -22,8 +22,8 @@ from tests.accelerate_plugin.harness import Rows, environment, launched, plugin
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import dp_of, full, lora_config, ranks_of, relative_error, trained
-from tests.quantised_rows import quantised
-from tests.workers import Failure, attempt
+from tests.oracle.quantised_rows import quantised
+from tests.oracle.workers import Failure, attempt
 
 ROWS = 8
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.cases import cases
 from tests.oracle import ranks_of
-from tests.trainer_rows import ROWS, errors, tuned, write_base
-from tests.workers import Failure
+from tests.oracle.trainer_rows import ROWS, errors, tuned, write_base
+from tests.oracle.workers import Failure
 
 FAST = ["DPO, a reference model", "KTO, a trained adapter", "Reward", "GRPO"]
 SAMPLED = [name for name, row in ROWS.items() if row.mesh == "1x2"]

@@ -20,8 +20,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from tests.accelerate_plugin.harness import environment, launched
 from tests.cases import cases
 from tests.oracle import dp_of, full, ranks_of, relative_error, trained
-from tests.trainer_rows import conversations, plain, preferences, write_base
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.trainer_rows import conversations, plain, preferences, write_base
+from tests.oracle.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parents[2]
 

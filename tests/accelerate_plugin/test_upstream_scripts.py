@@ -28,7 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_co
 
 from tests.accelerate_plugin.harness import environment, launched
 from tests.oracle import full, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 MESHES = ("2x1", "1x2", "2x2")
 TWO_BATCHES = ("2x1", "2x2")

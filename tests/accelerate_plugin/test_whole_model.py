@@ -17,7 +17,7 @@ from tests.accelerate_plugin.harness import Rows, environment, launched, plugin
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import causal_lm, dp_of, full, lora_config, ranks_of, relative_error, trained
-from tests.workers import attempt
+from tests.oracle.workers import attempt
 
 ROWS = 8
 WHOLE = {"PARALLELISM_CONFIG_REQUIRE_ADAPTERS": "false"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

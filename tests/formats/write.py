@@ -20,7 +20,7 @@ from lora_parallel import __version__
 from tests.formats import bases
 from tests.formats.jobs import FOLDER, JOBS, record, write_job
 from tests.oracle import ranks_of
-from tests.workers import FRONT_ENDS, WorkerPool
+from tests.oracle.workers import FRONT_ENDS, WorkerPool
 
 LEFT_OUT = ("README.md", "training_args.bin")
 

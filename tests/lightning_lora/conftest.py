@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers import WorkerPool
+from tests.oracle.workers import WorkerPool
 
 
 @pytest.fixture(scope="session")

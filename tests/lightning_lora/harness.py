@@ -28,7 +28,7 @@ from lightning_lora import strategy_base
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.distributed.mesh import mesh_sizes
 from tests.oracle import SIZES, dp_of, full, mesh_text, parse_mesh, ranks_of, relative_error, trained
-from tests.workers import COLLECTIVE_TIMEOUT
+from tests.oracle.workers import COLLECTIVE_TIMEOUT
 
 ROWS, TOKENS = 8, 12
 QUIET: dict[str, Any] = {

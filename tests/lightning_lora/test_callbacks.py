@@ -12,7 +12,7 @@ import pytest
 
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, loader, tidy, trainer, tuner
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 def namesakes() -> list[Any]:

@@ -41,7 +41,7 @@ from tests.lightning_lora.harness import (
     tuner,
 )
 from tests.oracle import causal_lm, dp_of, fill_adapters, full, lora_config, ranks_of, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 Tuner = tuner()
 DOUBLE: dict[str, Any] = {"precision": "64-true"}

@@ -28,7 +28,7 @@ from tests.lightning_lora.harness import (
     tuner,
 )
 from tests.logs import listening
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 Tuner = tuner()
 DOUBLE: dict[str, Any] = {"precision": "64-true"}

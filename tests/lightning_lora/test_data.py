@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, share, tidy, trainer, tuner
 from tests.oracle import parse_mesh, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 class Listing(tuner()):  # type: ignore[misc]

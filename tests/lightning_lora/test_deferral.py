@@ -32,7 +32,7 @@ from tests.lightning_lora.harness import (
     tuner,
 )
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 DOUBLE: dict[str, Any] = {"precision": "64-true"}
 

@@ -14,7 +14,7 @@ from lightning_lora import FabricLoRAParallelStrategy, LoRAParallelStrategy
 from tests.cases import cases
 from tests.lightning_lora.harness import ROWS, Tokens, environment, loader, strategy, tidy, trainer, tuner
 from tests.oracle import causal_lm
-from tests.workers import attempt
+from tests.oracle.workers import attempt
 
 LACKS = "has no PEFT layers and no lora_config is given"
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, fabric, global_means, loader, tidy, trainer, tuner
 from tests.oracle import fill_adapters, full, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 class Loop:

@@ -24,7 +24,7 @@ from tests.lightning_lora.harness import ROWS, Tokens, fabric, loader, strategy,
 from tests.lightning_lora.test_data import initialise
 from tests.lightning_lora.test_launch import launch
 from tests.oracle import SIZES, causal_lm, full, lora_config, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 FIRST = "set the model up first (model = fabric.setup_module(model))"
 REFUSED: dict[str, tuple[str, str]] = {

@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import Tokens, fit, tidy, tuner
 from tests.oracle import relative_error
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 STEPS = 3
 

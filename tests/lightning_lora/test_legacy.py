@@ -24,7 +24,7 @@ from tests.lightning_lora.harness import (
     tuner,
 )
 from tests.oracle import relative_error
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 Tuner = tuner("pytorch_lightning")
 

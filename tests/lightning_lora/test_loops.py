@@ -36,7 +36,7 @@ from tests.lightning_lora.harness import (
     tuner,
 )
 from tests.oracle import parse_mesh, ranks_of
-from tests.workers import COLLECTIVE_TIMEOUT, Failure, attempt
+from tests.oracle.workers import COLLECTIVE_TIMEOUT, Failure, attempt
 
 Tuner = tuner()
 

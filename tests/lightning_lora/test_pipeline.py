@@ -42,7 +42,7 @@ from tests.lightning_lora.harness import (
 from tests.lightning_lora.test_checkpoint import run_on
 from tests.lightning_lora.test_registry import command_line
 from tests.oracle import causal_lm, fill_adapters, lora_config, ranks_of, relative_error
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 Tuner = tuner()
 DOUBLE: dict[str, Any] = {"precision": "64-true"}

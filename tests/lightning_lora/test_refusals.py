@@ -25,7 +25,7 @@ from lora_parallel import clip_grad_norm_
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Points, Tokens, loader, tidy, trainer, tuner
 from tests.oracle import causal_lm, lora_config, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 Tuner = tuner()
 

@@ -22,7 +22,7 @@ from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import QUIET, ROWS, PoolRanks, Resumable, Tokens, loader, tidy, trainer, tuner
 from tests.logs import listening
 from tests.oracle import full, trained
-from tests.workers import COLLECTIVE_TIMEOUT
+from tests.oracle.workers import COLLECTIVE_TIMEOUT
 
 
 class Pool(PoolRanks, SLURMEnvironment):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lora_parallel import TenantPool
 from tests.lightning_lora.harness import share, tidy, trainer
 from tests.oracle import causal_lm, ranks_of, relative_error
-from tests.tenant_rows import MIXED, ROWS, Mixed, add, alone, loss_of, values
+from tests.oracle.tenant_rows import MIXED, ROWS, Mixed, add, alone, loss_of, values
 
 
 class Tenants(pl.LightningModule):

@@ -26,7 +26,7 @@ from tests.lightning_lora.harness import (
     tuner,
 )
 from tests.oracle import fill_adapters, full, ranks_of, trained
-from tests.quantised_rows import ROUNDING_OF_PRODUCTS, quantised
+from tests.oracle.quantised_rows import ROUNDING_OF_PRODUCTS, quantised
 
 Tuner = tuner()
 DOUBLE: dict[str, Any] = {"precision": "64-true"}

@@ -36,7 +36,6 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.layers.styles import STYLES
 from lora_parallel.planning.plan import resolve_plan
 from tests.cases import cases
-from tests.feature_rows import ANY_LAYER, ENDS, Branched, Normed, layers_of
 from tests.oracle import (
     causal_lm,
     differing,
@@ -47,8 +46,9 @@ from tests.oracle import (
     relative_error,
     trained,
 )
-from tests.rows import DECODER, base_model, fill, language, rows
-from tests.workers import Failure, attempt
+from tests.oracle.feature_rows import ANY_LAYER, ENDS, Branched, Normed, layers_of
+from tests.oracle.rows import DECODER, base_model, fill, language, rows
+from tests.oracle.workers import Failure, attempt
 
 
 class Picture(nn.Module):

@@ -31,7 +31,7 @@ from tests.oracle import (
     sharded,
     trained,
 )
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 PHI3 = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 ENDS = [*SEVEN, "embed_tokens", "lm_head"]

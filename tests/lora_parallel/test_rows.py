@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from tests.rows import Cell, Step, compare, compare_all, one_process, rows
+from tests.oracle.rows import Cell, Step, compare, compare_all, one_process, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights and Conv1D
 reference = cache(one_process)

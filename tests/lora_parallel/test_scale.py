@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 SHAPE = {
     "hidden_size": 16384,

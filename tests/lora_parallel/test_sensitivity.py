@@ -22,7 +22,7 @@ from lora_parallel.tp.layer import TPLayer
 from lora_parallel.tracing.rank_simulation import verify_ranks
 from lora_parallel.tracing.structure import find_structure
 from tests.oracle import Case, causal_lm, on_mesh, reference, relative_error, sharded
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 PHI3 = {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 CASES = {

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from tests.conftest import _shard
 from tests.mutants import PACKAGES, ROOT, Mutant, mutants, place_of, product_files
-from tests.workers import SERVERS
+from tests.oracle.workers import SERVERS
 
 IMPORTS = (
     *("torch.distributed.fsdp", "torch.distributed.tensor", "peft", "transformers.trainer", "accelerate", "lightning"),

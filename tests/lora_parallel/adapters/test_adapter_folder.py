@@ -20,7 +20,7 @@ from lora_parallel.adapters import save_adapter as adapter_writer
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import region_of
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 IDS = torch.arange(24).view(2, 12)

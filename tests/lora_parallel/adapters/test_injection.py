@@ -14,7 +14,7 @@ from lora_parallel import ParallelConfig, meta_init, parallelize
 from lora_parallel.adapters.injection import check_adapters, has_adapters
 from tests.cases import cases
 from tests.oracle import SIZES, causal_lm, full, lora_config, on_mesh, ranks_of, trained
-from tests.workers import attempt
+from tests.oracle.workers import attempt
 
 MESHES = cases("2x2", matrix=["1x1", "2x1", "1x2", "1x4", "4x1", "2x2x2"])
 SEED = 11

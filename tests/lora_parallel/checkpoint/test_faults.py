@@ -23,7 +23,7 @@ from lora_parallel.checkpoint import writer
 from tests.cases import cases
 from tests.lora_parallel.checkpoint.resume import STEPS, Job, Trained
 from tests.oracle import differing, ranks_of, relative_error
-from tests.workers import Failure
+from tests.oracle.workers import Failure
 
 COUNT = int(os.environ.get("FAULTS", "1"))
 SAVES = tuple(range(1, STEPS))

@@ -13,7 +13,7 @@ import torch
 from lora_parallel import load_checkpoint, save_checkpoint, wait_for_save
 from lora_parallel.checkpoint.integrity import _share
 from tests.lora_parallel.checkpoint.test_save_load import made, same, snapshot
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 FLIPS = 2
 

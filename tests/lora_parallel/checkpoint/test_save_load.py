@@ -41,8 +41,8 @@ from lora_parallel.distributed.gather import local
 from lora_parallel.storage import progress
 from tests.cases import cases
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, trained
-from tests.rows import rows
-from tests.workers import SCRIPT_LIMIT, Failure, attempt
+from tests.oracle.rows import rows
+from tests.oracle.workers import SCRIPT_LIMIT, Failure, attempt
 
 CASE = Case()
 Pair = tuple[nn.Module, torch.optim.Optimizer]

@@ -19,7 +19,7 @@ from lora_parallel.cost.simulated_rank import cost_of_a_step
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.loading.meta_init import meta_init
 from tests.cases import cases
-from tests.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
+from tests.oracle.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
 
 BOUND = 0.05
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from lora_parallel import parallelize
 from tests.oracle import SEVEN, full, on_mesh, trained
-from tests.rows import DECODER, LANGUAGE_LM, SPLIT, build
+from tests.oracle.rows import DECODER, LANGUAGE_LM, SPLIT, build
 
 TOKENS, ROWS = 14, 4
 

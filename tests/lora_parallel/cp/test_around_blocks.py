@@ -29,8 +29,8 @@ from lora_parallel.cp import replicated
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ids
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
-from tests.rows import fill
-from tests.workers import Failure, attempt
+from tests.oracle.rows import fill
+from tests.oracle.workers import Failure, attempt
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64}

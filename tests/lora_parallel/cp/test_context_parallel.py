@@ -35,8 +35,8 @@ from tests.cases import cases
 from tests.lora_parallel.cp.runs import ROWS, RUNS, TOKENS, Run, ids, language
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
-from tests.rows import DECODER, build
-from tests.workers import Failure, attempt
+from tests.oracle.rows import DECODER, build
+from tests.oracle.workers import Failure, attempt
 
 
 def run_all(mesh: str):

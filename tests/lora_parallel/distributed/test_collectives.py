@@ -12,7 +12,7 @@ from lora_parallel.distributed.collectives import chunk_bounds, copy_to_tp, gath
 from lora_parallel.distributed.torch_private import set_timeout
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import SIZES, causal_lm, fill_adapters, lora_config, mesh_of, on_mesh, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 5, 7, 8, 131])

@@ -14,7 +14,7 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.torch_private import local_region
 from tests.cases import cases
 from tests.oracle import Case, full, mesh_of, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 MESHES = cases("2x2", matrix=["2x1", "1x2", "2x2x1"])
 CASE = Case(steps=4)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lora_parallel.distributed import gloo, torch_private
-from tests.workers import SCRIPT_LIMIT
+from tests.oracle.workers import SCRIPT_LIMIT
 
 
 def gloo_threads():

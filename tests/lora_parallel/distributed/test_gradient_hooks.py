@@ -10,7 +10,7 @@ import torch
 from lora_parallel import no_sync, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 MESHES = ["2x1", "1x2", "2x2", "2x2x1"]
 CASE = Case(steps=2)

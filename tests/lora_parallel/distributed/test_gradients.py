@@ -15,7 +15,7 @@ from lora_parallel.distributed.gradients import clip_grad_value_
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.cases import cases
 from tests.oracle import Case, full, half_sum_of_squares, mesh_of, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 PENALTY = 0
 

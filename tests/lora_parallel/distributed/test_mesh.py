@@ -18,7 +18,7 @@ from lora_parallel.distributed.mesh import (
     same_batch_mesh,
 )
 from tests.oracle import mesh_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 def test_auto_takes_what_the_others_leave():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from lora_parallel.distributed.rank_checks import agreed, begin_gather, fingerprint, gather_numbers
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 class OwnError(Exception):

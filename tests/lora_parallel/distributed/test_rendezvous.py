@@ -24,7 +24,7 @@ from lora_parallel.distributed.torch_private import default_store
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, on_mesh, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 MESHES = cases("2x2", matrix=["2x1", "1x2"])
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_parallel.distributed import fsdp_private, torch_private
 from tests.oracle import mesh_of
-from tests.workers import COLLECTIVE_TIMEOUT, Failure, attempt
+from tests.oracle.workers import COLLECTIVE_TIMEOUT, Failure, attempt
 
 
 def adapted():

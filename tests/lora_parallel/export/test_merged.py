@@ -18,9 +18,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from lora_parallel import export_merged, parallelize
 from lora_parallel.export import safetensors_writer as writer_module
 from tests.cases import cases
-from tests.families import FAMILIES
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.families import FAMILIES
+from tests.oracle.workers import Failure, attempt
 
 IDS = torch.arange(24).view(2, 12)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lora_parallel import parallelize, save_adapter
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -14,7 +14,7 @@ from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.cases import cases
 from tests.oracle import SEVEN, Case, fill_adapters, full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 CASES = {
     "plain": Case(steps=1),

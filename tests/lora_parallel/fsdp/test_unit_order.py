@@ -16,7 +16,7 @@ from lora_parallel.fsdp import unit_order
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import Case, fill_adapters, full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 CASE = Case(steps=6, sizes={"num_hidden_layers": 6})
 SEQUENCE = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "vocab_size": 32}

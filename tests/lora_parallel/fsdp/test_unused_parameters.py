@@ -17,7 +17,7 @@ from lora_parallel import no_sync, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import differing, fill_adapters, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 WIDTH = 8
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from lora_parallel.layers import linear_classes
 from lora_parallel.layers.linear_classes import own_roles, subclass_problem
 from lora_parallel.layers.styles import STYLES
-from tests.feature_rows import Branched, Normed, Scaled, Unbiased
+from tests.oracle.feature_rows import Branched, Normed, Scaled, Unbiased
 
 COLUMNS, ROWS = STYLES["rowwise"], STYLES["colwise"]
 

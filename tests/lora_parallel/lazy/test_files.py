@@ -24,7 +24,7 @@ from lora_parallel.lazy.files import DcpDirectory, PickleFile, SafetensorsFile, 
 from lora_parallel.lazy.graph import read, whole
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from tests.oracle import mesh_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 def draw(*shape, dtype=torch.float32, seed=0):

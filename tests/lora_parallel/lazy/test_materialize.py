@@ -29,9 +29,9 @@ from lora_parallel.layers.row_partition import partition_of
 from lora_parallel.lazy import files
 from lora_parallel.lazy.tracking import checkpoints_in
 from tests.cases import cases
-from tests.families import FAMILIES, Family
 from tests.oracle import fill_adapters, full, on_mesh, ranks_of, trained
-from tests.workers import Failure, attempt
+from tests.oracle.families import FAMILIES, Family
+from tests.oracle.workers import Failure, attempt
 
 SEED = 7
 IDS = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(1))

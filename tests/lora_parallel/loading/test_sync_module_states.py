@@ -14,7 +14,7 @@ from lora_parallel.distributed.random_state import share_random_state
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, mesh_of, on_mesh
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 class Parts(nn.Module):

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lora_parallel.metrics.device_peaks import device_peak
 from lora_parallel.metrics.flops import TokenFlops, token_flops
-from tests.families import FAMILIES
 from tests.oracle import causal_lm, lora_config
+from tests.oracle.families import FAMILIES
 
 LAYERS = 12
 """Enough layers that the first one counts for little: nothing needs the gradient of its input."""

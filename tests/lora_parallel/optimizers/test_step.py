@@ -14,9 +14,9 @@ from lora_parallel import parallelize
 from lora_parallel.distributed.gather import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.cases import cases
-from tests.optimizer_rows import CASE, LR, MAKES, MORE, STEPS, bound, on_ranks, one_process, train
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.optimizer_rows import CASE, LR, MAKES, MORE, STEPS, bound, on_ranks, one_process, train
+from tests.oracle.workers import Failure, attempt
 
 EACH_KIND = [
     "Rprop",

@@ -19,7 +19,7 @@ from lora_parallel.planning.entries import _SHOWN_BY_RUNNING
 from lora_parallel.planning.family_plans import family_plan
 from lora_parallel.planning.plan import check_globs, resolve_plan
 from tests.oracle import SEVEN, causal_lm, lora_config
-from tests.rows import base_model
+from tests.oracle.rows import base_model
 
 
 def styles_of(model, globs=None, tp=2):

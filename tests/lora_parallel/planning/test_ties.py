@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
-from tests.rows import DECODER, ENCODER, Batch, base_model, language, masked_language
+from tests.oracle.rows import DECODER, ENCODER, Batch, base_model, language, masked_language
 
 # A head whose bias is tied to one that a module without a style holds, and layers that the user leaves whole.
 WHOLE = dict.fromkeys(["lm_head", "model.embed_tokens"], "replicate")

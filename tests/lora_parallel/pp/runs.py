@@ -27,7 +27,7 @@ from tests.lora_parallel.cp.runs import (
     shifted_by_hand,
 )
 from tests.oracle import SEVEN, full, on_mesh, over_stages, trained
-from tests.rows import CLASSES, DECODER, GEMMA, GPT2, GPT2_TARGETS, LANGUAGE_LM, build
+from tests.oracle.rows import CLASSES, DECODER, GEMMA, GPT2, GPT2_TARGETS, LANGUAGE_LM, build
 
 PP = {"pp_microbatches": 4}
 GPIPE = {"pp_microbatches": 4, "pp_schedule": "gpipe"}

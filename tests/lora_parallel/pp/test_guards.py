@@ -24,7 +24,7 @@ from tests.lora_parallel.pp import models
 from tests.lora_parallel.pp.models import Own, adapted
 from tests.lora_parallel.pp.runs import GPIPE, PP, Run
 from tests.oracle import full, on_mesh, over_stages, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 TWO = {"pp_microbatches": 2}
 

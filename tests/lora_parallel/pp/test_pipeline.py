@@ -9,7 +9,7 @@ import pytest
 from tests.cases import cases
 from tests.lora_parallel.pp.runs import COMBINED, LOOPED, RUNS, Run
 from tests.oracle import dp_of, ranks_of, relative_error
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 def run_all(mesh: str, names: list[str], runs: dict[str, Run]) -> dict[str, Any]:

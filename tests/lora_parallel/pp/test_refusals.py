@@ -25,8 +25,8 @@ from tests.lora_parallel.pp import models
 from tests.lora_parallel.pp.models import Own, adapted
 from tests.lora_parallel.pp.runs import PP, Run
 from tests.oracle import SEVEN, full, on_mesh, relative_error, trained
-from tests.rows import rows
-from tests.workers import Death, Failure, attempt
+from tests.oracle.rows import rows
+from tests.oracle.workers import Death, Failure, attempt
 
 
 def llama(**settings: Any) -> nn.Module:

@@ -35,8 +35,8 @@ from tests.lora_parallel.pp.runs import INTERLEAVED, LAYERS, ids, in_float64, ov
 from tests.lora_parallel.quantised.test_conversion import LLAMA
 from tests.lora_parallel.quantised.test_loading import adapted_again, loaded, merged_alone
 from tests.oracle import SEVEN, differing, full, on_mesh, ranks_of, relative_error, trained
-from tests.rows import DECODER, LANGUAGE_LM, build, fill
-from tests.workers import Failure, attempt
+from tests.oracle.rows import DECODER, LANGUAGE_LM, build, fill
+from tests.oracle.workers import Failure, attempt
 
 LOOPED = "interleaved 1x1pp2"
 

@@ -29,7 +29,7 @@ from tests.lora_parallel.cp.runs import ids, language
 from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run, in_float64
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import full, lora_config, on_mesh, over_stages, ranks_of, relative_error, trained
-from tests.rows import DECODER, base_model
+from tests.oracle.rows import DECODER, base_model
 
 
 def model_on(mesh: str, run: Run | None = None, **config: Any) -> Any:

@@ -31,7 +31,7 @@ from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.quantised.conversion import check_quantised, hold_as_bytes
 from tests.cases import cases
 from tests.oracle import SEVEN, differing, full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LLAMA = {

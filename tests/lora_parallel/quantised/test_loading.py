@@ -41,7 +41,7 @@ from lora_parallel.quantised.conversion import check_quantised, hold_as_bytes
 from tests.cases import cases
 from tests.lora_parallel.quantised.test_conversion import FEW, KINDS, LLAMA, base, batch, dense, gradients
 from tests.oracle import differing, fill_adapters, on_mesh, ranks_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FUSED = ("nf4", "nf4, double", "int8", "torchao int8 by group")

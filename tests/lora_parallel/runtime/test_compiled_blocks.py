@@ -29,9 +29,9 @@ from tests.oracle import (
     relative_error,
     sharded,
 )
-from tests.rows import ENCODER, Step, _step, base_model, masked_language, one_process, rows
-from tests.tenant_rows import STEPS, add, alone, batch, loss_of, pool_of, values
-from tests.workers import Failure, attempt
+from tests.oracle.rows import ENCODER, Step, _step, base_model, masked_language, one_process, rows
+from tests.oracle.tenant_rows import STEPS, add, alone, batch, loss_of, pool_of, values
+from tests.oracle.workers import Failure, attempt
 
 WHOLE: dict[str, Any] = {"compile": {"backend": "aot_eager", "fullgraph": True}}
 """An error where the graph breaks. The backend differentiates and decomposes, and calls no compiler."""

@@ -16,7 +16,7 @@ from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.runtime.guards import verify
 from lora_parallel.state import state_of
 from tests.oracle import SEVEN, Case, causal_lm, fill_adapters, full, lora_config, on_mesh, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 ENDS = [*SEVEN, "embed_tokens", "lm_head"]
 

@@ -12,7 +12,7 @@ import torch
 from lora_parallel import clip_grad_norm_, parallelize
 from tests.cases import cases
 from tests.oracle import Case, on_mesh, ranks_of, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 CASE = Case(steps=1)
 

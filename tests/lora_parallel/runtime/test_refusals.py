@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from lora_parallel import TenantPool, parallelize
 from tests.oracle import SEVEN, Case, causal_lm, full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 MESHES = ["1x2", "2x1", "2x2"]
 IDS = torch.arange(24).view(2, 12)

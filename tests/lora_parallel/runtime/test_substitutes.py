@@ -11,7 +11,7 @@ from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.cases import cases
 from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 CASE = Case(steps=1)
 

@@ -12,7 +12,7 @@ from lora_parallel import parallelize
 from lora_parallel.runtime.whole_compile import unwrap_compiled
 from tests.cases import cases
 from tests.oracle import Case, on_mesh
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 def test_every_wrapper_is_taken_off(caplog):

@@ -32,8 +32,8 @@ from lora_parallel.tenants.validation import describe_config
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, differing, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained
-from tests.quantised_rows import quantised
-from tests.tenant_rows import (
+from tests.oracle.quantised_rows import quantised
+from tests.oracle.tenant_rows import (
     CONFIGS,
     ROWS,
     SEEDS,
@@ -49,7 +49,7 @@ from tests.tenant_rows import (
     values,
     with_optimizer,
 )
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 
 def train_in_turn(mesh_text: str) -> dict[str, dict[str, Tensor]]:

@@ -18,9 +18,9 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.state import ForwardCount
 from lora_parallel.tenants.layer import _grouped
 from tests.cases import cases
-from tests.families import FAMILIES
 from tests.oracle import causal_lm, differing, on_mesh, ranks_of, relative_error, trained
-from tests.tenant_rows import (
+from tests.oracle.families import FAMILIES
+from tests.oracle.tenant_rows import (
     MIXED,
     SEEDS,
     STEPS,
@@ -34,7 +34,7 @@ from tests.tenant_rows import (
     pool_of,
     values,
 )
-from tests.workers import attempt
+from tests.oracle.workers import attempt
 
 CLIP = 0.05
 """Far below the norms here."""

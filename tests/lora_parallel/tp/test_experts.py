@@ -25,11 +25,11 @@ from lora_parallel.layers.row_partition import RowPartition
 from lora_parallel.planning.expert_sharing import share_experts
 from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.tp.experts import ExpertSharing
-from tests.expert_rows import ATTENTION, BY_EXPERTS, MIXTRAL, STACKS
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import differing, full, lora_config, on_mesh, ranks_of, relative_error, trained
-from tests.rows import build, language, rows
-from tests.workers import Failure, attempt
+from tests.oracle.expert_rows import ATTENTION, BY_EXPERTS, MIXTRAL, STACKS
+from tests.oracle.rows import build, language, rows
+from tests.oracle.workers import Failure, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about target_parameters
 BY_FEATURES = {"tp_plan": {"*.experts": "moe_tp_experts"}}

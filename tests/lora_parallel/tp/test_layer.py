@@ -16,7 +16,7 @@ from lora_parallel.layers.layer_parameters import base_of, layer_tensors, shared
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES
 from tests.cases import cases
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 HIDDEN, VOCABULARY = 6, 13
 

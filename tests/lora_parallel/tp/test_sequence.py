@@ -37,8 +37,8 @@ from tests.oracle import (
     relative_error,
     sharded,
 )
-from tests.rows import base_model
-from tests.workers import Failure, attempt
+from tests.oracle.rows import base_model
+from tests.oracle.workers import Failure, attempt
 
 ON = {"sequence_parallel": True}
 BIASED = {"attention_bias": True, "mlp_bias": True}

@@ -25,7 +25,7 @@ from lora_parallel.tp.sliced_tensor import SlicedTensor
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, full, on_mesh, ranks_of, reference, relative_error, sharded, trained
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 CHUNK = vocabulary_loss.CHUNK_ELEMENTS
 ROWS, TOKENS, VOCABULARY = 2, 6, 7

@@ -15,7 +15,7 @@ from lora_parallel.tp import vocabulary_loss
 from lora_parallel.tp.vocabulary_loss import cross_entropy_of_slices
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import mesh_of
-from tests.workers import Failure, attempt
+from tests.oracle.workers import Failure, attempt
 
 TOKENS, VOCABULARY, IGNORED = 11, 9, -100  # four ranks have 3, 3, 3 and 0 of the vocabulary
 CHUNK = vocabulary_loss.CHUNK_ELEMENTS

@@ -16,7 +16,7 @@ from lora_parallel.layers.module_names import clean_names
 from lora_parallel.tracing.structure import find_structure
 from lora_parallel.tracing.trace_errors import TraceError
 from tests.oracle import causal_lm
-from tests.rows import base_model
+from tests.oracle.rows import base_model
 
 HIDDEN = 8
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lora_parallel import load_checkpoint, parallelize, save_checkpoint
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.oracle import Case, full, on_mesh, over_stages, trained
-from tests.workers import attempt
+from tests.oracle.workers import attempt
 
 LR = 1e-2
 STEPS, MORE = 3, 2

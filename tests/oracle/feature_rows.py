@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle import SEVEN
-from tests.rows import (
+from tests.oracle.rows import (
     DECODER,
     FUSED_SEVEN,
     GPT2,

@@ -28,8 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests import workers
-from tests.caches import copied, kept
+from tests.oracle import workers
+from tests.oracle.caches import copied, kept
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -34,7 +34,7 @@ from trl.models import unwrap_model_for_generation
 
 from tests.accelerate_plugin.harness import environment, launched
 from tests.oracle import SEVEN, differing, dp_of, fill_adapters, full, relative_error, trained
-from tests.workers import attempt
+from tests.oracle.workers import attempt
 
 WORDS = 64
 BATCH = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.rows import DECODER, SPLIT, Row, build
+from tests.oracle.rows import DECODER, SPLIT, Row, build
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

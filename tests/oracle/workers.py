@@ -49,7 +49,7 @@ MOST_RANKS = 16  # of one pytest process; those that were used last stay
 MOST_BYTES = 3 * 2**29  # that a rank may hold after a call, to be called again
 PRINTED = 30_000  # characters of what a rank that died has printed
 
-ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.integration", "tests.rows")
+ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.integration", "tests.oracle.rows")
 """Modules that the server of the engine's tests imports."""
 
 OURS = ("accelerate_plugin", "lightning_lora")
@@ -62,7 +62,7 @@ FRONT_ENDS = (
     "bitsandbytes",
     "tests.lightning_lora.harness",
     "tests.accelerate_plugin.harness",
-    "tests.trainer_rows",
+    "tests.oracle.trainer_rows",
 )
 """Modules that the server of the front ends' tests imports."""
 
@@ -131,7 +131,7 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
     faulthandler.enable()
     torch._C._set_print_stack_traces_on_fatal_signal(True)
     from lora_parallel.distributed.gloo import one_gloo_thread
-    from tests.caches import keep_plans
+    from tests.oracle.caches import keep_plans
     from tests.times import watch_rank
 
     watch_rank(rank, group.world_size)

@@ -18,9 +18,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from tests.caches import copied
 from tests.oracle import SEVEN, full, on_mesh, over_stages, parse_mesh, ranks_of, relative_error, trained
-from tests.workers import Failure, WorkerError, WorkerPool, attempt
+from tests.oracle.caches import copied
+from tests.oracle.workers import Failure, WorkerError, WorkerPool, attempt
 
 ROWS_OF_BATCH, TOKENS, VOCABULARY, CLASSES = 8, 12, 131, 3
 
@@ -212,9 +212,9 @@ class Row:
 @cache
 def rows() -> dict[str, Row]:
     """All rows by name, families first."""
-    from tests.expert_rows import experts  # which are made of what is here
-    from tests.feature_rows import features
-    from tests.quantised_rows import quantised_rows
+    from tests.oracle.expert_rows import experts  # which are made of what is here
+    from tests.oracle.feature_rows import features
+    from tests.oracle.quantised_rows import quantised_rows
 
     found = [*families(), *experts(), *quantised_rows(), *features()]
     assert len({row.name for row in found}) == len(found)

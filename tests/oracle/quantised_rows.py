@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.oracle import SEVEN
-from tests.rows import DECODER, FUSED_SEVEN, Row, base_model, deeper, fill
+from tests.oracle.rows import DECODER, FUSED_SEVEN, Row, base_model, deeper, fill
 
 # Widths that eight ranks can cut between blocks of 64.
 SIZES = {**DECODER, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
