@@ -23,9 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate_plugin import checkpoint
-from accelerate_plugin.data import check_dispatch, prepare_sampler, resumable, whole_stream
+from accelerate_plugin.data import check_dispatch, prepare_sampler, resumable
 from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
+from accelerate_plugin.streams import deal_as_dispatched, note_last_rows, whole_stream
 from lora_parallel import clip_grad_norm_ as clip_norm
 from lora_parallel import no_sync as engine_no_sync
 from lora_parallel.integration import (
@@ -115,10 +116,18 @@ class AcceleratorOverrides(Accelerator):
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         check_dispatch(self)  # again: `dataloader_config` may be another than the Accelerator was made with
-        if self.dataloader_config is self.replaced_config:
+        is_replaced = self.dataloader_config is self.replaced_config
+        if is_replaced:
             data_loader = whole_stream(data_loader)
         prepare_sampler(data_loader, self._parallelism.dp_rank, self.use_seedable_sampler)
-        return resumable(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
+        loader = resumable(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
+        return deal_as_dispatched(loader) if is_replaced else loader
+
+    # Accelerate knows the rows of a last batch from the dataset's length, which a stream does not have.
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather from all data-parallel processes, without the rows that fill up a last batch."""
+        note_last_rows(self.gradient_state.active_dataloader)
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     # ------------------------------------------------------------------ gradients
 

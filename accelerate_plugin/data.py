@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
-from accelerate.utils import is_datasets_available
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
@@ -29,7 +27,6 @@ __all__ = [
     "restore_sampler",
     "resumable",
     "sampler_state",
-    "whole_stream",
 ]
 
 _DISPATCHED = (
@@ -114,36 +111,6 @@ def resumable(loader: Any) -> Any:
             shard.total_dataset_length = len(shard.dataset)
             loader.batch_sampler.num_processes = shard.num_processes
     return loader
-
-
-def whole_stream(data_loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a dataloader whose rows Accelerate will share out batch by batch, as it does without `datasets`.
-
-    Accelerate gives each process some of the files of a `datasets.IterableDataset` if it has enough of them, and the
-    rows of a step are then others than in one process.
-    """
-    if not is_datasets_available():
-        return data_loader
-    from datasets import IterableDataset as DatasetsStream
-
-    if not isinstance(data_loader.dataset, DatasetsStream):
-        return data_loader
-    data_loader = copy(data_loader)
-    vars(data_loader)["dataset"] = _Stream(data_loader.dataset)  # a dataloader refuses to have it set
-    return data_loader
-
-
-class _Stream(IterableDataset[Any]):
-    """Read a stream of `datasets`; Accelerate does not see what it reads."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stream)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.stream.set_epoch(epoch)
 
 
 def _dealer(loader: Any) -> Any:

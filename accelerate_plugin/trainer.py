@@ -19,11 +19,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from accelerate_plugin.accelerator_init import Original
 from accelerate_plugin.models import innermost
-from accelerate_plugin.parallelism import collective_method, parallelism_of
+from accelerate_plugin.parallelism import collective_method, parallelism_of, parallelism_within_batch
 from lora_parallel.integration import (
     Contents,
     Scratch,
     TrainState,
+    adapter_parameters,
     agreed,
     is_checkpoint,
     load_models,
@@ -65,8 +66,13 @@ def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     TRL's trainers keep the tensor-parallel size in `_tp_size` and divide counts of tokens by it: it is set to 1. The
     checkpoint to resume from is checked here, before Trainer fails because a file of its own is missing.
+
+    Raises:
+        ValueError: The checkpoint cannot be resumed from, or a loss of sentence-transformers would gather the rows of a
+            batch from peers that all have the same.
     """
     if parallelism_of(self.accelerator) is not None:
+        _refuse_gathering_losses(getattr(self, "loss", None))
         if hasattr(self, "_tp_size"):
             self._tp_size = 1
         resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
@@ -74,6 +80,17 @@ def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
             with agreed():
                 _check_readable(local_path(resume))
     return original(self, *args, **kwargs)
+
+
+def _refuse_gathering_losses(held: Any) -> None:
+    losses = held.values() if isinstance(held, dict) else [held]
+    modules = [module for loss in losses if isinstance(loss, nn.Module) for module in loss.modules()]
+    gathering = [module for module in modules if getattr(module, "gather_across_devices", False)]
+    if gathering and parallelism_within_batch() is not None:
+        raise ValueError(
+            f"{type(gathering[0]).__name__}(gather_across_devices=True) takes the rows of all processes for different "
+            "ones, and tensor, context and pipeline parallel peers have the same: leave it False, or use sizes of 1."
+        )
 
 
 def has_mixed_mesh_grads(original: Original, self: Any, model: nn.Module) -> bool:
@@ -107,8 +124,14 @@ def save_model(original: Original, self: Any, output_dir: str | None = None, _in
         return
     directory = output_dir if output_dir is not None else self.args.output_dir
     if state_of(self.model) is None:
-        # The model is not sharded yet (before training): its adapters are whole and in memory.
+        # The model is not sharded yet (before training): adapters are whole, and in memory but for copies of the base.
         with agreed():
+            written = adapter_parameters(self.model) or dict(self.model.named_parameters())
+            if any(parameter.is_meta for parameter in written.values()):
+                raise RuntimeError(
+                    "the model's weights are still on disk, from where each process will read its part: train or "
+                    "evaluate before trainer.save_model, or load the model with LORA_PARALLEL_DEFER=0 set."
+                )
             if self.args.should_save:
                 self._save(directory)
     else:

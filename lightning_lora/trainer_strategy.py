@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_lora.callback_logging import Logging
 from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
 from lightning_lora.find_models import find_roots
 from lightning_lora.loader_position import moved_position
@@ -143,11 +144,10 @@ class TrainerStrategyLogic(BaseLogic, Base):
         assert self.lightning_module is not None
         if is_checked():
             trainer.callbacks.clear()  # some save a checkpoint where a run is ended
+        for callback in trainer.callbacks:
+            callback.log, callback.log_dict = Logging(callback.log), Logging(callback.log_dict)
         self._shard(self.lightning_module, self._roots, trains=fits)
         self._fill_model()
-        # FSDP2 allocates its buffers in the first forward: under inference_mode they could never be trained with.
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False
         sync_metrics(self.lightning_module, self.device_mesh)
         self._prediction = UnevenPrediction(self.device_mesh, self.root_device)
         self.barrier()

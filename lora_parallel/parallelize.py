@@ -40,7 +40,7 @@ from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
-from lora_parallel.fsdp.submodule_calls import gather_for_calls
+from lora_parallel.fsdp.submodule_calls import gather_for_calls, leave_inference_mode
 from lora_parallel.fsdp.unit_order import install_order_check
 from lora_parallel.fsdp.wrapping import (
     check_scalars,
@@ -235,6 +235,7 @@ def parallelize(
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
     checks = [each.check for each in plan.first_batch_checks]
     hooks = StepHooks(model, mesh, count, gradients, context, order, checks, state.recover, stages is not None)
+    leave_inference_mode(model)
     if stages is not None:
         state.stage = stages.tensors
         clip_over_stages(model, mesh["pp"])

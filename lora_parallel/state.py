@@ -131,7 +131,7 @@ class ParallelState:
     See `lora_parallel.adapters.base_fingerprint`.
     """
 
-    check_trains: Callable[[], None] | None = field(default=None, repr=False)
+    check_trains: Callable[..., None] | None = field(default=None, repr=False)
     """Checks what trains, of a model that was parallelized to be evaluated and has not trained yet; else None."""
 
     stage: StageTensors | None = field(default=None, repr=False)

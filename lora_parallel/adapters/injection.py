@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftType, get_peft_model
+from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import MultiheadAttention
 from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -83,6 +83,11 @@ def check_adapters(
         _check_initialisation(lora_config)
     _check_attention(model)
     present = has_adapters(model)
+    if len(peft_models := _outer_peft_models(model)) > 1:
+        raise ValueError(
+            f"{type(model).__name__} holds {len(peft_models)} models of PEFT ({', '.join(peft_models)}), and an "
+            "adapter folder is of one: adapt one model that holds both, or shard each by itself."
+        )
     if lora_config is not None and not present:
         _check_targets(model, lora_config)
     for name, peft_config in peft_configs(model).items():
@@ -106,6 +111,15 @@ def check_adapters(
     if trains:
         raise lack
     return lack
+
+
+def _outer_peft_models(model: nn.Module) -> list[str]:
+    """Return the names of the PeftModels in a module that are in no other one."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, PeftModel) and not any(not outer or name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def _check_attention(model: nn.Module) -> None:

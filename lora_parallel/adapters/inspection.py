@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
+import torch
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from lora_parallel.distributed.gather import persistent_buffers
+from lora_parallel.distributed.gather import local, persistent_buffers
 from lora_parallel.layers.module_names import clean_parameter_name
 from lora_parallel.state import state_of
 
@@ -18,6 +19,7 @@ __all__ = [
     "adapted_model",
     "adapter_parameters",
     "adapter_tensors",
+    "check_finite",
     "check_unmerged",
     "first_names",
     "peft_configs",
@@ -52,6 +54,30 @@ def check_unmerged(model: nn.Module) -> None:
                 f"the adapter {module.merged_adapters[0]!r} is merged into the base of {name}: call unmerge_adapter() "
                 "first."
             )
+
+
+def check_finite(parameters: Mapping[str, Tensor]) -> None:
+    """Check that this rank's parts of parameters hold finite values: others are not saved.
+
+    Args:
+        parameters: The parameters, by name. What is no parameter is not looked at: a buffer may hold a mask of -inf.
+
+    Raises:
+        ValueError: A parameter holds others.
+    """
+    held = {
+        name: local(each)
+        for name, each in parameters.items()
+        if isinstance(each, nn.Parameter) and each.is_floating_point()
+    }
+    finite = [value.isfinite().all() for value in held.values()]
+    broken = [name for name, each in zip(held, torch.stack(finite).tolist() if finite else [], strict=True) if not each]
+    if broken:
+        raise ValueError(
+            f"{broken[0]} holds values that are not finite, and so do {len(broken) - 1} more parameters: the model is "
+            "broken, and is not saved. torch.autograd.detect_anomaly (in Lightning detect_anomaly=True) finds the "
+            "operation; go on from the last checkpoint."
+        )
 
 
 def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dict[str, nn.Parameter]:

@@ -24,6 +24,7 @@ from lora_parallel.adapters.config_check import with_sorted_patterns
 from lora_parallel.adapters.inspection import (
     adapted_model,
     adapter_parameters,
+    check_finite,
     check_unmerged,
     peft_configs,
 )
@@ -41,10 +42,11 @@ from lora_parallel.layers.module_names import innermost
 from lora_parallel.state import mesh_of
 from lora_parallel.storage.atomic import Scratch, local_path
 
-__all__ = ["GatheredAdapter", "gather_adapter", "save_adapter", "save_as_peft"]
+__all__ = ["GatheredAdapter", "gather_adapter", "save_adapter"]
 
 
 @collective_call("save_adapter")
+@torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> Path:
     """Write an adapter as PEFT would in one process. Collective: call it on every rank with the same arguments.
 
@@ -67,28 +69,10 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         RuntimeError: The written file does not hold every adapter tensor as gathered.
         OSError: The folder cannot be written. Every error is raised on every rank.
     """
-    return save_as_peft(model, directory, adapter_name, "auto")
-
-
-@torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
-def save_as_peft(
-    model: nn.Module,
-    directory: str | os.PathLike[str],
-    adapter_name: str,
-    save_embedding_layers: Literal["auto"] | bool,
-) -> Path:
-    """Write an adapter as `save_adapter` does, with PEFT's argument `save_embedding_layers`. Collective.
-
-    Args:
-        model: As in `save_adapter`.
-        directory: As in `save_adapter`.
-        adapter_name: As in `save_adapter`.
-        save_embedding_layers: As in `PeftModel.save_pretrained`.
-    """
     with agreed():
         place = local_path(directory)
-    check_alike(directory=str(place), adapter_name=adapter_name, save_embedding_layers=save_embedding_layers)
-    gathered = gather_adapter(model, adapter_name, save_embedding_layers)
+    check_alike(directory=str(place), adapter_name=adapter_name)
+    gathered = gather_adapter(model, adapter_name)
     with agreed():
         if is_rank_zero():
             gathered.write(place)
@@ -201,21 +185,16 @@ def gather_adapter(
     assert holder is not None
     parameters = tensors_by_name(model)
     keys = keys_on_disk(model, holder, adapter_name, save_embedding_layers)
-    gathered = gather_on_rank_zero({name: parameters[name] for name in keys.values() if name in parameters})
+    own = {name: parameters[name] for name in keys.values() if name in parameters}
+    with agreed():
+        check_finite(own)
+    gathered = gather_on_rank_zero(own)
     base = innermost(holder)
     config: Any = copy.deepcopy(configs[adapter_name])
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
     config.inference_mode = True
     tensors = {key: gathered[name].clone() for key, name in keys.items()} if gathered else {}
-    with agreed():
-        for key, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise ValueError(
-                    f"{key} of the adapter {adapter_name!r} holds values that are not finite: it is broken, and is not "
-                    "saved. torch.autograd.detect_anomaly (in Lightning detect_anomaly=True) finds the operation; "
-                    "go on from the last checkpoint."
-                )
     return GatheredAdapter(adapter_name, tensors, keys, config, class_of(base), holder)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lora_parallel.adapters.base_fingerprint import fingerprints_of
-from lora_parallel.adapters.inspection import check_unmerged, peft_configs
+from lora_parallel.adapters.inspection import check_finite, check_unmerged, peft_configs
 from lora_parallel.adapters.peft_format import CARD, WEIGHTS
 from lora_parallel.adapters.save_adapter import GatheredAdapter, gather_adapter
 from lora_parallel.checkpoint.background import background_group, finish_in_background, wait_for_save
@@ -139,6 +139,7 @@ class _Save:
             check_unmerged(model)
             reshard(model)  # a forward may have left full parameters in place of the shards that optimizers hold
         names = self._state.parameter_names()
+        check_finite({name: parameter for parameter, name in names.items() if parameter.requires_grad})
         self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
         others = without_numpy(self._state.other_state())
         self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), others)

@@ -5,24 +5,35 @@ The methods of PEFT and transformers need full tensors.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from peft import PeftModel
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lora_parallel.adapters.inspection import adapted_model, peft_configs
-from lora_parallel.adapters.save_adapter import save_as_peft
-from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.adapters.inspection import adapted_model, adapter_parameters, check_finite, peft_configs
+from lora_parallel.adapters.save_adapter import gather_adapter
+from lora_parallel.distributed.gather import gather_on_rank_zero, reshard
+from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.export.merged import write_merged
 from lora_parallel.layers.module_names import innermost
+from lora_parallel.storage.atomic import local_path
 
 __all__ = ["allow_save_pretrained", "write_pretrained"]
+
+_log = logging.getLogger(__name__)
+
+TRAINED = "trained_parameters.safetensors"
+"""File of what trains and belongs to no adapter."""
 
 _SUPPORTED = frozenset(
     {"is_main_process", "selected_adapters", "save_embedding_layers", "max_shard_size", "state_dict", "save_function"}
@@ -88,6 +99,10 @@ def write_pretrained(
 ) -> None:
     """Write a parallelized model's adapters, or a model without adapters, as `save_pretrained` does. Collective.
 
+    Parameters that train and belong to no adapter, such as a head beside a `PeftModel`, are written into a file beside
+    the adapters, `trained_parameters.safetensors`, by their names in the model. Nothing is written unless all adapters
+    can be.
+
     Args:
         model: The model that `parallelize` returned.
         directory: The folder to write, as in PEFT and transformers.
@@ -96,13 +111,44 @@ def write_pretrained(
         max_shard_size: As in transformers; it applies to a model without adapters.
 
     Raises:
-        OSError: The folder cannot be written; raised on every rank.
+        OSError: The folder cannot be written.
+        ValueError: Values are not finite. Both are raised on every rank.
     """
     names = list(peft_configs(model)) if adapters is None else list(adapters)
+    reshard(model)
+    with agreed():
+        place = local_path(directory)
+        check_finite({name: p for name, p in model.named_parameters() if p.requires_grad})
     if not names:
         write_merged(model, directory, max_shard_size, beside_others=True)
-    for name in names:
-        save_as_peft(model, directory, name, save_embedding_layers)
+        return
+    check_alike(directory=str(place), save_embedding_layers=save_embedding_layers)
+    with torch.inference_mode(False):  # a DTensor cannot be detached in inference mode
+        found = [gather_adapter(model, name, save_embedding_layers) for name in names]
+        in_adapters = set(adapter_parameters(model).values())
+        loose = {name: p for name, p in model.named_parameters() if p.requires_grad and p not in in_adapters}
+        beside = gather_on_rank_zero(loose)
+    with agreed():
+        if is_rank_zero():
+            for each in found:
+                each.write(place)
+            _write_beside(place / TRAINED, beside)
+
+
+def _write_beside(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write what trains and belongs to no adapter; if there is nothing, remove the file of an earlier save."""
+    if not tensors:
+        file.unlink(missing_ok=True)
+        return
+    written = file.with_name(f".{file.name}.writing")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, written, metadata={"format": "pt"})
+    os.replace(written, file)
+    _log.warning(
+        "%d parameters train and belong to no adapter (first: %s): PEFT's files do not hold them, %s does.",
+        len(tensors),
+        next(iter(tensors)),
+        file,
+    )
 
 
 def _defaults() -> dict[str, Any]:

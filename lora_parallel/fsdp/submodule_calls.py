@@ -10,6 +10,7 @@ file gather the weights for such a call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from lora_parallel.distributed.fsdp_private import make_root
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.torch_private import in_backward
 
-__all__ = ["gather_for_calls", "is_at_rest"]
+__all__ = ["gather_for_calls", "is_at_rest", "leave_inference_mode"]
 
 
 def is_at_rest(tensor: Tensor) -> bool:
@@ -77,6 +78,28 @@ def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
     return next(((m, key) for m, key, p in held if p is not None and is_at_rest(p)), None)
 
 
+def leave_inference_mode(model: nn.Module) -> None:
+    """Register hooks that run a model, and each FSDP unit of it, under `no_grad` where it is called in inference mode.
+
+    What a first forward makes, FSDP2's buffers above all, could never be trained with otherwise. To be called after the
+    other hooks of the forward are registered.
+    """
+    for module in [model, *(each for each in model.modules() if isinstance(each, FSDPModule) and each is not model)]:
+        left = ExitStack()
+        module.register_forward_pre_hook(partial(_leave, left), prepend=True)
+        module.register_forward_hook(partial(_return, left), always_call=True)
+
+
+def _leave(left: ExitStack, *_: Any) -> None:
+    if torch.is_inference_mode_enabled():
+        left.enter_context(torch.inference_mode(False))
+        left.enter_context(torch.no_grad())
+
+
+def _return(left: ExitStack, *_: Any) -> None:
+    left.close()
+
+
 class _Root:
     """Gather and shard the root unit's weights outside of its forward.
 
@@ -110,6 +133,7 @@ class _Root:
             self._begun = True
             make_root(self._model)
 
+    @torch.inference_mode(False)
     def unshard(self) -> None:
         self.begin()
         self._model.unshard()

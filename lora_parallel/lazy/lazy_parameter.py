@@ -95,7 +95,7 @@ class LazyParameter(Tensor):
             raise ValueError(
                 f"{_name(function)} would compute with a weight that is still on disk ({describe(waits.node)}), and "
                 "the meta device has no values: shard the model first (parallelize, fabric.setup or "
-                "accelerator.prepare_model), or load it outside of meta_init."
+                f"accelerator.prepare_model), or load it outside of meta_init, or with LORA_PARALLEL_DEFER=0 set."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)

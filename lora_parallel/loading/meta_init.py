@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 
 from torch import nn
 
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.lazy.tracking import DEFER, defer
+from lora_parallel.lazy.tracking import defer
 
 __all__ = ["defer_from_pretrained", "meta_init"]
 
@@ -40,18 +39,18 @@ def meta_init() -> Iterator[None]:
 def defer_from_pretrained() -> Iterator[None]:
     """Let transformers' `from_pretrained` build models as under `meta_init`; build other models in memory as usual.
 
-    Nothing is deferred if the environment variable LORA_PARALLEL_DEFER is 0.
+    A model is not deferred if the environment variable LORA_PARALLEL_DEFER is 0 when it is loaded.
     """
-    with nullcontext() if os.environ.get(DEFER) == "0" else _deferred_from_pretrained():
+    with _deferred_from_pretrained(unless_told=True):
         yield
 
 
 @contextmanager
-def _deferred_from_pretrained() -> Iterator[None]:
+def _deferred_from_pretrained(unless_told: bool = False) -> Iterator[None]:
     from lora_parallel.loading.transformers_private import deferred_loading
 
     adapters_off_meta()
-    with deferred_loading(_constructors_in_memory):
+    with deferred_loading(_constructors_in_memory, unless_told):
         yield
 
 

@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from lora_parallel.lazy.files import INDEX, PickleFile, SafetensorsFile, check_index, list_sources, read_index, refusal
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.lazy.tracking import Checkpoint, check_fit, read_whole, remember
+from lora_parallel.lazy.tracking import DEFER, Checkpoint, check_fit, read_whole, remember
 from lora_parallel.loading.transformers_quantisers import check_complete, check_marks, lazily
 from lora_parallel.quantised.packed_weight import Packed
 
@@ -48,16 +48,20 @@ _PENDING = "_lora_parallel_pending"
 
 
 @contextmanager
-def deferred_loading(constructing: Callable[[], Any]) -> Iterator[None]:
+def deferred_loading(constructing: Callable[[], Any], unless_told: bool = False) -> Iterator[None]:
     """Let `from_pretrained` of transformers models return them on meta, with their lazy tensors, inside this context.
 
     Args:
         constructing: Function that returns a context in which `from_pretrained` runs.
+        unless_told: Leave models in memory that are loaded while the environment variable LORA_PARALLEL_DEFER is 0.
     """
-    before = tuple(PreTrainedModel.__dict__[name] for name in ("from_pretrained", _LOAD, _RESIZE))
+    before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", _LOAD, _RESIZE)}
 
     @wraps(_own_from_pretrained.__func__)
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        if unless_told and os.environ.get(DEFER) == "0":
+            with _replaced_by(before):
+                return cls.from_pretrained(name, *args, **kwargs)
         with constructing():
             return _from_pretrained(cls, name, *args, **kwargs)
 
@@ -70,15 +74,20 @@ def deferred_loading(constructing: Callable[[], Any]) -> Iterator[None]:
         with constructing():
             return _own_resize(self, *args, **kwargs)
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
-    setattr(PreTrainedModel, _LOAD, staticmethod(_load))
-    setattr(PreTrainedModel, _RESIZE, resize)
+    with _replaced_by({"from_pretrained": classmethod(from_pretrained), _LOAD: staticmethod(_load), _RESIZE: resize}):
+        yield
+
+
+@contextmanager
+def _replaced_by(methods: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: PreTrainedModel.__dict__[name] for name in methods}
+    for name, method in methods.items():
+        setattr(PreTrainedModel, name, method)
     try:
         yield
     finally:
-        PreTrainedModel.from_pretrained = before[0]  # type: ignore[method-assign]
-        setattr(PreTrainedModel, _LOAD, before[1])
-        setattr(PreTrainedModel, _RESIZE, before[2])
+        for name, method in before.items():
+            setattr(PreTrainedModel, name, method)
 
 
 def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,11 +8,12 @@ from fnmatch import fnmatchcase
 
 from transformers import PreTrainedModel
 
+from lora_parallel.layers.module_names import innermost
 from lora_parallel.layers.styles import STYLES, Style, style_named
 from lora_parallel.planning.family_plans import family_plan
 from lora_parallel.planning.plan_builder import LayerPlan, PlanBuilder
 
-__all__ = ["Entries", "entries_of_models", "take_entries"]
+__all__ = ["Entries", "entries_of_models", "set_aside_unshown", "take_entries"]
 
 Entries = list[tuple[re.Pattern[str], str]]
 """Patterns of layer names, each with the style of the layers that match it."""
@@ -28,6 +29,10 @@ _SHOWN_BY_RUNNING = frozenset(
 
 Source: `ALL_PARALLEL_STYLES` in transformers/distributed/tensor_parallel.py and expert_parallel.py.
 """
+
+
+_TAKES_SLICES = frozenset({"all_reduce", "grouped_gemm", "local_params", "packed_rowwise"})
+"""Those of them whose layers compute with slices: where the model cannot be run, nothing else says so."""
 
 
 def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
@@ -61,6 +66,20 @@ def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
             pattern = r"[^.]+".join(re.escape(part) for part in full.split("*"))
             entries.append((re.compile(pattern), style))
     return own, table
+
+
+def set_aside_unshown(builder: PlanBuilder, own: Entries) -> bool:
+    """Set the plan of a model that cannot be run aside, if an entry of it wants a run to be understood.
+
+    Returns:
+        True if there is such an entry.
+    """
+    for plan in builder.layers.values():
+        style = next((style for pattern, style in own if pattern.fullmatch(plan.name)), None)
+        if style in _TAKES_SLICES:
+            builder.set_aside.append((type(innermost(builder.model)).__name__, plan.name, style))
+            return True
+    return False
 
 
 def _is_known(style: object) -> bool:

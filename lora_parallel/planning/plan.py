@@ -25,7 +25,7 @@ from lora_parallel.planning.completion import (
     keep_whole,
     partition_packed,
 )
-from lora_parallel.planning.entries import entries_of_models, take_entries
+from lora_parallel.planning.entries import entries_of_models, set_aside_unshown, take_entries
 from lora_parallel.planning.expert_pass import plan_experts
 from lora_parallel.planning.first_batch_check import FirstBatchCheck
 from lora_parallel.planning.group_pass import check_between, check_entries, fit_groups
@@ -134,10 +134,10 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     check_kinds({module: entry for module, entry in builder.styles.items() if builder.layers[module].asked}, tp)
     between = {name for name, style in builder.styles.values() if style is STYLES["replicated_with_grad_allreduce"]}
     structures, first_batch_checks, problem = _structures(model, names, tp, between)
-    if not own and globs is None and not structures:
+    if globs is None and not structures and (not own or set_aside_unshown(builder, own)):
         lack = "no tp_plan"
         for _, key, style in builder.set_aside:
-            lack = f"a plan whose entry {key!r} asks for the unknown style {style!r}"
+            lack = f"a plan whose entry {key!r} asks for the style {style!r}, which is not known without a run"
         raise ValueError(
             f"tp={tp}, but {type(innermost(model)).__name__} carries {lack}, and none can be derived, as "
             f"running it without its weights fails ({problem}): "

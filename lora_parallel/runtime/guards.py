@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import cache
 from math import prod
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import local
@@ -50,7 +55,8 @@ def verify(model: nn.Module, state: ParallelState, ties: Ties = (), trains: bool
 def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueError | None) -> None:
     """Check what trains of a model that has been evaluated so far, before it trains for the first time.
 
-    A training forward, or an optimizer that is given to `check_optimized`, makes the check.
+    A training forward, an optimizer that is given to `check_optimized`, or the first step of any other optimizer makes
+    the check.
 
     Args:
         model: The model after sharding.
@@ -60,13 +66,14 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
     if not state.config.require_adapters:
         return
 
-    def check() -> None:
-        with agreed():
+    def check(together: bool = True) -> None:
+        with agreed() if together else nullcontext():
             if lack is not None:
                 raise lack
             _check_trainables(model)
         state.check_trains = None
         hook.remove()
+        _evaluated.discard(model)
 
     def before_forward(model: nn.Module, args: object) -> None:
         if model.training and torch.is_grad_enabled():
@@ -74,6 +81,25 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
 
     hook = model.register_forward_pre_hook(before_forward)
     state.check_trains = check
+    _evaluated.add(model)
+    _watch_steps()
+
+
+_evaluated: WeakSet[nn.Module] = WeakSet()
+"""Models of which nothing is known to train."""
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_check_before_step)
+
+
+def _check_before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for model in list(_evaluated):
+        state = state_of(model)
+        if state is not None and state.check_trains is not None and not held.isdisjoint(model.parameters()):
+            state.check_trains(False)  # of a pipeline some ranks may hold nothing, and step no optimizer
 
 
 def check_optimized(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:

@@ -191,7 +191,8 @@ class HeldByName:
         if foreign:
             raise ValueError(
                 f"{kind} holds {foreign} parameters that are not those of the {type(module).__name__} it is set up "
-                "with: make it from this model's parameters, or set its other models up before."
+                "with: make it from this model's parameters, or set its other models up before. Weights that a loss "
+                "holds (a guide, a head) are such parameters: freeze them, requires_grad_(False)."
             )
         self._optimizer = optimizer
         self._held = [[names.get(p, p) for p in group["params"]] for group in optimizer.param_groups]

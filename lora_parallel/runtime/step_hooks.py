@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,14 +39,6 @@ def _refuse_attentions(model: nn.Module, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, and "
             "would return that. Leave it False, or use tp=1."
-        )
-
-
-def _refuse_inference_mode() -> None:
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "a model under FSDP2 cannot run in torch.inference_mode(): its buffers could never be trained with again. "
-            "Use torch.no_grad()."
         )
 
 
@@ -97,9 +89,6 @@ class StepHooks:
         self._same_batch = SameBatch(mesh) if same_batch_groups(mesh) else None
         self._has_values = self._trained_once = False
         self._in_forward = False
-        self._left_mode = ExitStack()
-        """Closed as a forward ends, if it began in inference mode, which it was taken out of."""
-
         self._backward: int | None = None
         """Number of the backward pass that is running or has failed; None if there is none."""
 
@@ -109,9 +98,6 @@ class StepHooks:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
             return
-        if torch.is_inference_mode_enabled() and not self._trained:  # a reward model of TRL's, for one
-            self._left_mode.enter_context(torch.inference_mode(False))
-            self._left_mode.enter_context(torch.no_grad())
         if not self._has_values:
             if not is_simulated():
                 check_values(model)
@@ -121,10 +107,8 @@ class StepHooks:
         self._unused.begin_forward()
         self._reshard()  # gathered weights that an earlier forward left may be older than the last step
         self._substitutes.refuse(model)
-        if isinstance(model, FSDPModule):
-            _refuse_inference_mode()
-            if torch.is_grad_enabled() and not self._is_pipeline:
-                self._check_frozen("FSDP2")
+        if isinstance(model, FSDPModule) and torch.is_grad_enabled() and not self._is_pipeline:
+            self._check_frozen("FSDP2")
         if self._context is not None:
             _refuse_attentions(model, kwargs)
         with agreed() if self._first_batch_checks else nullcontext():
@@ -145,7 +129,6 @@ class StepHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if in_backward():
             return
-        self._left_mode.close()
         self._count.running = False
         if self._context is not None:
             self._context.forget_input()

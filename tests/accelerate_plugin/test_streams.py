@@ -18,6 +18,7 @@ from tests.cases import cases
 from tests.oracle import full, ranks_of, relative_error, trained
 
 FILES, ROWS = 4, 8  # files of a stream, and rows of each
+SHORT, PREDICTED = 27, 13  # rows that leave a last batch of an odd number
 
 
 def rows(files: list[int]) -> Iterator[dict[str, list[int]]]:
@@ -29,8 +30,9 @@ def rows(files: list[int]) -> Iterator[dict[str, list[int]]]:
             yield {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
 
 
-def stream(shuffled: bool = False, seed: int | None = 5) -> IterableDataset:
+def stream(shuffled: bool = False, kept: int = FILES * ROWS, seed: int | None = 5) -> IterableDataset:
     made = IterableDataset.from_generator(rows, gen_kwargs={"files": list(range(FILES))})
+    made = made if kept == FILES * ROWS else made.take(kept)
     return (made.shuffle(seed, buffer_size=ROWS) if shuffled else made).with_format("torch")
 
 
@@ -52,14 +54,19 @@ DEALS: dict[str, dict[str, Any]] = {
 }
 
 
-def trains(base: Path, output: Path, mesh: str, dp: int, shuffled: bool, deal: str) -> dict[str, Any]:
-    """Train for more than an epoch of a stream; without a mesh in stock Trainer, on as many processes as there are."""
+def trains(base: Path, output: Path, mesh: str, dp: int, shuffled: bool, deal: str, kept: int) -> dict[str, Any]:
+    """Train for more than an epoch of a stream, and predict; without a mesh in stock Trainer, on all processes."""
     settings = {"eval_strategy": "no", "save_strategy": "no", "gradient_accumulation_steps": 1, **DEALS[deal]}
     with launched(**(environment(mesh) if mesh else {})):
         made = make(base, output, dp, max_steps=6, **settings)
-        trainer = Recording(made.model, made.args, train_dataset=stream(shuffled))
+        trainer = Recording(made.model, made.args, train_dataset=stream(shuffled, kept))
         trainer.train()
+        # Where each process has files of its own, stock processes would gather uneven shares.
+        held_out = stream(kept=PREDICTED if deal == "by default" else FILES * ROWS)
+        predicted = trainer.predict(held_out)
         return {
+            "predicted": predicted.label_ids[:, 0].tolist(),
+            "test loss": predicted.metrics["test_loss"],
             "place": trainer.accelerator.process_index,
             "rows": trainer.rows,
             "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
@@ -68,20 +75,32 @@ def trains(base: Path, output: Path, mesh: str, dp: int, shuffled: bool, deal: s
 
 
 @pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "2x1cp2", "2x1pp2"]))
-@pytest.mark.parametrize(("shuffled", "deal"), [(False, "files by process"), (True, "by default")])
-def test_rows_and_losses_are_those_of_ddp_on_two_processes(pool, base, tmp_path, mesh, shuffled, deal):
+@pytest.mark.parametrize(
+    ("shuffled", "deal", "kept"),
+    [
+        (False, "files by process", FILES * ROWS),
+        (True, "by default", FILES * ROWS),
+        (False, "by default", SHORT),
+    ],
+)
+def test_rows_and_losses_are_those_of_ddp_on_two_processes(pool, base, tmp_path, mesh, shuffled, deal, kept):
     """An epoch is four steps, so that the next one begins, and shuffles anew."""
-    want = pool.run(2, trains, base, tmp_path / "ddp", "", 2, shuffled, deal)
-    alone = trains(base, tmp_path / "one", "", 1, shuffled, deal)
+    want = pool.run(2, trains, base, tmp_path / "ddp", "", 2, shuffled, deal, kept)
+    alone = trains(base, tmp_path / "one", "", 1, shuffled, deal, kept)
     dealt = [a + b for a, b in zip(want[0]["rows"], want[1]["rows"], strict=True)]
-    assert (dealt == alone["rows"]) == (deal == "by default")
-    assert sorted(row for batch in dealt[:4] for row in batch) == list(range(FILES * ROWS))
+    assert (dealt == alone["rows"]) == (deal == "by default" and kept == FILES * ROWS)
+    assert sorted({row for batch in dealt[:4] for row in batch}) == list(range(kept))
+    assert len(dealt[3]) == (8 if kept != SHORT else 4), "three rows, and one that fills them up"
+    if deal == "by default":
+        assert alone["predicted"] == want[0]["predicted"] == list(range(PREDICTED))
     assert (dealt[4:] == dealt[:2]) == (not shuffled)
-    got = pool.run(ranks_of(mesh), trains, base, tmp_path / "ours", mesh, 2, shuffled, deal)
+    got = pool.run(ranks_of(mesh), trains, base, tmp_path / "ours", mesh, 2, shuffled, deal, kept)
     assert {found["place"] for found in got} == {0, 1}
     for found in got:
         place = want[found["place"]]
         assert found["rows"] == place["rows"]
+        assert found["predicted"] == place["predicted"]
+        assert found["test loss"] == pytest.approx(place["test loss"], abs=1e-5)
         assert found["losses"] == pytest.approx(place["losses"], abs=1e-5)
         if "pp" not in mesh:
             assert relative_error(found["adapters"], place["adapters"]) < 1e-3

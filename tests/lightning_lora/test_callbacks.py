@@ -35,9 +35,9 @@ class Looks(pl.Callback):
         self.checkpoint: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        ours = [each for each in trainer.callbacks if type(each).__module__ == "lightning_lora.signals"]
-        self.copied = attempt(copy.deepcopy, ours)
-        self.pickled = attempt(pickle.dumps, ours)
+        self.copied = attempt(lambda: len(copy.deepcopy(trainer.callbacks)))
+        written = [each for each in trainer.callbacks if each is self or type(each).__module__ != __name__]
+        self.pickled = attempt(pickle.dumps, written)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.checkpoint = checkpoint
@@ -55,7 +55,7 @@ def fitted(folder: str) -> dict[str, Any]:
     return {
         "seen": seen,
         "same callbacks": made.callbacks == before,
-        "copied": len(looks.copied) if isinstance(looks.copied, list) else looks.copied,
+        "copied": looks.copied,
         "pickled": looks.pickled if isinstance(looks.pickled, Failure) else None,
         "handlers": [name for name in handlers if name.endswith("_fn")],
         "keys": sorted(looks.checkpoint),
@@ -66,7 +66,7 @@ def test_callbacks_of_the_user_stay_and_ours_goes(pool, tmp_path):
     for found in pool.run(2, fitted, str(tmp_path)):
         assert found["seen"] == ["Signals", "WeightAveraging", "BaseFinetuning"]
         assert found["same callbacks"]
-        assert found["copied"] == 1
+        assert found["copied"] >= 5, "three namesakes, the one that copies, and ours"
         assert found["pickled"] is None
         assert found["handlers"] == []
         assert {"state_dict", "optimizer_states", "callbacks", "loops"} <= set(found["keys"])

@@ -18,11 +18,16 @@ ROOT = Path(__file__).parents[2]
 
 PACKAGES = ("accelerate_plugin", "lightning_lora", "lora_parallel")
 
-KINDS = ("guard", "collective", "style", "backward", "checkpoint", "replaced", "pass")
-"""What is broken: a guard against silently wrong numbers, a collective, a style's placements or its collectives, the
-backward of an `autograd.Function`, a field of a file that is saved, a function of another package that is replaced, a
-pass of `parallelize`.
-"""
+KINDS = {
+    "guard": "Guards against silently wrong numbers and lost work",
+    "collective": "Collectives",
+    "style": "Placements of a style, and its collectives",
+    "backward": "Backwards of an `autograd.Function`",
+    "checkpoint": "Fields of what is saved",
+    "replaced": "Replaced functions of other packages",
+    "pass": "Passes of `parallelize`, and what a step does",
+}
+"""What is broken."""
 
 
 @dataclass(frozen=True)

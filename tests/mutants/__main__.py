@@ -1,4 +1,4 @@
-"""Break the product in one place after the other, and say which breakages no test sees.
+"""Break the product in one place after the other, and say which breakages no test sees; all of them go into a page.
 
 Tests run on copies of the working tree, in forks of this process, which has imported what others wrote. First all of
 them must pass on what is not broken.
@@ -26,8 +26,20 @@ import pytest
 from tqdm import tqdm
 
 from tests.conftest import _shard
-from tests.mutants import PACKAGES, ROOT, Mutant, mutants, place_of, product_files
+from tests.mutants import KINDS, PACKAGES, ROOT, Mutant, mutants, place_of, product_files
 from tests.oracle.workers import SERVERS
+
+PAGE = ROOT / "docs" / "mutants.md"
+INTRODUCTION = """# Mutants
+
+Each line is a breakage of the product: a statement deleted, an axis swapped, a scale dropped. The test beside it passes
+on what is not broken, and must fail then. All of these tests are in `make test`. The breakages are data, in
+`tests/mutants/`; this page is written by
+
+```
+make mutants
+```
+"""
 
 IMPORTS = (
     *("torch.distributed.fsdp", "torch.distributed.tensor", "peft", "transformers.trainer", "accelerate", "lightning"),
@@ -118,6 +130,18 @@ def _outcomes(
     return outcomes
 
 
+def _page(seen: dict[Mutant, bool]) -> str:
+    text = f"{INTRODUCTION}\n{sum(seen.values())} of {len(seen)} are seen.\n"
+    for kind, title in KINDS.items():
+        rows = [
+            f"| {each.harm} | `{each.test.removeprefix('tests/')}` | {'seen' if found else '**not seen**'} |"
+            for each, found in seen.items()
+            if each.kind == kind
+        ]
+        text += "\n".join([f"\n## {title}\n", "| what a user would get | test | |", "|---|---|---|", *rows, ""])
+    return text
+
+
 def main() -> None:
     """Run the shard that is asked for; the exit code is 1 if a breakage is not seen or does not fit."""
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
@@ -157,6 +181,8 @@ def main() -> None:
             missed += 1
             print(f"\n{chosen[mutant].relative_to(ROOT)}, {mutant.kind}: {mutant.harm}\n{mutant.old}\n->\n{mutant.new}")
             print(f"{mutant.test} {'passed' if code == PASSED else f'could not be run ({code}):{printed[-3000:]}'}")
+    if len(chosen) == len(mutants()):
+        PAGE.write_text(_page({each: code == FAILED for each, (code, _) in outcomes.items()}))
     print(f"{len(chosen) - missed} of {len(chosen)} breakages were seen by their test.")
     sys.exit(bool(missed))
 

@@ -213,15 +213,16 @@ def test_an_own_plan_with_an_unknown_style_is_set_aside_and_a_line_says_so(caplo
     assert f"the plan that Flux carries {ASIDE}" in caplog.text
 
 
-def test_the_error_of_a_model_whose_plan_is_set_aside_and_that_cannot_be_run_names_that_plan():
+@pytest.mark.parametrize("style", [Packed(), "packed_rowwise", "local_params"])
+def test_the_error_of_a_model_whose_plan_is_not_understood_and_that_cannot_be_run_names_that_plan(style):
     class Flux(Unknown):
-        _tp_plan: ClassVar = {"up": "colwise", "down": Packed()}
+        _tp_plan: ClassVar = {"up": "colwise", "down": style}
 
     with pytest.raises(
-        ValueError, match="tp=2, but Flux carries a plan whose entry 'down' asks for the unknown"
+        ValueError, match="tp=2, but Flux carries a plan whose entry 'down' asks for the style"
     ) as caught:
         resolve_plan(Flux(), None, 2)
-    assert "style PackedRowwiseParallel(), and none can be derived" in str(caught.value)
+    assert f"style {style!r}, which is not known without a run, and none can be derived" in str(caught.value)
 
 
 def test_every_style_of_transformers_is_known():

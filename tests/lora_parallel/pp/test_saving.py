@@ -26,8 +26,8 @@ from lora_parallel import (
     save_checkpoint,
     wait_for_save,
 )
-from lora_parallel.adapters.save_adapter import save_as_peft
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.runtime.optimizer_params import HeldByName, describe_optimizer
 from lora_parallel.state import mesh_of as mesh_in
 from tests.cases import cases
@@ -109,7 +109,7 @@ def save_all(mesh: str, folder: Path) -> None:
         if kind == "two":
             save_adapter(model, folder / kind, "second")
         if kind in EMBEDDINGS:
-            save_as_peft(model, folder / f"{kind}, embeddings", "default", True)
+            write_pretrained(model, folder / f"{kind}, embeddings", ["default"], True)
 
 
 def load_all(mesh: str, folder: Path, again: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.cases import cases
 from tests.oracle import Case, causal_lm, full, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
@@ -35,22 +37,31 @@ def test_checkpointing_leaves_gradients_as_they_are(pool):
                 assert relative_error(got, want) <= 1e-12, (mesh, reentrant)
 
 
-def forward_in_inference_mode():
-    mesh, config = on_mesh("2x1")
-    model = parallelize(CASE.model(), mesh, config)
+def inferred_and_trained(mesh: str, called: str) -> tuple[dict[str, torch.Tensor], bool]:
+    """The gradients of a first step after the model, or a block of it alone, ran in inference mode."""
+    device_mesh, config = on_mesh(mesh)
+    model = parallelize(CASE.model(), device_mesh, config)
+    batch = CASE.batches()[0].chunk(dp_size(device_mesh))[dp_rank(device_mesh)]
+    with torch.inference_mode():
+        if called == "model":
+            model(input_ids=batch)
+        else:
+            model.get_base_model()(input_ids=batch)
+        still = torch.is_inference_mode_enabled()
+    model(input_ids=batch, labels=batch).loss.backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}, still
 
-    def infer():
-        with torch.inference_mode():
-            model(input_ids=CASE.batches()[0])
 
-    return attempt(infer)
-
-
-def test_inference_mode_under_fsdp_is_refused(pool):
-    for answer in pool.try_run(2, forward_in_inference_mode):
-        assert isinstance(answer, Failure)
-        assert answer.kind == "RuntimeError"
-        assert "torch.no_grad()" in answer.message
+@pytest.mark.parametrize("mesh", cases("2x1", "1x2", matrix=["2x2", "1x1cp2"]))
+@pytest.mark.parametrize("called", ["model", "base"])
+def test_a_model_trains_after_it_ran_in_inference_mode(pool, mesh, called):
+    """A model of PEFT's calls its base, whose blocks are units of FSDP2."""
+    plain, batch = CASE.model(), CASE.batches()[0]
+    plain(input_ids=batch, labels=batch).loss.backward()
+    want = {name: full(p.grad) for name, p in trained(plain).items()}
+    for got, still in pool.run(ranks_of(mesh), inferred_and_trained, mesh, called):
+        assert still
+        assert relative_error(got, want) <= 1e-12
 
 
 def frozen_in_inference_mode() -> tuple[list[torch.Tensor], torch.Tensor, bool]:
