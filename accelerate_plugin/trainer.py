@@ -307,5 +307,5 @@ def _check_readable(path: Path) -> None:
         raise ValueError(of_another(path, read_meta(path)["writer"], _WRITER))
     raise ValueError(
         f"{path} has no {TRAIN_STATE}/: it is no checkpoint that a run of this library can go on from (another "
-        "library's, or one of save_only_model). Load its adapter into the model before training."
+        "library's, or one of save_only_model). Load its adapter, or its whole model, before training."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
@@ -18,6 +19,7 @@ from sentence_transformers.sentence_transformer import losses
 from torch import nn
 from transformers import set_seed
 
+from accelerate_plugin import trainer
 from tests.accelerate_plugin.harness import environment, launched
 from tests.cases import cases
 from tests.minilm import FOOD, PATH, SKY, SPORT
@@ -71,16 +73,31 @@ def trains(output: Path, mesh: str, names: list[str]) -> dict[str, Any]:
                 disable_tqdm=True,
                 use_cpu=True,
             )
-            trainer = SentenceTransformerTrainer(model, arguments, train_dataset=pairs(scored), loss=loss(model))
-            trainer.train()
-            trainer.save_model(str(output / name / "saved"))
-            history = [each for each in trainer.state.log_history if "loss" in each]
+            made = SentenceTransformerTrainer(model, arguments, train_dataset=pairs(scored), loss=loss(model))
+            made.train()
+            made.save_model(str(output / name / "saved"))
+            encoded = model.encode(["a line"])  # in inference mode
+            history = [each for each in made.state.log_history if "loss" in each]
             found[name] = {
                 "loss": [each["loss"] for each in history],
                 "norm": [each["grad_norm"] for each in history],
-                "adapters": {key: full(p) for key, p in trained(trainer.model).items()},
+                "adapters": {key: full(p) for key, p in trained(made.model).items()},
+                "encoded": encoded,
             }
     return found
+
+
+def test_a_loss_that_gathers_from_peers_of_one_batch_is_refused(monkeypatch):
+    """It takes their rows, which are the same, for others to tell apart."""
+    inner = nn.ModuleDict({"loss": nn.Identity()})
+    inner["loss"].gather_across_devices = True
+    trainer._refuse_gathering_losses(inner)
+    monkeypatch.setattr(trainer, "parallelism_within_batch", object)
+    for held in (inner, {"first": nn.Identity(), "second": inner}):
+        with pytest.raises(ValueError, match=r"Identity\(gather_across_devices=True\)"):
+            trainer._refuse_gathering_losses(held)
+    trainer._refuse_gathering_losses({"first": nn.Identity()})
+    trainer._refuse_gathering_losses(None)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +111,7 @@ def test_its_trainer_trains_as_in_one_process(pool, tmp_path, mesh, names):
             assert got["loss"] == pytest.approx(want["loss"], abs=1e-5), name
             assert got["norm"] == pytest.approx(want["norm"], rel=1e-4), name
             assert relative_error(got["adapters"], want["adapters"]) < 1e-3, name
+            assert np.abs(got["encoded"] - want["encoded"]).max() < 1e-3, name
     for name in names:
         saved, want = (
             load_file(tmp_path / run / name / "saved" / "adapter_model.safetensors") for run in ("mesh", "one")

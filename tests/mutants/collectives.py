@@ -2,14 +2,115 @@
 
 from tests.mutants import Mutant
 
-LAYER = "tests/lora_parallel/tp/test_layer.py"
+DISTRIBUTED = "tests/lora_parallel/distributed"
+EACH = f"{DISTRIBUTED}/test_collectives.py::test_forward_and_backward_of_each"
+OF_TOKENS = "tests/lora_parallel/tp/test_sequence.py::test_forward_and_backward_of_each_collective"
+EXPERTS = "tests/lora_parallel/tp/test_experts.py"
 
 BREAKAGES = [
     Mutant(
         "backward",
         "Layers in front of a colwise layer train on one rank's part of their gradient.",
-        "tests/lora_parallel/distributed/test_collectives.py",
+        EACH,
         """return None, None, all_reduce(grads[0], ctx.group, "input gradient", ctx.where)""",
         """return None, None, grads[0]""",
+    ),
+    Mutant(
+        "backward",
+        "All layers in front of a rowwise layer get a multiple of their gradient.",
+        EACH,
+        """return grads[0], None, None\n""",
+        """return 2 * grads[0], None, None\n""",
+    ),
+    Mutant(
+        "collective",
+        "A rowwise layer returns one rank's part of its output.",
+        EACH,
+        """return all_reduce(x, group, "output", where)""",
+        """return x.clone()""",
+    ),
+    Mutant(
+        "backward",
+        "A layer whose output is gathered trains on a multiple of its gradient, as if each rank had a part of it.",
+        EACH,
+        """return _my_chunk(grads[0], ctx.dim, ctx.group), None, None, None, None, None""",
+        """return _my_chunk(grads[0], ctx.dim, ctx.group) * ctx.group.size(), None, None, None, None, None""",
+    ),
+    Mutant(
+        "backward",
+        "What is in front of a layer that takes slices of its input has a gradient in this rank's slice only.",
+        EACH,
+        """whole = _all_chunks(grads[0], ctx.size, ctx.dim, ctx.group, ctx.what, ctx.where)""",
+        """whole = padded(grads[0], ctx.dim, ctx.size)""",
+    ),
+    Mutant(
+        "backward",
+        "With sequence_parallel, norms and layers in front of a colwise layer train on one rank's part of a gradient.",
+        OF_TOKENS,
+        """return _sum_of_mine(grads[0], ctx.group, "input gradient", ctx.where), None, None, None""",
+        """return _my_chunk(grads[0], _TOKENS, ctx.group).contiguous(), None, None, None""",
+    ),
+    Mutant(
+        "backward",
+        "With sequence_parallel, a rowwise layer trains on the tokens of one rank.",
+        OF_TOKENS,
+        """return _all_tokens(grads[0], ctx.size, ctx.group, "output gradient", ctx.where), None, None""",
+        """return padded(grads[0], _TOKENS, ctx.size), None, None""",
+    ),
+    Mutant(
+        "collective",
+        "With sequence_parallel, a rowwise layer returns one rank's part of its output.",
+        OF_TOKENS,
+        """mine = scattered_sum(stacked, group, what, where)""",
+        """mine = stacked[group.rank()]""",
+    ),
+    Mutant(
+        "collective",
+        "The sum over ranks is the largest of their parts.",
+        EACH,
+        """funcol.all_reduce(tensor, "sum", group)""",
+        """funcol.all_reduce(tensor, "max", group)""",
+    ),
+    Mutant(
+        "collective",
+        "The last features, or tokens, are on no rank where the ranks do not divide their number.",
+        f"{DISTRIBUTED}/test_collectives.py::test_chunk_bounds_cut_as_torch_chunk",
+        """width = -(-size // parts)""",
+        """width = size // parts""",
+    ),
+    Mutant(
+        "collective",
+        "DoRA scales a rowwise layer by the norm of one rank's columns.",
+        "tests/lora_parallel/test_features.py::test_dora_drops_the_same_elements_on_every_mesh",
+        """dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", unless_compiled(name))""",
+        """dora, lambda squares: squares""",
+    ),
+    Mutant(
+        "backward",
+        "Experts that see no token on a rank have no gradient there, for which other ranks wait.",
+        f"{EXPERTS}::test_experts_that_saw_no_token_have_zeros_that_are_kept",
+        """return grads[0], *zeros""",
+        """return grads[0], *(None for _ in zeros)""",
+    ),
+    Mutant(
+        "collective",
+        "Tensor parallel ranks of an unseeded job drop other elements of the same activations.",
+        "tests/lora_parallel/loading/test_sync_module_states.py::test_tp_peers_share_the_random_state_of_the_first",
+        """dist.broadcast(cpu, src=source, group=group)""",
+        """pass""",
+    ),
+    Mutant(
+        "collective",
+        "Ranks of an unseeded job keep slices of different models.",
+        "tests/lora_parallel/loading/test_sync_module_states.py::test_rank_zero_wins_where_copies_differ",
+        """dist.broadcast(staged, src=0)""",
+        """pass""",
+    ),
+    Mutant(
+        "collective",
+        "A model of which any rank but the last built another copy keeps it.",
+        "tests/lora_parallel/loading/test_sync_module_states.py::test_rank_zero_wins_where_copies_differ",
+        """if (prints[:, index] != prints[0, index]).any()]""",
+        """if prints[-1, index] != prints[0, index]]""",
     ),
 ]

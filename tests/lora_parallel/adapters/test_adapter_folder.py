@@ -658,19 +658,62 @@ def test_adapters_of_one_model_share_a_folder(pool, tmp_path):
 
 
 def save_broken(root):
+    """Of two adapters one is broken, on one rank."""
     mesh, config = on_mesh("1x2")
-    model = parallelize(built("task type"), mesh, config)
-    with torch.no_grad():
-        next(p for n, p in model.named_parameters() if "lora_B" in n).to_local()[0, 0] = float("nan")
-    return [attempt(save_adapter, model, root / "new"), attempt(save_adapter, model, "gs://bucket/new")]
+    model = parallelize(built("second of two"), mesh, config)
+    if mesh.get_local_rank("tp") == 1:
+        with torch.no_grad():
+            next(p for n, p in model.named_parameters() if "lora_B.second" in n).to_local()[0, 0] = float("nan")
+    return [
+        attempt(save_adapter, model, root / "new", "second"),
+        attempt(model.save_pretrained, str(root / "both")),
+        attempt(save_adapter, model, "gs://bucket/new"),
+    ]
 
 
 def test_a_broken_adapter_is_not_saved(pool, tmp_path):
-    for broken, url in pool.run(2, save_broken, tmp_path):
-        assert "holds values that are not finite" in broken.message
-        assert "detect_anomaly" in broken.message
+    for broken, both, url in pool.run(2, save_broken, tmp_path):
+        for each in (broken, both):
+            assert "lora_B.second.weight holds values that are not finite" in each.message
+            assert "detect_anomaly" in each.message
         assert "is a URL" in url.message
     assert not any(tmp_path.iterdir())
+
+
+class Masked(torch.nn.Linear):
+    """A head that leaves out some of its classes, by a mask that it saves."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.load_state_dict(linear.state_dict())
+        self.register_buffer(
+            "mask", torch.tensor([0.0, -torch.inf]).repeat(linear.out_features)[1 : 1 + self.out_features]
+        )
+
+    def forward(self, x):
+        return super().forward(x) + self.mask
+
+
+def masked():
+    base = causal_lm()
+    base.lm_head = Masked(base.lm_head)
+    return get_peft_model(base, lora_config(modules_to_save=["lm_head"]))
+
+
+def save_masked(root):
+    mesh, config = on_mesh("2x1")
+    model = parallelize(masked(), mesh, config)
+    save_adapter(model, root / "ours")
+    load_adapter(model, root / "peft")
+
+
+def test_a_buffer_may_be_infinite(pool, tmp_path):
+    masked().save_pretrained(tmp_path / "peft")
+    pool.run(2, save_masked, tmp_path)
+    ours, theirs = (load_file(tmp_path / each / WEIGHTS) for each in ("ours", "peft"))
+    assert ours.keys() == theirs.keys()
+    (mask,) = (key for key in ours if key.endswith("mask"))
+    assert torch.equal(ours[mask], theirs[mask])
 
 
 def save_after_forwards(root):

@@ -135,6 +135,13 @@ def test_adapters_and_a_lora_config_are_refused():
         check_adapters(get_peft_model(causal_lm(), lora_config()), ParallelConfig(), lora_config())
 
 
+def test_two_models_of_peft_in_one_module_are_refused():
+    both = torch.nn.ModuleDict({name: get_peft_model(causal_lm(), lora_config()) for name in ("a", "b")})
+    with pytest.raises(ValueError, match=r"ModuleDict holds 2 models of PEFT \(a, b\)"):
+        check_adapters(both, ParallelConfig(), None)
+    check_adapters(torch.nn.ModuleDict({"a": both["a"]}), ParallelConfig(), None)
+
+
 def test_other_peft_types_are_refused_by_name():
     ia3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     with pytest.raises(TypeError, match="IA3"):

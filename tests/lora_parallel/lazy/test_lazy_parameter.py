@@ -289,8 +289,9 @@ def test_tokens_are_trained_only_of_weights_whose_file_is_known(path):
 
 def test_a_variable_leaves_models_of_a_flag_in_memory(path, monkeypatch):
     """An explicit `meta_init` is what the script says, and stays."""
-    monkeypatch.setenv("LORA_PARALLEL_DEFER", "0")
     with defer_from_pretrained():
+        assert any(isinstance(each, LazyParameter) for each in LlamaForCausalLM.from_pretrained(path).parameters())
+        monkeypatch.setenv("LORA_PARALLEL_DEFER", "0")  # as a script may, for one model
         model = LlamaForCausalLM.from_pretrained(path)
     assert not any(isinstance(parameter, LazyParameter) for parameter in model.parameters())
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))

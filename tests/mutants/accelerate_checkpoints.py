@@ -1,0 +1,101 @@
+"""Accelerate's save_state and load_state, its gradients, and what it prepares."""
+
+from tests.mutants import Mutant
+
+FILES = "tests/test_formats.py::test_training_goes_on_from_the_files[accelerate on 1x1-0.2.0]"
+CHECKPOINT = "tests/accelerate_plugin/test_checkpoint.py"
+NAMES = f"{CHECKPOINT}::test_automatic_naming_and_a_limit"
+BAD = f"{CHECKPOINT}::test_bad_checkpoints_are_one_error_on_every_rank"
+NO_MODEL = f"{CHECKPOINT}::test_what_a_script_registers_is_saved_without_a_model"
+SCHEDULE = "tests/accelerate_plugin/test_schedule.py"
+CLIPPED = "tests/accelerate_plugin/test_data.py::test_clipping_by_value"
+
+BREAKAGES = [
+    Mutant(
+        "checkpoint",
+        "A resumed run starts its learning-rate schedule again.",
+        FILES,
+        "resume_schedule(scheduler.scheduler, saved, _scale(accelerator, extra))",
+        "pass",
+    ),
+    Mutant(
+        "checkpoint",
+        "On another number of processes a resumed schedule is at a step of the other number.",
+        FILES,
+        """return Fraction(saved["rows"], here)""",
+        """return Fraction(here, saved["rows"])""",
+    ),
+    Mutant(
+        "checkpoint",
+        "What a script registers for checkpointing starts again in a resumed run.",
+        FILES,
+        "each.load_state_dict(saved)\n    accelerator.step",
+        "pass\n    accelerator.step",
+    ),
+    Mutant(
+        "checkpoint",
+        "A resumed run draws other random numbers than the run would have that was not interrupted.",
+        NO_MODEL,
+        """accelerator.step = extra["step"]
+    restore_random_state(found.record["random"], state.mesh)""",
+        """accelerator.step = extra["step"]""",
+    ),
+    Mutant(
+        "checkpoint",
+        "A resumed run drops other elements in LoRA dropout than the run would have that was not interrupted.",
+        FILES,
+        "resume_counting(found, state)\n    with agreed():",
+        "with agreed():",
+    ),
+    Mutant(
+        "checkpoint",
+        "A resumed run starts with an empty state of its optimizers.",
+        FILES,
+        """commits = [*load_models(found, state), *load_optimizers(found, state)]
+    with agreed():""",
+        """commits = [*load_models(found, state)]
+    with agreed():""",
+    ),
+    Mutant(
+        "checkpoint",
+        "Schedules inside of a SequentialLR are at steps of another number of processes.",
+        f"{SCHEDULE}::test_a_schedule_goes_on_in_another_unit",
+        """mixed["_schedulers"] = [_scaled(mine, theirs, scale) for mine, theirs in parts]""",
+        """mixed["_schedulers"] = saved["_schedulers"]""",
+    ),
+    Mutant(
+        "checkpoint",
+        "A limit on the number of checkpoints removes the newest ones and keeps the oldest.",
+        NAMES,
+        "for old in _numbered(path.parent)[: -accelerator.project_configuration.total_limit]:",
+        "for old in _numbered(path.parent)[accelerator.project_configuration.total_limit :]:",
+    ),
+    Mutant(
+        "checkpoint",
+        "load_state without a path goes back to the oldest checkpoint.",
+        NAMES,
+        "input_dir = there[-1]",
+        "input_dir = there[0]",
+    ),
+    Mutant(
+        "guard",
+        "A schedule of another kind resumes with fields of the one that was saved.",
+        BAD,
+        '    if differing:\n        raise ValueError(\n            f"the saved schedule',
+        '    if False:\n        raise ValueError(\n            f"the saved schedule',
+    ),
+    Mutant(
+        "guard",
+        "A checkpoint is written that holds objects, which no later run can read.",
+        BAD,
+        'check_loadable(\n                f"the state_dict of {kind}, registered',
+        '(lambda *_: None)(\n                f"the state_dict of {kind}, registered',
+    ),
+    Mutant(
+        "replaced",
+        "accelerator.clip_grad_value_ clips nothing.",
+        CLIPPED,
+        "clip_value_([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)",
+        "pass",
+    ),
+]

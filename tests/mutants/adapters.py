@@ -1,0 +1,152 @@
+"""Adapters: their configs and folders, their dropout, their values, and the factors of experts."""
+
+from tests.mutants import Mutant
+
+CONFIG = "tests/lora_parallel/adapters/test_config_check.py"
+OTHER = f"{CONFIG}::test_a_config_of_another_function_is_refused"
+FOLDER = "tests/lora_parallel/adapters/test_adapter_folder.py"
+MISFITS = f"{FOLDER}::test_a_folder_that_does_not_fit_is_refused_on_every_rank"
+DROPOUT = "tests/lora_parallel/adapters/test_dropout.py"
+PLACE = f"{DROPOUT}::test_the_mask_depends_on_the_global_place_only"
+OPERATION = "tests/lora_parallel/tp/test_experts.py::test_an_operation_on_factors_is_that_on_their_sum"
+
+BREAKAGES = [
+    Mutant(
+        "guard",
+        "An adapter of rsLoRA is loaded with the scale of plain LoRA.",
+        OTHER,
+        """"use_dora": _KEYS,""",
+        """"use_dora": _KEYS,
+    "use_rslora": _KEYS,""",
+    ),
+    Mutant(
+        "guard",
+        "Trained tokens are loaded for other tokens than they were trained for.",
+        OTHER,
+        """"use_dora": _KEYS,""",
+        """"use_dora": _KEYS,
+    "trainable_token_indices": _KEYS,""",
+    ),
+    Mutant(
+        "guard",
+        "An adapter of layers that are repeated is loaded into layers that are not.",
+        OTHER,
+        """"use_dora": _KEYS,""",
+        """"use_dora": _KEYS,
+    "layer_replication": _KEYS,""",
+    ),
+    Mutant(
+        "guard",
+        "An adapter is loaded with another alpha than it was trained with.",
+        OTHER,
+        """alike = _ranks(theirs, layers) == _ranks(ours, layers)""",
+        """alike = True""",
+    ),
+    Mutant(
+        "guard",
+        "An adapter that PiSSA has started is added to a base which PiSSA has not changed.",
+        OTHER,
+        """changes_base = config["init_lora_weights"] not in _LEAVES_BASE""",
+        """changes_base = False""",
+    ),
+    Mutant(
+        "guard",
+        "An adapter is loaded without a setting that the installed PEFT does not know.",
+        f"{CONFIG}::test_an_unknown_field_that_is_set_is_refused",
+        """if field not in {**defaults, **_FORMER} and value}:""",
+        """if False}:""",
+    ),
+    Mutant(
+        "checkpoint",
+        "A saved adapter has another alpha on some layers once PEFT reads it.",
+        f"{CONFIG}::test_patterns_whose_order_matters_are_written_so_that_peft_reads_the_same",
+        """if _ranks(vars(written), layers) == wanted:
+        return config""",
+        """if True:
+        return config""",
+    ),
+    Mutant(
+        "guard",
+        "Tensors of a folder that the adapter has no place for are left out.",
+        MISFITS,
+        """if missing or unexpected:""",
+        """if missing:""",
+    ),
+    Mutant(
+        "guard",
+        "A rank takes rows of a tensor that has another shape than the adapter's.",
+        MISFITS,
+        """if shape != tuple(parameter.shape):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "Ranks load slices of different folders.",
+        MISFITS,
+        """check_alike(directory=f"a folder with digest {digest}")""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "An adapter that is broken is loaded, and training goes on with it.",
+        "tests/lora_parallel/pp/test_saving.py::test_what_another_stage_lacks_is_an_error_on_every_rank",
+        """if not torch.isfinite(values[key]).all():""",
+        """if False:""",
+    ),
+    Mutant(
+        "backward",
+        "Dropout makes the adapter's output smaller, as what it keeps is not scaled.",
+        f"{DROPOUT}::test_forward_scales_what_it_keeps",
+        """x.masked_fill(dropped, 0) * (1 / (1 - self.p)) if""",
+        """x.masked_fill(dropped, 0) if""",
+    ),
+    Mutant(
+        "pass",
+        "Every step drops the same elements.",
+        PLACE,
+        """f"{seed}\\0{name}\\0{forward_number}".encode()""",
+        """f"{seed}\\0{name}".encode()""",
+    ),
+    Mutant(
+        "pass",
+        "All layers drop the same elements.",
+        PLACE,
+        """f"{seed}\\0{name}\\0{forward_number}".encode()""",
+        """f"{seed}\\0{forward_number}".encode()""",
+    ),
+    Mutant(
+        "pass",
+        "All data-parallel ranks drop the same elements.",
+        PLACE,
+        """row = (index(rows) + share * rows)[:, None].expand(rows, tokens)""",
+        """row = index(rows)[:, None].expand(rows, tokens)""",
+    ),
+    Mutant(
+        "pass",
+        "All tp ranks drop the same elements of their slices of the features.",
+        PLACE,
+        """torch.arange(self.feature_offset, self.feature_offset + features, dtype""",
+        """torch.arange(0, features, dtype""",
+    ),
+    Mutant(
+        "guard",
+        "A layer that is called by itself drops the same elements in every step.",
+        f"{DROPOUT}::test_a_layer_called_around_the_models_forward_is_refused",
+        """if torch.is_grad_enabled() and not self.count.running and not in_backward():""",
+        """if False:""",
+    ),
+    Mutant(
+        "backward",
+        "The factors of experts are multiplied without their scale.",
+        OPERATION,
+        """multiply(multiply(x, each.left), each.right) * each.scaling""",
+        """multiply(multiply(x, each.left), each.right)""",
+    ),
+    Mutant(
+        "backward",
+        "The scale of the factors of experts is lost where their weight comes first.",
+        OPERATION,
+        """multiply(each.left, multiply(each.right, x)) * each.scaling""",
+        """multiply(each.left, multiply(each.right, x))""",
+    ),
+]

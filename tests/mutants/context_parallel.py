@@ -1,0 +1,96 @@
+"""Chunks of the tokens of context parallelism: who has which, how they are exchanged, and what is refused."""
+
+from tests.mutants import Mutant
+
+CP = "tests/lora_parallel/cp/test_context_parallel.py"
+GRADIENTS = f"{CP}::test_gradients_equal_one_process"
+REFUSED = f"{CP}::test_what_would_be_wrong_is_refused_on_every_rank"
+AROUND = "tests/lora_parallel/cp/test_around_blocks.py::test_what_is_around_the_blocks_equals_one_process_or_is_refused"
+
+BREAKAGES = [
+    Mutant(
+        "backward",
+        "Under cp the blocks train on a multiple of the gradient of a loss of all logits.",
+        GRADIENTS,
+        """return ctx.chunks.mine(grads[0]).contiguous(), None, None, None""",
+        """return ctx.chunks.mine(grads[0]) * ctx.chunks.ranks, None, None, None""",
+    ),
+    Mutant(
+        "backward",
+        "Under cp a trained embedding gets the gradient of this rank's tokens at the places of the first ones.",
+        AROUND,
+        """return ctx.chunks.whole(grads[0], ctx.tokens, ctx.where), None, None""",
+        """return padded(grads[0], 1, ctx.tokens), None, None""",
+    ),
+    Mutant(
+        "backward",
+        "Under cp with Ulysses the gradients of queries, keys and values are divided by the number of ranks.",
+        GRADIENTS,
+        """return None, None, None, *_to_tokens(grads, ctx.chunks, what, ctx.where)""",
+        """return None, None, None, *(x / ctx.chunks.ranks for x in _to_tokens(grads, ctx.chunks, what, ctx.where))""",
+    ),
+    Mutant(
+        "backward",
+        "Under cp with Ulysses the gradient of the output of attention is divided by the number of ranks.",
+        GRADIENTS,
+        """return _to_heads(grads, ctx.tokens, ctx.chunks, "output gradient of attention", ctx.where)[0], None, None""",
+        """return _to_heads(grads, ctx.tokens, ctx.chunks, "", ctx.where)[0] / ctx.chunks.ranks, None, None""",
+    ),
+    Mutant(
+        "backward",
+        "Under cp with all_gather keys and values train on the queries of this rank's tokens only.",
+        GRADIENTS,
+        """total = scattered_sum(chunks.parted(packed).contiguous(), chunks.group, "gradients of keys", ctx.where)""",
+        """total = chunks.parted(packed)[chunks.rank]""",
+    ),
+    Mutant(
+        "collective",
+        "Under cp with all_gather the keys of the second half of a row are in another order than its tokens.",
+        GRADIENTS,
+        """for rank in reversed(range(self.ranks)) if half else range(self.ranks):""",
+        """for rank in range(self.ranks):""",
+    ),
+    Mutant(
+        "collective",
+        "Under cp with Ulysses a rank computes its heads with the mask, or the sinks, of the first rank's heads.",
+        GRADIENTS,
+        """share = chunk_bounds(heads, chunks.ranks, chunks.rank)""",
+        """share = chunk_bounds(heads, chunks.ranks, 0)""",
+    ),
+    Mutant(
+        "collective",
+        "Under cp the LoRA dropout of all ranks drops the elements of the first tokens.",
+        f"{CP}::test_dropout_drops_the_same_elements",
+        """token = self.chunks.positions(count, device).expand(each, mine)""",
+        """token = torch.arange(mine, dtype=torch.int32, device=device).expand(each, mine)""",
+    ),
+    Mutant(
+        "collective",
+        "Under cp what is in front of a trained head gets its gradient divided by the number of ranks.",
+        AROUND,
+        """return scale_gradient(x, ranks) if trains and x.requires_grad else x""",
+        """return x""",
+    ),
+    Mutant(
+        "guard",
+        "Under cp embeddings that the user computes get the gradient of this rank's tokens.",
+        REFUSED,
+        """if each.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    "an input of the model requires a gradient, and under cp""",
+        """if False:
+                raise ValueError(
+                    "an input of the model requires a gradient, and under cp""",
+    ),
+    Mutant(
+        "guard",
+        "Under cp gradients of a part of the model that is called by itself are counted on every rank.",
+        REFUSED,
+        """if torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} was called with gradients, but not by""",
+        """if False:
+        raise ValueError(
+            f"{name} was called with gradients, but not by""",
+    ),
+]

@@ -1,0 +1,38 @@
+"""Merged exports, and weights that all ranks start from."""
+
+from tests.mutants import Mutant
+
+MERGED = "tests/lora_parallel/export/test_merged.py"
+SAME = f"{MERGED}::test_the_folder_is_that_of_one_process"
+REFUSED = f"{MERGED}::test_what_cannot_be_exported_is_refused"
+
+BREAKAGES = [
+    Mutant(
+        "pass",
+        "A merged export has the base's weights without the adapters.",
+        SAME,
+        """merged += _delta(weight, adapter, a, b, region)""",
+        """_delta(weight, adapter, a, b, region)""",
+    ),
+    Mutant(
+        "pass",
+        "The rows of a rank get the adapter of the first rows of a merged weight.",
+        SAME,
+        """wanted = [torch.arange(each.start, each.stop) for each in region]""",
+        """wanted = [torch.arange(each.stop - each.start) for each in region]""",
+    ),
+    Mutant(
+        "guard",
+        "A merged export has a DoRA adapter without its magnitudes.",
+        REFUSED,
+        """if adapter in layer.lora_variant:""",
+        """if False:""",
+    ),
+    Mutant(
+        "collective",
+        "Ranks start from weights that differ.",
+        "tests/lora_parallel/loading/test_sync_module_states.py::test_rank_zero_wins_where_copies_differ",
+        """tensor.copy_(staged)""",
+        """pass""",
+    ),
+]

@@ -1,0 +1,73 @@
+"""Replaced functions of torch, PEFT and transformers that no other file here breaks."""
+
+from tests.mutants import Mutant
+
+PEFT = "tests/lora_parallel/adapters/test_peft_private.py"
+TRANSFORMERS = "tests/lora_parallel/loading/test_transformers_private.py"
+META = "tests/lora_parallel/loading/test_meta_init.py"
+
+BREAKAGES = [
+    Mutant(
+        "replaced",
+        "load_adapter of transformers loads onto meta: the adapter has no values.",
+        f"{PEFT}::test_load_adapter_of_transformers",
+        """self.hf_device_map = {"": "cpu"}""",
+        """self.hf_device_map = {"": "meta"}""",
+    ),
+    Mutant(
+        "guard",
+        "PiSSA and its kin decompose a base whose weights were not read.",
+        "tests/lora_parallel/lazy/test_lazy_parameter.py::test_an_adapter_that_needs_the_base_is_refused",
+        "wants = None\n    if config.init_lora_weights not in DRAWN:",
+        "wants = None\n    if False:",
+    ),
+    Mutant(
+        "replaced",
+        "DoRA takes the norm of one rank's columns for that of the weight.",
+        f"{PEFT}::test_the_weight_norm_of_dora_is_what_it_was",
+        "return total(norm.square()).sqrt().to(weight.dtype)",
+        "return norm.to(weight.dtype)",
+    ),
+    Mutant(
+        "replaced",
+        "Resized embeddings of a deferred model draw their new rows from rows that were not read.",
+        "tests/lora_parallel/lazy/test_lazy_parameter.py::test_a_vocabulary_may_be_resized_inside",
+        "            if layer is not None:\n                read_whole(layer)",
+        "            if False:\n                read_whole(layer)",
+    ),
+    Mutant(
+        "replaced",
+        "With Accelerate's launcher ranks other than 0 load a model without values.",
+        f"{TRANSFORMERS}::test_accelerates_launcher_asks_for_no_broadcast",
+        """os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false\"""",
+        "pass",
+    ),
+    Mutant(
+        "guard",
+        "from_pretrained(tp_plan=...) lets transformers shard a model that parallelize shards again.",
+        f"{TRANSFORMERS}::test_arguments_that_spread_a_model_are_refused",
+        'if kwargs.get(name) is not None:\n            raise ValueError(\n                f"from_pretrained({name}',
+        'if False:\n            raise ValueError(\n                f"from_pretrained({name}',
+    ),
+    Mutant(
+        "guard",
+        "A tensor of another shape than the config's is left out, and the base starts from random numbers there.",
+        f"{TRANSFORMERS}::test_a_head_of_another_size_that_is_not_expected",
+        "if info.mismatched_keys and not load_config.ignore_mismatched_sizes:",
+        "if False:",
+    ),
+    Mutant(
+        "guard",
+        "A base that lacks some of its layers on disk starts from random numbers there.",
+        f"{TRANSFORMERS}::test_a_base_that_lacks_some_layers",
+        "    if lost or not filled:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "replaced",
+        "After meta_init every module of the process is still built on meta.",
+        f"{META}::test_all_is_normal_after_an_exception",
+        "nn.Module.register_parameter = before",
+        "pass",
+    ),
+]

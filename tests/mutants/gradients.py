@@ -1,0 +1,58 @@
+"""How gradients are finished, accumulated, divided and clipped."""
+
+from tests.mutants import Mutant
+
+GRADIENTS = "tests/lora_parallel/distributed/test_gradients.py"
+FINISHED = f"{GRADIENTS}::test_gradients_are_finished_when_backward_returns"
+
+BREAKAGES = [
+    Mutant(
+        "backward",
+        "Adapter factors that tp ranks share train on the mean of the ranks' parts instead of their sum.",
+        FINISHED,
+        """scaled = torch._foreach_mul([ready[index] for index in partial], ctx.gradients.ranks)""",
+        """scaled = [ready[index] for index in partial]""",
+    ),
+    Mutant(
+        "collective",
+        "Each tp rank trains the adapter factors that it shares on its own part of their gradient.",
+        FINISHED,
+        """flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self.ranks""",
+        """flat = flat / self.ranks""",
+    ),
+    Mutant(
+        "collective",
+        "A loss term of a shared adapter factor counts once for each tp rank.",
+        FINISHED,
+        """"adapter gradients", "all partial factors") / self.ranks""",
+        """"adapter gradients", "all partial factors")""",
+    ),
+    Mutant(
+        "collective",
+        "Of the batches accumulated under no_sync only the last one trains shared adapter factors.",
+        FINISHED,
+        """self._pending[index] = partial if known is None else known + partial""",
+        """self._pending[index] = partial""",
+    ),
+    Mutant(
+        "collective",
+        "A second backward pass overwrites the gradients of shared adapter factors.",
+        FINISHED,
+        """self._pending[index] if parameter.grad is None else parameter.grad.add_(self._pending[index])""",
+        """self._pending[index]""",
+    ),
+    Mutant(
+        "collective",
+        "Under cp the gradients are divided by the number of cp ranks.",
+        "tests/lora_parallel/cp/test_context_parallel.py::test_gradients_equal_one_process",
+        """unit.set_gradient_divide_factor(dp_size(mesh))""",
+        """unit.set_gradient_divide_factor(shard_size(mesh))""",
+    ),
+    Mutant(
+        "backward",
+        "Under cp, layers outside of the blocks train on a multiple of their gradient.",
+        "tests/lora_parallel/cp/test_around_blocks.py::test_what_is_around_the_blocks_equals_one_process_or_is_refused",
+        """return grads[0] * ctx.factor, None""",
+        """return grads[0], None""",
+    ),
+]

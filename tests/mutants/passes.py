@@ -1,0 +1,135 @@
+"""The passes of `parallelize`, each left out."""
+
+from tests.mutants import Mutant
+
+ENGINE = "tests/lora_parallel"
+RUNTIME = f"{ENGINE}/runtime"
+
+BREAKAGES = [
+    Mutant(
+        "pass",
+        "Ranks of an unseeded job train slices of different models.",
+        f"{ENGINE}/loading/test_sync_module_states.py::test_unseeded_models_become_those_of_rank_zero",
+        """adopt_rank_zero(tensors_of(model), mesh)""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "Ranks read their shards from different checkpoints.",
+        f"{ENGINE}/lazy/test_materialize.py::test_ranks_that_would_read_other_files",
+        """check_same_files(model, mesh)""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "Data-parallel ranks drop the same elements of different rows.",
+        f"{ENGINE}/adapters/test_dropout.py::test_every_mesh_drops_the_same_elements",
+        """adapt_dropout(model, config.seed, count, dp_rank(mesh))""",
+        """adapt_dropout(model, config.seed, count, 0)""",
+    ),
+    Mutant(
+        "pass",
+        "A config that differs between ranks shards each rank's part in another way.",
+        f"{ENGINE}/test_features.py::test_what_would_be_wrong_without_a_word_is_refused_on_every_rank",
+        """check_alike(**_comparable(config))""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "Tensor parallel ranks with different seeds drop other elements of the same activations.",
+        f"{RUNTIME}/test_step_hooks.py::test_a_seed_that_differs_between_ranks_is_refused",
+        """    _check_seed(mesh, config)\n""",
+        """    pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "Gradient hooks from before stay with tensors that do not train, and are never called.",
+        f"{ENGINE}/distributed/test_gradient_hooks.py::test_hooks_that_sharding_would_leave_behind_are_refused",
+        """            refuse_early_hooks(model)\n""",
+        """            pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "A base parameter that trains, or an adapter that does not, is found by nobody.",
+        f"{RUNTIME}/test_guards.py::test_parallelize_runs_the_guards_and_require_adapters_lifts_them",
+        """    verify(model, state, ties, trains)\n""",
+        """    pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "An optimizer that was made before sharding steps tensors that nobody computes with.",
+        f"{RUNTIME}/test_optimizer_params.py::test_a_step_of_what_sharding_replaced_is_refused",
+        """refuse_stale_steps(before, model)""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "An optimizer that needs whole tensors is given one rank's shards of them.",
+        f"{ENGINE}/optimizers/test_step.py::test_ranks_with_other_seeds_and_losses_step_alike",
+        """    let_optimizers_step()\n""",
+        """    pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "load_state_dict of full tensors writes them over one rank's shards.",
+        f"{RUNTIME}/test_refusals.py::test_what_is_refused_has_changed_nothing",
+        """seal(model, mesh.size())""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "LBFGS takes directions of its own on each pipeline stage.",
+        f"{ENGINE}/pp/test_guards.py::test_lbfgs_is_refused",
+        """refuse_joined_steps(model)""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "A part of the model that is called by itself computes with a shard of its weights.",
+        f"{ENGINE}/fsdp/test_submodule_calls.py::test_what_is_called_by_itself_computes_as_in_one_process",
+        """gather_for_calls(model, tied)""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "Ranks that run different blocks compute with the rows of each other's blocks.",
+        f"{ENGINE}/fsdp/test_unit_order.py::test_ranks_that_run_different_blocks_are_all_told_which",
+        """order = install_order_check(model, stage_mesh(mesh))""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "Adapter factors that tp ranks share train on each rank's own part of their gradient.",
+        f"{ENGINE}/distributed/test_gradients.py::test_gradients_are_finished_when_backward_returns",
+        """gradients.manage(dict.fromkeys(p for owner, key in partials if""",
+        """gradients.manage(dict.fromkeys(p for owner, key in partials[:0] if""",
+    ),
+    Mutant(
+        "pass",
+        "merge_and_unload gives a model of slices that computes without its collectives.",
+        f"{ENGINE}/test_features.py::test_what_would_be_wrong_without_a_word_is_refused_on_every_rank",
+        """    refuse_unload(model)\n""",
+        """    pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "A plan that could not be tried before is never held against what the model computes.",
+        f"{ENGINE}/test_sensitivity.py::test_a_plan_that_could_not_be_tried_before_is_tried_on_the_first_batch",
+        """checks = [each.check for each in plan.first_batch_checks]""",
+        """checks = []""",
+    ),
+    Mutant(
+        "pass",
+        "A model's own save_pretrained writes one rank's shards.",
+        f"{ENGINE}/export/test_save_pretrained.py::test_what_users_call",
+        """    allow_save_pretrained(model)\n""",
+        """    pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "What was frozen after it had trained is missing from checkpoints.",
+        f"{ENGINE}/checkpoint/test_save_load.py::test_what_was_frozen_after_it_trained_is_restored",
+        """state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)""",
+        """pass""",
+    ),
+]

@@ -1,0 +1,110 @@
+"""Micro-batches, stages and their messages, and what a pipeline refuses."""
+
+from tests.mutants import Mutant
+
+PP = "tests/lora_parallel/pp"
+GRADIENTS = f"{PP}/test_pipeline.py::test_gradients_equal_one_process"
+LOOPED = f"{PP}/test_pipeline.py::test_several_stages_of_a_rank"
+OVER_DP = f"{PP}/test_pipeline.py::test_with_other_axes[2x1pp2-names1]"
+CALLS = f"{PP}/test_refusals.py::test_calls_are_refused_on_every_rank"
+
+BREAKAGES = [
+    Mutant(
+        "backward",
+        "Under pp a factor on the loss, as of accumulation, is lost.",
+        GRADIENTS,
+        """scaled = local(gradient).mul_(grads[0].to(local(gradient).device))""",
+        """scaled = local(gradient)""",
+    ),
+    Mutant(
+        "guard",
+        "Under pp a second backward of one loss adds no gradient, or the first ones times the factor again.",
+        CALLS,
+        """held, ctx.held = ctx.held, None""",
+        """held = ctx.held""",
+    ),
+    Mutant(
+        "backward",
+        "Under 1f1b the part of a loss that is computed from the logits trains nothing.",
+        CALLS,
+        """raise RuntimeError(
+            "a gradient came back through an output""",
+        """return None, None
+        raise RuntimeError(
+            "a gradient came back through an output""",
+    ),
+    Mutant(
+        "backward",
+        "Under gpipe a micro-batch trains on the gradient of another one's logits.",
+        LOOPED,
+        """chunks = grad.chunk(count) if count > 1 else [grad]""",
+        """chunks = grad.chunk(count)[::-1] if count > 1 else [grad]""",
+    ),
+    Mutant(
+        "backward",
+        "Under gpipe a loss of logits trains nothing.",
+        LOOPED,
+        """ctx.drain.backward(grads)""",
+        """ctx.drain.backward([None for _ in grads])""",
+    ),
+    Mutant(
+        "guard",
+        "Under 1f1b data-parallel ranks that weigh their losses train on a wrong sum.",
+        f"{PP}/test_guards.py::test_weights_of_data_parallel_ranks_are_refused_or_right",
+        """self._order.all_reduce("factor of the loss", both, dist.ReduceOp.MAX, self._groups)""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "Stages that multiply the loss by different factors train on gradients of different losses.",
+        f"{PP}/test_guards.py::test_another_factor_on_another_stage_is_refused",
+        """self._links.all_reduce_max(both)""",
+        """pass""",
+    ),
+    Mutant(
+        "collective",
+        "Under pp all ranks read what the first stage has in the place of the model's outputs.",
+        f"{PP}/test_steps.py::test_every_rank_has_what_the_model_returns",
+        """work = dist.broadcast(tensor, self.ranks[-1], group=self._groups.outputs, async_op=True)""",
+        """work = dist.broadcast(tensor, self.ranks[0], group=self._groups.outputs, async_op=True)""",
+    ),
+    Mutant(
+        "collective",
+        "Under pp only the last stage trains.",
+        LOOPED,
+        """self._links.send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, False, self._key)""",
+        """self._links.send(torch.zeros_like(hidden), False, self._key)""",
+    ),
+    Mutant(
+        "collective",
+        "Under pp only the gradients of the first micro-batch are summed over data-parallel ranks.",
+        OVER_DP,
+        """self._backward(action, start, at == backwards[-1])""",
+        """self._backward(action, start, at == backwards[0])""",
+    ),
+    Mutant(
+        "replaced",
+        "Under pp every micro-batch's loss is divided by its own number of labels.",
+        LOOPED,
+        """self._own(*args, **{**kwargs, "num_items_in_batch": self._number})""",
+        """self._own(*args, **kwargs)""",
+    ),
+    Mutant(
+        "collective",
+        "Under pp LoRA dropout drops the same elements in each micro-batch.",
+        f"{PP}/test_steps.py::test_micro_batches_drop_what_the_batch_drops",
+        """self._count.microbatch, self._count.microbatches = action.microbatch, count""",
+        """self._count.microbatch, self._count.microbatches = 0, 1""",
+    ),
+    Mutant(
+        "guard",
+        "A model that hands more than hidden states from block to block loses it between stages.",
+        f"{PP}/test_guards.py::test_stages_are_proven_in_training_too",
+        """            self._run_stages(bounds)
+            self._tracer.run_otherwise()
+            noted = self._note()""",
+        """            self._run_stages(bounds)
+            return
+            noted = self._note()""",
+    ),
+]

@@ -1,0 +1,109 @@
+"""Guards of tensor parallel plans: what a plan may say about a model, and the proof that it computes the same."""
+
+from tests.mutants import Mutant
+
+PLAN = "tests/lora_parallel/planning/test_plan.py"
+SENSITIVITY = "tests/lora_parallel/test_sensitivity.py"
+
+BREAKAGES = [
+    Mutant(
+        "guard",
+        "Heads that tp does not divide are torn apart.",
+        f"{PLAN}::test_a_size_that_tp_does_not_divide_is_refused_with_those_it_could_be",
+        """if size % tp and name in checked]""",
+        """if False and name in checked]""",
+    ),
+    Mutant(
+        "guard",
+        "An entry of the user's plan that matches nothing is left out without a word.",
+        f"{PLAN}::test_an_entry_that_matches_nothing_is_refused_with_a_hint",
+        """if not any(fnmatchcase(name, glob) for name in names):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A layer with adapters and no style is computed in full on every rank, and cut by nobody.",
+        f"{PLAN}::test_adapter_layers_without_a_style_are_refused",
+        """if adapted and not whole:""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "Styles that are not what the model computes are taken from the user.",
+        f"{PLAN}::test_styles_that_do_not_fit_what_the_model_computes_are_refused",
+        """check_entries(builder, structures)""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "Layers that share a weight and place it differently drift apart.",
+        f"{PLAN}::test_tied_layers_must_be_split_alike",
+        """if len(set(placements.values())) > 1:""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A style is applied to a kind of layer that it is not for.",
+        f"{PLAN}::test_styles_want_their_kind_of_layer",
+        """if refused is None and style_name in _LINEAR_STYLES and not is_linear(base):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "Quantised weights are cut as if their bytes were numbers.",
+        f"{PLAN}::test_quantised_weights_are_refused",
+        """refused = f"{kind} holds quantised weights\"""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "A norm that acts on no slices trains on a multiple of its gradient.",
+        "tests/lora_parallel/test_features.py::test_a_partial_gradient_of_what_acts_on_no_slices_is_refused",
+        """check_between(builder, structures)""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "A plan that is not what the model computes on the first batch trains.",
+        f"{SENSITIVITY}::test_a_plan_that_could_not_be_tried_before_is_tried_on_the_first_batch",
+        """if name in rows and _alike(rows[name], partition):""",
+        """if name in rows or name not in rows:""",
+    ),
+    Mutant(
+        "guard",
+        "Fused matrices that are cut in chunks are taken for proven.",
+        f"{SENSITIVITY}::test_the_proof_fails_for_a_fused_layer_in_chunks",
+        """raise TraceError(f"{call.layer} is not fed what it should be by a rank's share of the features")""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "With sequence_parallel blocks that mix tokens compute on chunks of them.",
+        "tests/lora_parallel/tp/test_sequence.py::test_what_does_not_work_token_by_token_is_refused",
+        """raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "Under cp what mixes tokens outside of attention computes on chunks of them.",
+        "tests/lora_parallel/cp/test_context_parallel.py::test_what_would_be_wrong_is_refused_on_every_rank",
+        """            raise TraceError(problem)
+        attentions =""",
+        """            pass
+        attentions =""",
+    ),
+    Mutant(
+        "guard",
+        "A fused matrix with several matrices in it is cut in one piece for each rank.",
+        f"{PLAN}::test_packed_layers_are_halves_where_the_model_cannot_be_run",
+        """plan.partition = RowPartition.packed([half, half], builder.tp)""",
+        """plan.partition = RowPartition.packed([2 * half], builder.tp)""",
+    ),
+    Mutant(
+        "guard",
+        "Shares of experts that compute something else are taken for proven.",
+        "tests/lora_parallel/tp/test_experts.py::test_the_trial_refuses_wrong_shares",
+        """return None if right else "what its forward""",
+        """return None if True else "what its forward""",
+    ),
+]

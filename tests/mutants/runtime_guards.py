@@ -1,0 +1,104 @@
+"""Guards around a sharded model, its forward and its backward."""
+
+from tests.mutants import Mutant
+
+GUARDS = "tests/lora_parallel/runtime/test_guards.py"
+FIRES = f"{GUARDS}::test_each_guard_fires_on_every_rank"
+LIFTED = f"{GUARDS}::test_parallelize_runs_the_guards_and_require_adapters_lifts_them"
+REFUSED = "tests/lora_parallel/runtime/test_refusals.py"
+
+BREAKAGES = [
+    Mutant(
+        "guard",
+        "A parameter that was never given values trains from garbage.",
+        FIRES,
+        """if tensor.is_meta:
+                raise""",
+        """if False:
+                raise""",
+    ),
+    Mutant(
+        "guard",
+        "A weight of the base trains beside the adapter, and is not saved with it.",
+        LIFTED,
+        """if parameter.requires_grad and name not in adapters:""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A frozen adapter trains nothing.",
+        LIFTED,
+        """if not parameter.requires_grad and parameter.numel() and active & set(name.split(".")):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A fresh adapter changes the model before the first step.",
+        FIRES,
+        """and torch.count_nonzero(local(parameter)):""",
+        """and False:""",
+    ),
+    Mutant(
+        "guard",
+        "Ranks train copies of a factor that differ.",
+        f"{GUARDS}::test_copies_that_differ_are_found",
+        """if len(differing):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "Tensor parallel peers compute slices of different batches, where these are no keywords.",
+        f"{GUARDS}::test_tp_peers_must_be_fed_the_same_batch",
+        """for tensor in tensors_in(inputs):""",
+        """for tensor in tensors_in(inputs[1]):""",
+    ),
+    Mutant(
+        "guard",
+        "Peers that are fed the same tensors as other arguments are not noticed.",
+        f"{GUARDS}::test_tp_peers_must_be_fed_the_same_batch",
+        """total = total * 1000003 + fingerprint_on_device""",
+        """total = total + fingerprint_on_device""",
+    ),
+    Mutant(
+        "guard",
+        "A weight that is unfrozen after sharding gets no gradient.",
+        f"{GUARDS}::test_what_is_unfrozen_after_sharding_is_refused",
+        """if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen""",
+        """if False:
+                raise RuntimeError(
+                    f"{name} was frozen""",
+    ),
+    Mutant(
+        "guard",
+        "Rows of a fused weight are loaded from a state dict as other rows.",
+        f"{REFUSED}::test_rows_that_were_selected_cannot_be_loaded_whole",
+        """if partition_of(module.get_submodule(holder), key) is not None and not _same(given, parameter):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "Each rank computes with its own slice of parameters that the caller gives by functional_call.",
+        "tests/lora_parallel/runtime/test_substitutes.py::test_parameters_of_ones_own_are_refused",
+        """if held is not None and id(held) not in gathered:""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A head that is put in place after sharding trains apart on each rank.",
+        "tests/lora_parallel/runtime/test_substitutes.py::test_layers_that_come_afterwards_and_train_are_refused",
+        """self._refuse_new(model)
+        odd""",
+        """pass
+        odd""",
+    ),
+    Mutant(
+        "guard",
+        "A backward after one that failed adds up gradients that are not of all ranks.",
+        "tests/lora_parallel/fsdp/test_unused_parameters.py"
+        "::test_a_backward_after_one_that_failed_is_refused_until_the_next_forward",
+        """if self._backward not in (None, backward_pass()):""",
+        """if False:""",
+    ),
+]

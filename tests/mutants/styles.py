@@ -1,0 +1,53 @@
+"""Placements and partial gradients of each style, and the rows that a rank computes with."""
+
+from tests.mutants import Mutant
+
+TP = "tests/lora_parallel/tp"
+EVERY = f"{TP}/test_layer.py::test_every_style_equals_the_unsharded_layer"
+FEATURES = "tests/lora_parallel/test_rows.py::test_a_row_equals_one_process_or_is_refused"
+EXPERTS = f"{TP}/test_experts.py"
+
+BREAKAGES = [
+    Mutant(
+        "style",
+        "The lora_A of a colwise layer trains on one rank's part of its gradient.",
+        EVERY,
+        """_OF_OUTPUT_SLICES = frozenset({"lora_A", "per_input", "other"})""",
+        """_OF_OUTPUT_SLICES = frozenset({"per_input", "other"})""",
+    ),
+    Mutant(
+        "style",
+        "The lora_B of a rowwise layer trains on one rank's part of its gradient.",
+        EVERY,
+        """_OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "per_output", "addend", "other"})""",
+        """_OF_PARTIAL_SUMS = frozenset({"magnitude", "per_output", "addend", "other"})""",
+    ),
+    Mutant(
+        "style",
+        "DoRA's magnitude of a rowwise layer trains on one rank's part of its gradient.",
+        f"{FEATURES}[DoRA, grouped-2x2]",
+        """_OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "per_output", "addend", "other"})""",
+        """_OF_PARTIAL_SUMS = frozenset({"lora_B", "per_output", "addend", "other"})""",
+    ),
+    Mutant(
+        "style",
+        "The bias of an adapter of a rowwise layer is added once for each rank.",
+        f"{FEATURES}[lora_bias, gpt2-2x2]",
+        """return held * (self.context.rank == 0)""",
+        """return held""",
+    ),
+    Mutant(
+        "style",
+        "Adapters of experts train on one rank's part of their gradient.",
+        f"{EXPERTS}::test_the_auxiliary_loss_counts_once",
+        """_OF_EXPERTS = frozenset({"lora_A", "lora_B", "addend", "other"})""",
+        """_OF_EXPERTS = frozenset({"addend", "other"})""",
+    ),
+    Mutant(
+        "style",
+        "Layers in front of a colwise layer train on one rank's part of their gradient, by the table of styles.",
+        EVERY,
+        """enter="copy",""",
+        """enter="keep",""",
+    ),
+]

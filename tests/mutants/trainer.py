@@ -1,0 +1,46 @@
+"""What a Trainer of transformers goes on from."""
+
+from tests.mutants import Mutant
+
+FILES = "tests/test_formats.py::test_training_goes_on_from_the_files[trainer on 1x2-0.2.0]"
+
+BREAKAGES = [
+    Mutant(
+        "checkpoint",
+        "A resumed Trainer begins with fresh adapters.",
+        FILES,
+        """    for commit in load_models(found, state):
+        commit()
+    resume_counting(found, state)""",
+        "    resume_counting(found, state)",
+    ),
+    Mutant(
+        "checkpoint",
+        "A resumed Trainer starts with an empty state of its optimizer.",
+        FILES,
+        """for commit in load_optimizers(found, _train_state(self)):
+        commit()""",
+        "pass",
+    ),
+    Mutant(
+        "checkpoint",
+        "A resumed Trainer starts its learning-rate schedule again.",
+        FILES,
+        "self.lr_scheduler.load_state_dict(saved)",
+        "pass",
+    ),
+    Mutant(
+        "checkpoint",
+        "A resumed Trainer drops other elements in LoRA dropout.",
+        FILES,
+        """        commit()
+    resume_counting(found, state)
+
+
+@collective_method""",
+        """        commit()
+
+
+@collective_method""",
+    ),
+]
