@@ -117,6 +117,7 @@ def check_command(words: list[str]) -> None:
         assert all(word.split("=")[0] in told for word in rest[1:] if word.startswith("--")), words
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page):
     for words in commands(page):

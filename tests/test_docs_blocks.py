@@ -21,6 +21,7 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "page",
     [

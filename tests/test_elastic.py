@@ -112,6 +112,7 @@ def error(folder: Path, whole: Path) -> float:
     return relative_error(got, want)
 
 
+@pytest.mark.matrix
 def test_a_machine_is_lost_and_the_job_goes_on_with_the_other(tmp_path, whole):
     """Two agents are two machines. One of them and its workers are killed at once; the mesh 2x2 becomes 1x2."""
     with socket.socket() as free:
@@ -148,6 +149,7 @@ def test_a_worker_that_crashes_is_brought_back(tmp_path, whole):
     assert error(tmp_path, whole) <= BOUND
 
 
+@pytest.mark.matrix
 def test_sigterm_on_one_rank_saves_on_all_and_ends_with_zero(tmp_path, whole):
     """The agent ends with 0 if all of its workers do, without a restart."""
     with started([*TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0", *command(tmp_path)]) as (agent,):

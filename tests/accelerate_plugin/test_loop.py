@@ -90,7 +90,7 @@ def loops(mesh: str, cases: list[str], by_environment: bool) -> dict[str, Run]:
     return found
 
 
-@pytest.mark.parametrize("mesh", cases("1x2", "2x2", "2x1cp2", matrix=["2x1", "4x1", "2x2x1", "1x1cp2"]))
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "1x2", "4x1", "2x2x1", "1x1cp2", "2x1cp2"]))
 def test_a_loop_trains_as_one_process_does(pool, mesh):
     by_environment = mesh in ("1x2", "4x1")
     for runs in pool.run(ranks_of(mesh), loops, mesh, MESHES[mesh], by_environment):
@@ -127,7 +127,7 @@ def in_bf16(mesh: str, checkpointing: bool) -> Run:
         return run
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "1x2"]))
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x1", "2x2"]))
 def test_bf16_against_one_process_under_the_same_policy(pool, mesh):
     """Gradients are reduced in float32 (Accelerate's own policy reduces them, and returns losses, in bfloat16)."""
     [want] = pool.run(1, in_bf16, "1x1", False)
@@ -147,7 +147,7 @@ def from_disk(mesh: str, base: str) -> Run:
         return trains(CASES["plain"], Accelerator(), model.train())
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1"]))
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["2x2"]))
 def test_a_model_that_each_process_reads_its_own_slices_of(pool, tmp_path, mesh):
     causal_lm().save_pretrained(tmp_path)
     for run in pool.run(ranks_of(mesh), from_disk, mesh, str(tmp_path)):
@@ -307,7 +307,7 @@ def two_adapters(mesh: str) -> list[Any]:
     return [run, same, [torch.allclose(each, plain, atol=1e-6) for each in seen]]
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "2x1"]))
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["1x2", "2x2"]))
 def test_the_base_and_an_adapter_that_does_not_train_stay_as_they_are(pool, mesh):
     want = reference(Case(steps=3))
     for run, changed, disabled in pool.run(ranks_of(mesh), two_adapters, mesh):

@@ -51,6 +51,7 @@ def one_process(tmp_path_factory) -> dict[str, Any]:
     return trains(tmp_path_factory.mktemp("one"), "")
 
 
+@pytest.mark.matrix
 def test_minilm_trains_as_in_one_process(pool, tmp_path, one_process):
     want = one_process
     for got in pool.run(ranks_of("2x2"), trains, tmp_path, "2x2"):
@@ -60,6 +61,7 @@ def test_minilm_trains_as_in_one_process(pool, tmp_path, one_process):
         assert np.abs(got["predicted"] - want["predicted"]).max() < 1e-3
 
 
+@pytest.mark.matrix
 def test_the_oracle_learns(one_process):
     labels = sentences().columns["labels"].numpy()
     assert np.mean(one_process["loss"][-3:]) < 0.5 * one_process["loss"][0]

@@ -148,6 +148,7 @@ OPTIMIZERS = """
 """.split()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("names", cases(["adafactor", "adagrad", "adamw_bnb_8bit"], matrix=[(OPTIMIZERS,)]))
 def test_optimizers_by_name_step_as_in_one_process(pool, base, tmp_path, names):
     want = by_name(base, tmp_path / "one", "", names)

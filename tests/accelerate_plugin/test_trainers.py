@@ -21,7 +21,9 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base"))
 
 
-@pytest.mark.parametrize(("mesh", "names"), cases(("2x2", FAST), matrix=[("2x2", REST), ("1x2", SAMPLED)]))
+@pytest.mark.parametrize(
+    ("mesh", "names"), cases(("2x2", FAST[:1]), matrix=[("2x2", FAST[1:]), ("2x2", REST), ("1x2", SAMPLED)])
+)
 def test_trainers_train_as_one_process(pool, base, tmp_path, mesh, names):
     wanted = tuned(names, base, tmp_path / "one", "")
     for rank, answers in enumerate(pool.run(ranks_of(mesh), tuned, names, base, tmp_path / "mesh", mesh)):

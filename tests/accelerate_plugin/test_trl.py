@@ -90,9 +90,14 @@ def one_process(base, tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mesh", "kinds"),
     cases(
-        ("1x2", list(KINDS)),
-        ("1x1cp2", list(KINDS)),
-        matrix=[("2x2", list(KINDS)), ("2x1", ["plain", "dpo"]), ("1x2cp2", list(KINDS))],
+        ("1x2", ["packing", "assistant only"]),
+        matrix=[
+            ("1x2", ["plain", "dpo"]),
+            ("1x1cp2", list(KINDS)),
+            ("2x2", list(KINDS)),
+            ("2x1", ["plain", "dpo"]),
+            ("1x2cp2", list(KINDS)),
+        ],
     ),
 )
 def test_trainers_of_trl(pool, base, tmp_path, one_process, mesh, kinds):
@@ -152,6 +157,7 @@ def configured(shard: int, tp: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 @pytest.mark.parametrize("goes_on", cases(False, matrix=[True]))
 def test_the_script_of_trl_trains_on_2x1_and_goes_on_on_1x2(base, tmp_path, goes_on):

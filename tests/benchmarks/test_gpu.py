@@ -47,6 +47,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, output: Path, *arguments: str) -
 # ---------------------------------------------------------------------- steps that end in each way
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_a_step_ends_in_one_of_these_ways(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 1.0)
@@ -94,6 +95,7 @@ def test_a_step_ends_in_one_of_these_ways(tmp_path, monkeypatch):
     assert "did not end" in found["lingers"].detail
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_ranks_that_are_fresh_processes_as_on_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 1.0)
@@ -176,6 +178,7 @@ def test_the_code_is_known_by_its_files(tmp_path):
 # ---------------------------------------------------------------------- the command
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 @pytest.mark.timeout(3600)  # four steps, each with processes of its own and a deadline for them
 def test_a_part_of_the_steps(tmp_path, monkeypatch, capsys):

@@ -78,6 +78,7 @@ def ways() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.matrix
 def test_every_way_to_ask_for_compiled_blocks(pool):
     want: Outcome = fit(Tuner(m.adapted), None, **DOUBLE)
     for rank, found in enumerate(pool.run(2, ways)):

@@ -27,6 +27,7 @@ def one_process() -> Outcome:
     return trains(None)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("late", cases(True, matrix=[False]))
 def test_minilm_trains_as_in_one_process(pool, one_process, late):
     """Built in `__init__`, or in `configure_model` and read from the checkpoint by slices."""

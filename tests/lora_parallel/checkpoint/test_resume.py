@@ -17,7 +17,7 @@ from tests.oracle import Case, ranks_of, relative_error
 
 MESHES = ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4", "2x2x1", "2x1x2", "2x2x2"]
 # Each mechanism once as source and once as target; `make matrix` runs every pair.
-SAMPLE = {("2x2", "1x2"), ("1x2", "2x1"), ("2x1", "2x2x1"), ("2x2x1", "1x1"), ("1x1", "2x2")}
+SAMPLE = {("2x2", "2x1"), ("1x2", "2x2x1"), ("1x1", "2x2")}
 PAIRS = [
     pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.matrix)
     for pair in itertools.product(MESHES, MESHES)
@@ -67,7 +67,7 @@ def test_any_mesh_to_any_mesh(pool, sources, source, target):
         check_same(resumed, oracle(Job()), STEPS - step)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=[mesh for mesh in MESHES if mesh != "2x2"]))
 def test_the_same_mesh_bit_for_bit(pool, sources, mesh):
     wholes, folder, step = sources(mesh)
     for whole, resumed in zip(wholes, pool.run(ranks_of(mesh), Job().on_mesh, mesh, folder), strict=True):
@@ -78,7 +78,9 @@ OWN_WAYS = ["AdamW, two groups", "schedule-free"]
 """Optimizers whose states differ in kind from AdamW's: in groups, and with an average beside."""
 
 
-@pytest.mark.parametrize("optimizer", cases(*OWN_WAYS, matrix=[n for n in OPTIMIZERS if n not in ("AdamW", *OWN_WAYS)]))
+@pytest.mark.parametrize(
+    "optimizer", cases(OWN_WAYS[0], matrix=[n for n in OPTIMIZERS if n not in ("AdamW", OWN_WAYS[0])])
+)
 def test_optimizers(pool, tmp_path, optimizer):
     """Their states go from 2x2 to 2x2, bit for bit, and to 1x2."""
     job = Job(optimizer=optimizer)
@@ -100,7 +102,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases("embeddings", "everything trains", matrix=["tied, biases", "a saved head"]))
 def test_kinds_of_training(pool, tmp_path, kind):
     job = KINDS[kind]
     wholes = stopped(pool, job, "2x2", tmp_path, 2)
@@ -126,7 +128,7 @@ def test_dropout_goes_on_where_it_was(pool, tmp_path):
 OWN_DROPOUT = Job(Case(steps=STEPS, sizes={"attention_dropout": 0.3}))
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1"]))
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["2x2"]))
 def test_the_models_own_randomness_goes_on_where_it_was(pool, tmp_path, mesh):
     wholes = pool.run(ranks_of(mesh), seeded, OWN_DROPOUT, mesh, tmp_path, 5)
     assert wholes[0].losses != oracle(Job()).losses

@@ -439,6 +439,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", cases("destroy by name", matrix=["exit", "destroy"]))
 @pytest.mark.processes
 def test_a_save_in_flight_is_finished_at_exit(tmp_path, end):

@@ -73,12 +73,14 @@ def test_every_mesh_of_a_plan_is_within_5_percent(pool, tmp_path):
     json.dumps(plan.to_json())
 
 
+@pytest.mark.matrix
 def test_no_pipeline_is_planned_for_all_parameters():
     few = plan_memory(LLAMA, gpus=2, sequence_length=TOKENS, batch_size=4, full=True, progress=False)
     assert {each.sizes["pp"] for each in few.meshes} == {1}
     assert not any(each.refused for each in few.meshes)
 
 
+@pytest.mark.matrix
 def test_a_small_gpu_gets_more_options_and_then_no_mesh():
     few = plan_memory(
         LLAMA, gpus=2, gpu_memory=0.01, sequence_length=TOKENS, batch_size=2, lora_config=LORA, progress=False

@@ -48,6 +48,7 @@ for fails in (False, True):
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_a_process_waits_for_gloos_threads_as_it_ends_without_an_error(tmp_path):
     """Otherwise some end with SIGABRT: docs/upstream/gloo_exit.md. After an error a peer may never come."""

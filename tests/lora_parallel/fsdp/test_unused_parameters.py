@@ -15,6 +15,7 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 
 from lora_parallel import no_sync, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import differing, fill_adapters, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
@@ -132,8 +133,8 @@ def choose(
         FSDPModule.set_reduce_scatter_unused_params = own
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("mesh", ["2x1", "2x2", "2x1x1"])
+@pytest.mark.parametrize("native", cases(False, matrix=[True]))
+@pytest.mark.parametrize("mesh", cases("2x1", "2x1x1", matrix=["2x2"]))
 def test_ranks_that_reach_other_layers_of_a_block_train_as_one_process(pool, mesh, native):
     for together in (1, 2):
         want = train(choosing(), None, together)
@@ -262,7 +263,7 @@ def penalised_on(mesh_text: str) -> dict[str, Tensor]:
     return penalised(parallelize(choosing(), mesh, config))
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["2x2"]))
 def test_a_loss_term_of_the_parameters_reaches_them_all(pool, mesh):
     want = penalised(choosing())
     for got in pool.run(ranks_of(mesh), penalised_on, mesh):

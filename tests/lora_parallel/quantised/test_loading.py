@@ -89,7 +89,7 @@ def differences(model: nn.Module, want: nn.Module) -> list[str]:
     ] + [n for n in layers if not torch.equal(model.get_submodule(n).dense(), want.get_submodule(n).dense())]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", cases(torch.bfloat16, matrix=[torch.float32]))
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*(("llama", k) for k in KINDS), *(("saved", k) for k in KINDS), ("gpt2", "nf4"), ("gpt2", "int8")],
@@ -144,7 +144,7 @@ def shards(got: nn.Module, want: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kinds"), cases(("2x2", FEW), matrix=[("2x2", list(KINDS)), ("1x4", ["nf4", "int8"])])
+    ("mesh", "kinds"), cases(("1x2", FEW), matrix=[("2x2", list(KINDS)), ("1x4", ["nf4", "int8"])])
 )
 def test_each_rank_has_its_shard_of_what_a_load_in_memory_gives(pool, folders, mesh, kinds):
     for found in pool.run(ranks_of(mesh), on_ranks, mesh, folders, kinds):
@@ -218,7 +218,7 @@ def weight_bytes(folder: str) -> int:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["4x1"]))
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["2x2", "4x1"]))
 def test_no_rank_holds_more_than_a_slice_while_reading(pool, wide, mesh):
     """Beside its shards: less than its quarter of the largest weight, dense; and it reads a quarter of the files."""
     path, saved = wide
@@ -434,7 +434,7 @@ def exported(mesh_text: str, sources: dict[str, tuple[str, str | None]], root: s
     return found
 
 
-@pytest.mark.parametrize(("mesh", "kinds"), cases(("2x2", FEW), matrix=[("2x2", list(KINDS)), ("4x1", list(KINDS))]))
+@pytest.mark.parametrize(("mesh", "kinds"), cases(("1x2", FEW), matrix=[("2x2", list(KINDS)), ("4x1", list(KINDS))]))
 def test_an_export_is_dequantised_and_merged(pool, folders, tmp_path, mesh, kinds):
     sources: dict[str, tuple[str, str | None]] = {kind: (folders["llama"], kind) for kind in kinds}
     sources |= {"saved nf4, double": (folders["nf4, double"], None), "phi3": (folders["phi3"], "nf4")}

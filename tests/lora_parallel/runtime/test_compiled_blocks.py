@@ -137,6 +137,7 @@ def on_chunks(method: str) -> tuple[Run, Run, tuple[int, int]]:
     return eager, sharded(case, "1x1cp2", **config, **WHOLE), counted()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", cases("ulysses", matrix=["all_gather"]))
 def test_compiled_blocks_train_on_chunks_as_eager_ones(pool, method):
     """Graphs are of the first length, of lengths that cp divides and of others; no more however lengths vary."""
@@ -170,6 +171,7 @@ def beside_training(mesh_text: str) -> list[Any]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x1", "2x2"]))
 def test_evaluation_and_generation_are_those_of_an_eager_model(pool, mesh):
     """A forward that is given a cache, or makes one, runs as it did; training makes none, unless it is asked to."""
@@ -202,6 +204,7 @@ def tenants(mesh_text: str) -> tuple[dict[str, dict[str, Tensor]], list[int], in
     return found, graphs, counted()[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", cases("1x1", matrix=["1x2", "2x2"]))
 def test_tenants_train_in_compiled_blocks(pool, mesh):
     """One graph for each kind of adapter, and one for a first block; a batch of several tenants runs eagerly."""
