@@ -44,6 +44,7 @@ def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
     assert picture.stat().st_size > 1000
 
 
+@pytest.mark.matrix
 def test_json_holds_every_mesh(model, capsys):
     cli.main(
         "plan", [model, "--gpus", "1", "--seq", "64", "--gpu-memory", "0.0001", "--json", "--quantization", "8bit"]

@@ -197,6 +197,7 @@ def test_a_class_path_with_arguments_needs_no_import(tmp_path):
     assert done.stdout.split()[-1] == "2"
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_what_lightning_says_where_the_import_was_forgotten():
     """docs/troubleshooting.md has it: no code of this library runs before Lightning looks the name up."""
