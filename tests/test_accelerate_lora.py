@@ -58,6 +58,7 @@ def test_what_needs_no_torch_imports_none(arguments, code, text):
     assert answer.stderr.endswith("False\n")
 
 
+@pytest.mark.processes
 def test_a_file_that_can_work_is_checked_with_torch():
     """The packages that the early check has imported without torch are imported anew."""
     answer = called("check", FILE)

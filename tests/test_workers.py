@@ -164,6 +164,7 @@ def test_ranks_of_engine_tests_have_not_imported_the_front_ends(own_pool, front_
         assert failure.kind == "ModuleNotFoundError", "it would patch what the next tests of the engine run on"
 
 
+@pytest.mark.processes
 @pytest.mark.matrix
 def test_a_process_that_ends_without_closing_its_pool_leaves_no_rank(tmp_path):
     script = tmp_path / "script.py"

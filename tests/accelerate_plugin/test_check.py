@@ -330,6 +330,7 @@ def test_an_error_of_the_script_itself_is_not_swallowed(tmp_path):
         checked("--config_file", written(tmp_path, **GOOD), script)
 
 
+@pytest.mark.processes
 def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("float64", "float32"))

@@ -33,6 +33,7 @@ def model(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.processes
 def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
@@ -44,6 +45,7 @@ def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
     assert picture.stat().st_size > 1000
 
 
+@pytest.mark.processes
 @pytest.mark.matrix
 def test_json_holds_every_mesh(model, capsys):
     cli.main(
@@ -90,6 +92,7 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     assert trainer.get("accumulate_grad_batches", 1) == (1 if pipeline else 4)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

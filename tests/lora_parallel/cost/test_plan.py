@@ -73,6 +73,7 @@ def test_every_mesh_of_a_plan_is_within_5_percent(pool, tmp_path):
     json.dumps(plan.to_json())
 
 
+@pytest.mark.processes
 @pytest.mark.matrix
 def test_no_pipeline_is_planned_for_all_parameters():
     few = plan_memory(LLAMA, gpus=2, sequence_length=TOKENS, batch_size=4, full=True, progress=False)
@@ -80,6 +81,7 @@ def test_no_pipeline_is_planned_for_all_parameters():
     assert not any(each.refused for each in few.meshes)
 
 
+@pytest.mark.processes
 @pytest.mark.matrix
 def test_a_small_gpu_gets_more_options_and_then_no_mesh():
     few = plan_memory(
@@ -100,6 +102,7 @@ def test_a_mesh_that_parallelize_refuses_has_its_error():
     assert "heads" in plan.meshes[0].refused
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -164,6 +167,7 @@ def test_configs_that_no_plan_can_be_made_for(changes, error, tmp_path, capsys):
     assert not capsys.readouterr().out  # transformers asks there
 
 
+@pytest.mark.processes
 def test_a_quantised_config_is_planned_as_dense_if_asked():
     config = LlamaConfig(**LLAMA.to_diff_dict(), quantization_config={"quant_method": "mxfp4"})
     plan = plan_memory(config, ParallelConfig(), gpus=1, sequence_length=16, quantization_config={}, progress=False)
@@ -171,6 +175,7 @@ def test_a_quantised_config_is_planned_as_dense_if_asked():
     assert not plan.meshes[0].refused
 
 
+@pytest.mark.processes
 def test_a_worker_leaves_nothing_behind_and_says_why_it_ended(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # for one process
