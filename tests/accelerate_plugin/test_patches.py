@@ -38,6 +38,7 @@ LINES: dict[tuple[Any, str], str] = {
         "clip_grad_norm_",
     ): "return self._clip_grad_norm_dtensor_aware(parameters, max_norm",
     (Accelerator, "clip_grad_value_"): "torch.nn.utils.clip_grad_value_(parameters, clip_value)",
+    (Accelerator, "gather_for_metrics"): "return tensor[: self.gradient_state.remainder]",
     (operations, "_gpu_gather"): "torch.distributed.all_gather(output_tensors, tensor)",
     (operations, "_gpu_gather_object"): "return [x for y in output_objects for x in y]",
     (operations, "recursively_apply"): "return func(data, *args, **kwargs)",
