@@ -73,6 +73,47 @@ BREAKAGES = [
         """if missing:""",
     ),
     Mutant(
+        "checkpoint",
+        "Tensors of an adapter that PEFT has no key for are not saved.",
+        f"{FOLDER}::test_a_tensor_that_peft_has_no_key_for_is_an_error",
+        """if lost := sorted(name for name, tensor in own.items() if id(tensor) not in named):""",
+        """if lost := []:""",
+    ),
+    Mutant(
+        "checkpoint",
+        "An adapter that is loaded straight after a training forward is lost with the weights gathered for it.",
+        f"{FOLDER}::test_saving_and_loading_in_the_middle_of_a_step",
+        """    check_alike(adapter_name=adapter_name)
+    reshard(model)
+    with agreed():
+        check_unmerged(model)
+        holder = adapted_model(model)
+        configs""",
+        """    check_alike(adapter_name=adapter_name)
+    with agreed():
+        check_unmerged(model)
+        holder = adapted_model(model)
+        configs""",
+    ),
+    Mutant(
+        "guard",
+        "An adapter that training has broken is saved.",
+        f"{FOLDER}::test_a_broken_adapter_is_not_saved",
+        """    if broken:
+        raise ValueError(
+            f"{broken[0]} holds""",
+        """    if False:
+        raise ValueError(
+            f"{broken[0]} holds""",
+    ),
+    Mutant(
+        "guard",
+        "Of several models of PEFT in one module only one adapter is saved.",
+        "tests/lora_parallel/adapters/test_injection.py::test_two_models_of_peft_in_one_module_are_refused",
+        """if len(peft_models := _outer_peft_models(model)) > 1:""",
+        """if len(peft_models := _outer_peft_models(model)) < 0:""",
+    ),
+    Mutant(
         "guard",
         "A rank takes rows of a tensor that has another shape than the adapter's.",
         MISFITS,

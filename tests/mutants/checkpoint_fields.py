@@ -116,9 +116,37 @@ BREAKAGES = [
     Mutant(
         "checkpoint",
         "An adapter goes on on a base with more layers than it was trained on.",
-        f"{SAVE}::test_a_larger_base_is_another_one",
+        f"{SAVE}::test_a_larger_base_is_another_one_and_so_is_a_smaller_one",
         """more = [name for name in present if name not in stored]""",
         """more: list[str] = []""",
+    ),
+    Mutant(
+        "checkpoint",
+        "An adapter goes on on a base with fewer layers than it was trained on.",
+        f"{SAVE}::test_a_larger_base_is_another_one_and_so_is_a_smaller_one",
+        """missing = [name for name in stored if name not in names]""",
+        """missing: list[str] = []""",
+    ),
+    Mutant(
+        "checkpoint",
+        "Layers of a checkpoint that the model lacks are left out without a word.",
+        f"{SAVE}::test_a_model_with_more_trained_layers_is_another_one_and_so_is_one_with_less",
+        """    if more or lacking:""",
+        """    if False:""",
+    ),
+    Mutant(
+        "checkpoint",
+        "LBFGS goes on with directions whose elements are of other parameters.",
+        f"{SAVE}::test_an_optimizer_that_joins_its_parameters_resumes_with_them_in_the_same_order",
+        """if [names[parameter] for parameter in group["params"]] != saved["parameters"]:""",
+        """if False:""",
+    ),
+    Mutant(
+        "checkpoint",
+        "Data-parallel ranks that a larger mesh adds draw the same numbers for other rows.",
+        f"{RESUME}::test_ranks_that_a_larger_mesh_adds_draw_numbers_of_their_own",
+        """.tobytes() + rank.to_bytes(4, "little"), digest_size=4)""",
+        """.tobytes(), digest_size=4)""",
     ),
     Mutant(
         "checkpoint",

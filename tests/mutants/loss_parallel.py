@@ -65,6 +65,13 @@ BREAKAGES = [
     ),
     Mutant(
         "replaced",
+        "With loss_parallel the loss of logits that were changed in place is that of the values before.",
+        OPERATIONS,
+        """isinstance(logits, SlicedTensor) and not logits.held.is_gathered:""",
+        """isinstance(logits, SlicedTensor):""",
+    ),
+    Mutant(
+        "replaced",
         "With loss_parallel class weights, or label smoothing, of the loss are left out.",
         OPERATIONS,
         """if weight is not None or size_average is not None or reduce is not None or label_smoothing:

@@ -11,9 +11,16 @@ BREAKAGES = [
     Mutant(
         "collective",
         "Ranks take steps of different lengths, as each searches along its own loss.",
-        KINDS,
+        ALIKE,
         """return mean / dist.get_world_size()""",
         """return loss""",
+    ),
+    Mutant(
+        "pass",
+        "What an optimizer changes of its own settings in a step, as Prodigy its step size, is lost.",
+        ALIKE,
+        """group.update({key: value for key, value in stepped.items() if key != "params"})""",
+        """pass""",
     ),
     Mutant(
         "collective",

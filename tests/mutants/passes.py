@@ -15,6 +15,22 @@ BREAKAGES = [
     ),
     Mutant(
         "pass",
+        "Tensor parallel peers of an unseeded job draw other elements to drop in the model's own dropout.",
+        f"{ENGINE}/loading/test_sync_module_states.py::test_tp_peers_share_the_random_state_of_the_first",
+        """    share_random_state(mesh)
+
+    count = ForwardCount()""",
+        """    count = ForwardCount()""",
+    ),
+    Mutant(
+        "pass",
+        "Frozen weights that no file of the checkpoint holds stay random.",
+        f"{ENGINE}/lazy/test_materialize.py::test_a_new_head_trains_and_may_not_be_frozen",
+        """        check_fresh(model)\n""",
+        """        pass\n""",
+    ),
+    Mutant(
+        "pass",
         "Ranks read their shards from different checkpoints.",
         f"{ENGINE}/lazy/test_materialize.py::test_ranks_that_would_read_other_files",
         """check_same_files(model, mesh)""",

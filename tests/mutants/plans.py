@@ -29,6 +29,20 @@ BREAKAGES = [
     ),
     Mutant(
         "guard",
+        "A weight that trains and is used without calling its layer gets a wrong gradient under tp.",
+        f"{PLAN}::test_a_weight_that_trains_and_is_used_without_calling_its_layer_is_refused",
+        """            if plan.name in builder.used_directly:""",
+        """            if False:""",
+    ),
+    Mutant(
+        "guard",
+        "Of a plan with a style that nobody knows the layers before that one are cut, and its own is not.",
+        f"{PLAN}::test_the_error_of_a_model_whose_plan_is_not_understood_and_that_cannot_be_run_names_that_plan",
+        """(not own or set_aside_unshown(builder, own)):""",
+        """not own:""",
+    ),
+    Mutant(
+        "guard",
         "Styles that are not what the model computes are taken from the user.",
         f"{PLAN}::test_styles_that_do_not_fit_what_the_model_computes_are_refused",
         """check_entries(builder, structures)""",
@@ -81,6 +95,13 @@ BREAKAGES = [
         "With sequence_parallel blocks that mix tokens compute on chunks of them.",
         "tests/lora_parallel/tp/test_sequence.py::test_what_does_not_work_token_by_token_is_refused",
         """raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "With sequence_parallel a weight that is used on chunks and on all tokens trains on a part of its gradient.",
+        "tests/lora_parallel/tp/test_sequence.py::test_a_weight_that_trains_on_chunks_and_on_all_tokens_is_refused",
+        """raise ValueError(f"{paths[module]}.{key} trains, and is used on all tokens elsewhere")""",
         """pass""",
     ),
     Mutant(

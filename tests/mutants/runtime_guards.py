@@ -5,6 +5,7 @@ from tests.mutants import Mutant
 GUARDS = "tests/lora_parallel/runtime/test_guards.py"
 FIRES = f"{GUARDS}::test_each_guard_fires_on_every_rank"
 LIFTED = f"{GUARDS}::test_parallelize_runs_the_guards_and_require_adapters_lifts_them"
+EVALUATED = f"{GUARDS}::test_a_model_that_is_evaluated_is_checked_once_it_trains"
 REFUSED = "tests/lora_parallel/runtime/test_refusals.py"
 
 BREAKAGES = [
@@ -37,6 +38,31 @@ BREAKAGES = [
         FIRES,
         """and torch.count_nonzero(local(parameter)):""",
         """and False:""",
+    ),
+    Mutant(
+        "guard",
+        "A model without adapters that has been evaluated begins to train as a whole, and nothing of it is saved.",
+        EVALUATED,
+        """if model.training and torch.is_grad_enabled():
+            check()""",
+        """if False:
+            check()""",
+    ),
+    Mutant(
+        "guard",
+        "An optimizer steps the base of a model that was prepared for evaluation.",
+        EVALUATED,
+        """if state is not None and state.check_trains is not None and not held.isdisjoint(model.parameters()):""",
+        """if False:""",
+    ),
+    Mutant(
+        "pass",
+        "A model that ran in inference mode first cannot train afterwards.",
+        "tests/lora_parallel/runtime/test_step_hooks.py::test_a_model_trains_after_it_ran_in_inference_mode",
+        """    if torch.is_inference_mode_enabled():
+        left.enter_context""",
+        """    if False:
+        left.enter_context""",
     ),
     Mutant(
         "guard",

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lora_parallel import load_adapter, load_checkpoint, parallelize, save_adapter, save_checkpoint
+from lora_parallel.adapters import peft_format
 from lora_parallel.adapters import save_adapter as adapter_writer
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import region_of
 from tests.cases import cases
-from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
+from tests.oracle import causal_lm, differing, fill_adapters, full, lora_config, on_mesh, ranks_of
 from tests.oracle.workers import Failure, attempt
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -724,16 +725,21 @@ def save_after_forwards(root):
     model(input_ids=IDS, labels=IDS)  # a training forward that no backward follows
     save_adapter(model, root)
     kinds = {type(p.data) for p in model.parameters()}
+    for parameter in adapter_parameters(model).values():
+        local(parameter).zero_()
+    model(input_ids=IDS, labels=IDS)
     load_adapter(model, root)
     model(input_ids=IDS, labels=IDS).loss.backward()
-    return kinds == {DTensor}
+    return kinds == {DTensor}, {name: full(p) for name, p in adapter_parameters(model).items()}
 
 
-def test_saving_in_the_middle_of_a_step(pool, tmp_path):
-    assert pool.run(2, save_after_forwards, tmp_path / "a") == [True, True]
+def test_saving_and_loading_in_the_middle_of_a_step(pool, tmp_path):
+    want = {name: full(p) for name, p in adapter_parameters(built("embeddings")).items()}
+    for sharded, loaded in pool.run(2, save_after_forwards, tmp_path / "a"):
+        assert sharded
+        assert not differing(loaded, want)
     got = load_file(tmp_path / "a" / WEIGHTS)
-    want = {n.replace(".default", ""): full(p) for n, p in adapter_parameters(built("embeddings")).items()}
-    assert all(torch.equal(got[key], tensor) for key, tensor in want.items())
+    assert all(torch.equal(got[name.replace(".default", "")], tensor) for name, tensor in want.items())
 
 
 def test_without_a_process_group(tmp_path):
@@ -747,6 +753,18 @@ def test_without_a_process_group(tmp_path):
     assert all(torch.equal(p, want[name]) for name, p in adapter_parameters(model).items())
     with pytest.raises(ValueError, match="it has: none"):
         save_adapter(causal_lm(), tmp_path / "b")
+
+
+def test_a_tensor_that_peft_has_no_key_for_is_an_error(tmp_path, monkeypatch):
+    own = peft_format.get_peft_model_state_dict
+
+    def all_but_one(*args, **kwargs):
+        return dict(list(own(*args, **kwargs).items())[1:])
+
+    monkeypatch.setattr(peft_format, "get_peft_model_state_dict", all_but_one)
+    with pytest.raises(RuntimeError, match="PEFT does not name 1 tensors of 'default'"):
+        save_adapter(built("task type"), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_adapter_parameters_are_told_from_the_base():

@@ -8,9 +8,11 @@ import shutil
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from lora_parallel.checkpoint import rng_state
 from tests.cases import cases
 from tests.lora_parallel.checkpoint.resume import OPTIMIZERS, STEPS, Job, Trained
 from tests.oracle import Case, ranks_of, relative_error
@@ -139,6 +141,19 @@ def test_the_models_own_randomness_goes_on_where_it_was(pool, tmp_path, mesh):
 def seeded(job: Job, mesh: str, folder: Path, seed: int) -> Trained:
     torch.manual_seed(seed + torch.distributed.get_rank())
     return job.on_mesh(mesh, folder, (3,) if seed == 5 else ())
+
+
+def test_ranks_that_a_larger_mesh_adds_draw_numbers_of_their_own(monkeypatch):
+    before = rng_state._capture("cpu")
+    drawn = []
+    try:
+        for rank in (1, 2):
+            monkeypatch.setattr(rng_state, "dp_rank", lambda mesh, rank=rank: rank)
+            rng_state.restore_random_state([before], None)
+            drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
+    finally:
+        rng_state._put(before, "cpu")
+    assert all(one != other for one, other in zip(*drawn, strict=True))
 
 
 def test_saving_in_the_background_is_saving(pool, tmp_path):

@@ -36,7 +36,7 @@ from lora_parallel import (
     save_checkpoint,
     wait_for_save,
 )
-from lora_parallel.checkpoint.optimizer_state import optimizer_state, restored
+from lora_parallel.checkpoint.optimizer_state import check_optimizer, group_names, optimizer_state, restored
 from lora_parallel.distributed.gather import local
 from lora_parallel.storage import progress
 from tests.cases import cases
@@ -681,14 +681,36 @@ def longer_base(folder: Path) -> list[Any]:
     save_checkpoint(short, optimizer, folder / "a")
     base = causal_lm(num_hidden_layers=4)
     base.load_state_dict(causal_lm().state_dict(), strict=False)
-    longer, optimizer = made("2x1", model=get_peft_model(base, lora_config(**lora)))
-    return [attempt(load_checkpoint, longer, optimizer, folder / "a")]
+    longer, other = made("2x1", model=get_peft_model(base, lora_config(**lora)))
+    save_checkpoint(longer, other, folder / "b")
+    return [
+        attempt(load_checkpoint, longer, other, folder / "a"),
+        attempt(load_checkpoint, short, optimizer, folder / "b"),
+    ]
 
 
-def test_a_larger_base_is_another_one(pool, tmp_path):
-    for (failure,) in pool.run(2, longer_base, tmp_path):
+def test_a_larger_base_is_another_one_and_so_is_a_smaller_one(pool, tmp_path):
+    for failures in pool.run(2, longer_base, tmp_path):
+        for failure in failures:
+            assert isinstance(failure, Failure)
+            assert "was trained on another base model" in failure.message
+
+
+def other_layers(folder: Path) -> list[Any]:
+    """A model of one layer more, and one of one layer less, that both train without adapters."""
+    models = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))) for count in (2, 1)]
+    for model in models:
+        parallelize(model, *on_mesh("1x1", require_adapters=False))
+        save_checkpoint(model, None, folder / str(len(model)))
+    return [attempt(load_checkpoint, model, None, folder / str(3 - len(model))) for model in models]
+
+
+def test_a_model_with_more_trained_layers_is_another_one_and_so_is_one_with_less(pool, tmp_path):
+    ((more, less),) = pool.run(1, other_layers, tmp_path)
+    for failure, text in ((more, "2 are not in it (first: ['1.bias'])"), (less, "2 of it do not train here")):
         assert isinstance(failure, Failure)
-        assert "was trained on another base model" in failure.message
+        assert "other parameters train than in" in failure.message
+        assert text in failure.message
 
 
 def frozen_later(folder: Path) -> list[bool]:
@@ -892,6 +914,16 @@ def test_what_was_whole_is_not_put_beside_shards(pool, tmp_path):
             assert isinstance(failure, Failure), text
             assert (failure.kind, unchanged) == ("ValueError", True)
             assert text in failure.message
+
+
+def test_an_optimizer_that_joins_its_parameters_resumes_with_them_in_the_same_order():
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    names = dict(zip(parameters, ("first", "second"), strict=True))
+    saved, same, other = (torch.optim.LBFGS(each) for each in (parameters, parameters, parameters[::-1]))
+    record = optimizer_state(saved, names).record
+    check_optimizer(same, names, group_names(same, names, None), record)
+    with pytest.raises(ValueError, match="LBFGS that was saved has its parameters in another order"):
+        check_optimizer(other, names, group_names(other, names, None), record)
 
 
 @pytest.mark.parametrize("fused", [False, True])

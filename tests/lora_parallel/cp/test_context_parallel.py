@@ -62,6 +62,14 @@ def test_gradients_equal_one_process(pool, mesh):
     assert not problems, "\n".join(problems)
 
 
+def test_key_heads_that_are_repeated_stay_with_their_queries():
+    """Six query heads, of which each rank computes three, share three key heads two by two."""
+    query, key = torch.zeros(1, 6, 1, 1), torch.arange(3).view(1, 3, 1, 1)
+    _, keys, values = attention.with_repeated_heads((query, key, key + 10), 2)
+    assert keys.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    assert values.flatten().tolist() == [10, 10, 11, 11, 12, 12]
+
+
 # ---------------------------------------------------------------------- training
 
 

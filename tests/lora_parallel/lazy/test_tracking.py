@@ -135,6 +135,16 @@ def test_a_tied_tensor_is_read_once(tmp_path):
     assert "head.weight" not in names
 
 
+def test_a_file_that_has_changed_since_the_model_was_built(tmp_path):
+    save(trained(), tmp_path / "model.safetensors")
+    with meta_init():
+        model = Net()
+    check_checkpoints(attach_checkpoint(model, tmp_path), materialize=True)
+    save(trained(), tmp_path / "model.safetensors", layers__0__bias=torch.ones(1))  # as if it held for each feature
+    with pytest.raises(ValueError, match="the file has changed since the model was built"):
+        read_weights(model, "cpu")
+
+
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16, torch.float16])
 def test_weights_are_cast_to_the_models_dtype(tmp_path, stored):
     want = trained(stored)

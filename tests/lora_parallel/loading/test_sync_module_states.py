@@ -10,7 +10,6 @@ from peft import get_peft_model
 from torch import nn
 
 from lora_parallel import parallelize
-from lora_parallel.distributed.random_state import share_random_state
 from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, mesh_of, on_mesh
@@ -115,8 +114,10 @@ def test_other_structures_are_refused_on_every_rank(pool):
 
 
 def random_states():
+    mesh, config = on_mesh("2x2", require_adapters=False, tp_plan={})
+    model = nn.Sequential(nn.Linear(4, 4))
     torch.manual_seed(dist.get_rank())
-    share_random_state(mesh_of("2x2"))
+    parallelize(model, mesh, config)
     return torch.rand(3).tolist()
 
 

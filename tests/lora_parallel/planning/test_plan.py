@@ -280,6 +280,18 @@ def test_a_forward_that_was_replaced_is_named(caplog):
     assert "There is nothing to do." in caplog.text
 
 
+def test_a_weight_that_trains_and_is_used_without_calling_its_layer_is_refused():
+    class ByHand(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(nn.functional.linear(x, self.up.weight))
+
+    model = get_peft_model(ByHand(), LoraConfig(target_modules=["down"]))
+    styles_of(model)
+    model.get_base_model().up.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="tp=2: 'up' trains, and its weight is used without calling it"):
+        resolve_plan(model, None, 2)
+
+
 def test_adapter_layers_without_a_style_are_refused():
     """A plan that the user writes is the whole plan."""
     model = get_peft_model(Unknown(), LoraConfig(target_modules=["up", "down"]))

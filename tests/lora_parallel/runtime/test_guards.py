@@ -207,6 +207,25 @@ def test_parallelize_runs_the_guards_and_require_adapters_lifts_them(pool):
         assert found["accepted"] == [False] * 4
 
 
+def evaluated_only():
+    """A model without adapters that is evaluated; what a training forward raises then, and a step."""
+    mesh, config = on_mesh("1x1")
+    model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, config, trains=False)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        model.train()(x)
+    model.eval()(x)
+    torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()  # of another model
+    return attempt(model.train(), x), attempt(torch.optim.SGD(model.parameters()).step)
+
+
+def test_a_model_that_is_evaluated_is_checked_once_it_trains(pool):
+    ((forward, step),) = pool.run(1, evaluated_only)
+    for error in (forward, step):
+        assert isinstance(error, Failure)
+        assert "has no PEFT layers" in error.message
+
+
 def initialisations():
     """Inits whose B A is not zero, or that PEFT corrects for: the guard knows which ones start as the base."""
     mesh, config = on_mesh("1x2")

@@ -110,6 +110,19 @@ def test_forward_and_backward_of_each_collective(pool):
             assert torch.equal(found[name][1], gradient), name
 
 
+def summed_in_a_graph():
+    group = mesh_of("1x2").get_group("tp")
+    start, end = chunk_bounds(SIZE, 2, dist.get_rank(group))
+    parts = torch.arange(2.0 * SIZE).view(1, SIZE, 2) * (dist.get_rank(group) + 1)
+    compiled = torch.compile(lambda x: sum_of_tokens(x, group, ""), backend="aot_eager", fullgraph=True)
+    return compiled(parts), torch.arange(2.0 * SIZE).view(1, SIZE, 2)[:, start:end] * 3
+
+
+def test_the_sum_of_tokens_is_the_same_in_a_graph(pool):
+    for summed, want in pool.run(2, summed_in_a_graph):
+        assert torch.equal(summed, want)
+
+
 def traffic(layers, lora):
     mesh, config = on_mesh("1x2", require_adapters=lora, **ON)
     model = causal_lm(num_hidden_layers=layers)
@@ -310,6 +323,36 @@ def test_what_does_not_work_token_by_token_is_refused(build, reason):
         resolve_plan(build().requires_grad_(False), None, 2, sequence_parallel=True)
     assert reason in str(caught.value)
     assert "sequence_parallel=False" in str(caught.value)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class TiedNorms(nn.Module):
+    """The norm of a block and the one behind all blocks have the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Normed(), Normed())
+        self.norm = nn.LayerNorm(8)
+        self.norm.weight = self.blocks[0].norm.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.blocks(x))
+
+
+def test_a_weight_that_trains_on_chunks_and_on_all_tokens_is_refused():
+    model = TiedNorms()
+    resolve_plan(model.requires_grad_(False), None, 2, sequence_parallel=True)
+    model.norm.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"norm\.weight trains, and is used on all tokens elsewhere"):
+        resolve_plan(model, None, 2, sequence_parallel=True)
 
 
 def test_it_has_no_effect_without_tp(pool):

@@ -68,6 +68,12 @@ def _fill_view(x: Tensor) -> Tensor:
     return torch.cat([x, other], 1)
 
 
+def _lose_after_fill(x: Tensor) -> Tensor:
+    view = x.view(-1, VOCABULARY)
+    view[:, 1] = 0.0
+    return F.cross_entropy(view, LABELS)
+
+
 def _fill_under_view(x: Tensor) -> Tensor:
     view, product, copied = x.view(-1, VOCABULARY), x * 2, x.clone()
     x[:, 1] = 0.0
@@ -166,6 +172,7 @@ GATHERED = {
     "changed in place": _fill,
     "a slice changed in place": _fill_slice,
     "a view changed in place": _fill_view,
+    "the loss of a view changed in place": _lose_after_fill,
     "changed in place under a view": _fill_under_view,
     "a copy changed in place": _fill_copy,
     "multiplied in place": _grow,
