@@ -20,7 +20,7 @@ from accelerate_plugin.accelerator import AcceleratorOverrides
 from tests.accelerate_plugin.harness import launched, plugin, rows_of
 from tests.cases import cases
 from tests.logs import listening
-from tests.oracle import Case, causal_lm, differing, full, ranks_of, reference, relative_error, trained
+from tests.oracle import Case, causal_lm, differing, full, lora_config, ranks_of, reference, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
 CASE = Case(steps=6, lora={"modules_to_save": ["lm_head"]})
@@ -253,6 +253,17 @@ def test_saves_are_adapter_folders(pool, tmp_path):
                 parameter.data.copy_(adapters[name])
         with torch.no_grad():
             assert torch.equal(gathered(input_ids=tokens).logits, logits), folder
+
+
+def test_the_state_dict_has_the_adapter_that_does_not_train():
+    with launched():
+        model = CASE.model()
+        model.add_adapter("second", lora_config())
+        accelerator = Accelerator(fsdp_plugin=plugin("1x1"))
+        names = accelerator.get_state_dict(accelerator.prepare(model)).keys()
+    adapters = {name for name, _ in CASE.model().named_parameters() if ".lora_" in name}
+    assert {name for name in names if ".second." in name} == {name.replace("default", "second") for name in adapters}
+    assert adapters <= names
 
 
 # ---------------------------------------------------------------------- names, limits, hooks, errors

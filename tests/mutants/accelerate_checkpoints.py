@@ -137,6 +137,13 @@ BREAKAGES = [
         "input_dir = there[0]",
     ),
     Mutant(
+        "checkpoint",
+        "accelerator.get_state_dict leaves out an adapter that does not train, and it is lost when that is saved.",
+        f"{CHECKPOINT}::test_the_state_dict_has_the_adapter_that_does_not_train",
+        "trained |= adapter_parameters(model)",
+        "pass",
+    ),
+    Mutant(
         "guard",
         "A schedule of another kind resumes with fields of the one that was saved.",
         BAD,
@@ -177,6 +184,13 @@ BREAKAGES = [
         NAMES,
         "if naming and path.exists():",
         "if False:",
+    ),
+    Mutant(
+        "replaced",
+        "accelerator.clip_grad_norm_ with a norm_type clips by the Euclidean norm.",
+        CLIPPED,
+        "clip_norm(parameters, max_norm, float(norm_type))",
+        "clip_norm(parameters, max_norm)",
     ),
     Mutant(
         "replaced",
