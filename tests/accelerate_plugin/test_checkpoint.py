@@ -20,7 +20,7 @@ from accelerate_plugin.accelerator import AcceleratorOverrides
 from tests.accelerate_plugin.harness import launched, plugin, rows_of
 from tests.cases import cases
 from tests.logs import listening
-from tests.oracle import Case, causal_lm, differing, full, ranks_of, reference, relative_error, trained
+from tests.oracle import Case, causal_lm, differing, full, lora_config, ranks_of, reference, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
 CASE = Case(steps=6, lora={"modules_to_save": ["lm_head"]})
@@ -40,6 +40,11 @@ class Counter:
         self.value = state["value"]
 
 
+def decay(optimizer: torch.optim.Optimizer, factor: float) -> torch.optim.lr_scheduler.LambdaLR:
+    """Of the count of steps alone: an ExponentialLR would go on from the optimizer's own rate."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
+
+
 class Script:
     """A training script that saves in mid-epoch and goes on."""
 
@@ -48,7 +53,7 @@ class Script:
         self.accelerator = Accelerator(fsdp_plugin=asked, cpu=not mesh, **accelerator)
         model = CASE.model()
         optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2, foreach=True)  # as on GPUs
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 ** (1 / self.accelerator.num_processes))
+        schedule = decay(optimizer, 0.9 ** (1 / self.accelerator.num_processes))
         loader: Any = DataLoader(rows_of(CASE), batch_size=CASE.rows // self.accelerator.num_processes, shuffle=shuffle)
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader
@@ -145,6 +150,70 @@ def test_shuffling_goes_on_in_mid_epoch(pool, tmp_path, mesh, seedable):
         assert not differing(after, adapters)
 
 
+def dealt(folder: Path, mesh: str, configuration: dict[str, Any], last: int) -> list[list[int]]:
+    """Three epochs of rows, whole; and what is left of them after a checkpoint that is saved in the second epoch."""
+    rows: list[list[int]] = []
+    for stop in (False, True):
+        with launched():
+            torch.manual_seed(0)
+            settings = {"dataloader_config": DataLoaderConfiguration(**configuration)}
+            accelerator = Accelerator(fsdp_plugin=plugin(mesh), **settings)
+            loader: Any = accelerator.prepare(DataLoader(list(range(24)), batch_size=2, shuffle=True))
+            rows.append([row for batch in loader for row in batch.tolist()])
+            for index, batch in enumerate(loader):
+                rows[-1] += batch.tolist()
+                if stop and index == last:
+                    accelerator.save_state(folder)
+                    break
+            if stop:
+                torch.manual_seed(99)
+                accelerator = Accelerator(fsdp_plugin=plugin(mesh), **settings)
+                loader = accelerator.prepare(DataLoader(list(range(24)), batch_size=2, shuffle=True))
+                accelerator.load_state(folder)
+                rows.append([row for batch in loader for row in batch.tolist()])
+            else:
+                rows[-1] += [row for batch in loader for row in batch.tolist()]
+    return rows
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_the_next_epoch_is_shuffled_anew_where_one_is_saved_at_its_end(pool, tmp_path, seedable):
+    for whole, before, after in pool.run(2, dealt, tmp_path, "2x1", {"use_seedable_sampler": seedable}, 5):
+        assert len({*map(tuple, (whole[:12], whole[12:24], whole[24:]))}) == 3
+        assert before + after == whole
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
+def test_a_stateful_dataloader_goes_on_in_mid_epoch(pool, tmp_path, mesh):
+    for whole, before, after in pool.run(2, dealt, tmp_path, mesh, {"use_stateful_dataloader": True}, 2):
+        assert before + after == whole[: len(before + after)]
+        assert len(before + after) == len(whole) * 2 // 3
+
+
+def scheduled(folder: Path, loaders: bool) -> int:
+    """Four updates of two processes, saved for one, of twice the rows by accumulation; return its count of steps."""
+    # The loader of evaluations has a batch size of its own, which nothing depends on.
+    for mesh, accumulate, evaluated in (("2x1", 1, 2), ("1x2", 2, 8)):
+        with launched():
+            accelerator = Accelerator(fsdp_plugin=plugin(mesh), gradient_accumulation_steps=accumulate)
+            schedule = decay(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), 0.9)
+            schedule = accelerator.prepare(schedule)
+            if loaders:
+                accelerator.prepare(*(DataLoader(list(range(16)), batch_size=each) for each in (4, evaluated)))
+            if accumulate == 1:
+                for _ in range(4):
+                    schedule.step()
+                accelerator.save_state(folder)
+            else:
+                accelerator.load_state(folder)
+    return schedule.scheduler.last_epoch
+
+
+@pytest.mark.parametrize("loaders", [True, False])
+def test_a_schedule_goes_on_at_its_update_on_half_as_many_processes(pool, tmp_path, loaders):
+    assert pool.run(2, scheduled, tmp_path, loaders) == [4, 4]
+
+
 # ---------------------------------------------------------------------- what is written
 
 
@@ -186,6 +255,17 @@ def test_saves_are_adapter_folders(pool, tmp_path):
             assert torch.equal(gathered(input_ids=tokens).logits, logits), folder
 
 
+def test_the_state_dict_has_the_adapter_that_does_not_train():
+    with launched():
+        model = CASE.model()
+        model.add_adapter("second", lora_config())
+        accelerator = Accelerator(fsdp_plugin=plugin("1x1"))
+        names = accelerator.get_state_dict(accelerator.prepare(model)).keys()
+    adapters = {name for name, _ in CASE.model().named_parameters() if ".lora_" in name}
+    assert {name for name in names if ".second." in name} == {name.replace("default", "second") for name in adapters}
+    assert adapters <= names
+
+
 # ---------------------------------------------------------------------- names, limits, hooks, errors
 
 
@@ -207,13 +287,16 @@ def numbered(folder: Path) -> list[Any]:
         adapters = script.adapters()
         script.train(3, 4)
         script.accelerator.load_state()
-        return [heard, differing(script.adapters(), adapters)]
+        project.iteration = 2
+        return [heard, differing(script.adapters(), adapters), attempt(script.accelerator.save_state)]
 
 
 def test_automatic_naming_and_a_limit(pool, tmp_path):
-    for heard, changed in pool.run(4, numbered, tmp_path):
+    for heard, changed, again in pool.run(4, numbered, tmp_path):
         assert heard == [1, 1, 1, "checkpoint_2"]
         assert not changed
+        assert again.kind == "ValueError"
+        assert "set accelerator.project_configuration.iteration to go on" in again.message
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
     assert (tmp_path / "checkpoints" / "checkpoint_2" / "note.txt").read_text() == "a hook's own"
 
@@ -232,9 +315,16 @@ def refused(folder: Path) -> dict[str, Any]:
         answers["not ours"] = attempt(accelerator.save_state, folder / "mine")
         answers["no checkpoint"] = attempt(accelerator.load_state, folder / "mine")
         answers["pickles"] = attempt(accelerator.save_state, folder / "pickled", safe_serialization=False)
-        accelerator._schedulers[0].scheduler = torch.optim.lr_scheduler.CyclicLR(script.optimizer.optimizer, 0.1, 1.0)
+        schedule = script.schedule.scheduler
+        script.schedule.scheduler = torch.optim.lr_scheduler.CyclicLR(script.optimizer.optimizer, 0.1, 1.0)
         answers["another schedule"] = attempt(accelerator.load_state, folder / "state")
-        accelerator._schedulers[0] = script.schedule
+        script.schedule.scheduler = schedule
+        accelerator._dataloaders[:] = [accelerator.prepare(DataLoader(rows_of(CASE), batch_size=2, shuffle=True))]
+        answers["another order of rows"] = attempt(accelerator.load_state, folder / "state")
+        accelerator._dataloaders[:] = [script.loader]
+        accelerator._optimizers.clear()
+        answers["no optimizer"] = attempt(accelerator.load_state, folder / "state")
+        accelerator._optimizers.append(script.optimizer)
         accelerator.register_for_checkpointing(Counter())
         answers["another object"] = attempt(accelerator.load_state, folder / "state")
         script.counter.value = Counter()
@@ -246,32 +336,50 @@ def refused(folder: Path) -> dict[str, Any]:
 
 def test_bad_checkpoints_are_one_error_on_every_rank(pool, tmp_path):
     kinds = {"nothing there": "FileNotFoundError", "not ours": "FileExistsError", "pickles": "TypeError"}
+    texts = {
+        "another schedule": "the saved schedule is none of CyclicLR",
+        "another order of rows": "a dataloader shuffles in another way",
+        "no optimizer": "holds the state of 1 optimizers, this Accelerator has 0",
+        "another object": "holds 1 objects registered for checkpointing, this Accelerator has 2",
+        "nothing prepared": "holds a model, and none was prepared",
+    }
     for answers in pool.run(4, refused, tmp_path):
         for name, answer in answers.items():
             assert isinstance(answer, Failure), name
             assert answer.kind == kinds.get(name, "ValueError"), (name, answer.message)
+            assert texts.get(name, "") in answer.message, name
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     assert (tmp_path / "state" / "notes.txt").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "state"]
     assert json.loads((tmp_path / "state" / "meta.json").read_text())["writer"] == "Accelerator"
 
 
-def without_a_model(folder: Path) -> tuple[int, float, bool, list[str]]:
-    """Save and load what a script registers, and the random state, of an Accelerator that prepared no model."""
+def accumulated(accelerator: Accelerator) -> bool:
+    """Return True if this micro-batch is the last of an update."""
+    with accelerator.accumulate():
+        return accelerator.sync_gradients
+
+
+def without_a_model(folder: Path) -> list[Any]:
+    """Save and load what a script registers, the random state and the micro-batch of an Accelerator without a model."""
     with launched(), listening("accelerate_plugin.checkpoint") as lines:
-        accelerator = Accelerator(fsdp_plugin=plugin("2x1"))
+        accelerator = Accelerator(fsdp_plugin=plugin("2x1"), gradient_accumulation_steps=3)
         counter = Counter(5)
         accelerator.register_for_checkpointing(counter)
+        updates = [accumulated(accelerator)]
         accelerator.save_state(folder)
         drawn = torch.rand(()).item()
         counter.value = 0
+        accumulated(accelerator)
         accelerator.load_state(folder)
-        return counter.value, drawn, torch.rand(()).item() == drawn, list(lines)
+        updates += [accumulated(accelerator) for _ in range(2)]
+        return [counter.value, torch.rand(()).item() == drawn, updates, list(lines)]
 
 
 def test_what_a_script_registers_is_saved_without_a_model(pool, tmp_path):
-    for rank, (value, _, same, lines) in enumerate(pool.run(2, without_a_model, tmp_path / "state")):
+    for rank, (value, same, updates, lines) in enumerate(pool.run(2, without_a_model, tmp_path / "state")):
         assert (value, same) == (5, True)
+        assert updates == [False, False, True], "the third micro-batch ends an update"
         assert len(lines) == (rank == 0)
         assert all("no model was prepared, so that" in line for line in lines)
 

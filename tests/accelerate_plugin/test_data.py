@@ -12,8 +12,10 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, utils
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
+from accelerate_plugin.data import prepare_sampler
 from tests.accelerate_plugin.harness import launched, plugin
 from tests.oracle import Case, ranks_of
 from tests.oracle.workers import Failure, attempt
@@ -192,6 +194,18 @@ def test_dispatching_one_batch_to_all_is_refused(pool):
         assert dealt[0] != dealt[1]
 
 
+def test_rows_that_trainer_balances_by_length_are_those_of_the_data_parallel_rank():
+    """Trainer gives its sampler the rank among all processes."""
+
+    def balanced(rank: int) -> BatchRebalanceSampler:
+        return BatchRebalanceSampler(list(range(1, 17)), 8, dp_size=2, grad_accum=1, rank=rank)
+
+    for dp_rank in (0, 1):
+        loader = DataLoader(Numbers(), batch_sampler=balanced(5))
+        prepare_sampler(loader, dp_rank, seedable=True)
+        assert list(loader.batch_sampler) == list(balanced(dp_rank)) != list(balanced(1 - dp_rank))
+
+
 def clipped(mesh: str) -> list[float]:
     with launched():
         accelerator = Accelerator(fsdp_plugin=plugin(mesh))
@@ -200,10 +214,11 @@ def clipped(mesh: str) -> list[float]:
         model(input_ids=tokens, labels=tokens).loss.backward()
         accelerator.clip_grad_value_(model.parameters(), 1e-3)
         worst = max(p.grad.abs().max().full_tensor().item() for p in model.parameters() if p.grad is not None)
-        return [worst, accelerator.clip_grad_norm_(model.parameters(), 1e-9).item()]
+        norms = [accelerator.clip_grad_norm_(model.parameters(), 1e-9, order).item() for order in ("inf", 2)]
+        return [worst, *norms]
 
 
 def test_clipping_by_value(pool):
-    for worst, norm in pool.run(4, clipped, "2x2"):
-        assert worst == 1e-3
+    for worst, largest, norm in pool.run(4, clipped, "2x2"):
+        assert worst == largest == 1e-3
         assert norm > 0

@@ -14,8 +14,12 @@ import yaml
 from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config import config_args
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 
 from accelerate_plugin import LoRAParallelPlugin, cli, config_file, launch
+from accelerate_plugin.patches import patched
+from tests.accelerate_plugin.harness import environment
 from tests.cases import cases
 from tests.oracle.workers import SCRIPT_LIMIT
 
@@ -171,6 +175,23 @@ def test_what_trains_and_how_layers_are_cut_are_handed_on(tmp_path, monkeypatch)
     assert (config.require_adapters, config.tp_plan) == (False, STYLES)
     with pytest.raises(ValueError, match="require_adapters is True by LoRAParallelPlugin and False by the config"):
         LoRAParallelPlugin(require_adapters=True).parallel_config({"tp": 2}, "no", configured=settings)
+
+
+def test_a_mesh_that_accelerate_drops_beside_flags_is_refused(tmp_path, monkeypatch):
+    path = written(tmp_path)
+    monkeypatch.setattr(config_file, "_launched_with", lambda: path)
+    monkeypatch.delenv("ACCELERATE_USE_PARALLELISM_CONFIG", raising=False)
+    with pytest.raises(ValueError, match="parallelism_config, which `accelerate launch` drops where --use_fsdp"):
+        config_file.check_config_file.__wrapped__()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_processes_of_a_machine_without_accelerators_are_joined_where_a_mesh_is_asked_for(monkeypatch, asked):
+    for name, value in {**(environment("1x2") if asked else {}), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with patched():
+        joined = PartialState._prepare_backend(object.__new__(PartialState))
+    assert joined == (("gloo", DistributedType.MULTI_CPU) if asked else (None, DistributedType.NO))
 
 
 @pytest.mark.parametrize(

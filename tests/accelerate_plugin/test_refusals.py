@@ -17,6 +17,7 @@ from accelerate.utils import (
     MegatronLMPlugin,
 )
 from peft import IA3Config
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, GRPOConfig
 
@@ -269,6 +270,8 @@ def test_a_plugin_of_accelerates_own_is_taken_over():
     assert config.block_classes == ["LlamaDecoderLayer"]
     assert config.param_dtype is torch.bfloat16
     assert config.reduce_dtype is torch.float32
+    own.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    assert LoRAParallelPlugin.of(own).parallel_config({"tp": 1}, "bf16").reduce_dtype is torch.float64
     own.fsdp_version = 1
     with pytest.raises(ValueError, match=r"fsdp_version is 1: .*fsdp_version: 2"):
         LoRAParallelPlugin.of(own)

@@ -6,9 +6,11 @@ What picks one process, to print or to write, goes over all of them, so that exa
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, PartialState
+from transformers import TrainingArguments
 
-from tests.accelerate_plugin.harness import launched, plugin
+from tests.accelerate_plugin.harness import environment, launched, plugin
 from tests.oracle import ranks_of
 from tests.oracle.workers import attempt
 
@@ -129,6 +132,21 @@ def test_each_attribute_counts_what_was_decided(pool, mesh):
         for owner, rows in ROWS.items():
             for name, (_, want) in rows.items():
                 assert found[owner][name] == want(place), (owner, name, place)
+
+
+def in_turn(place: Path) -> bool:
+    """Prepare a data set with the main process first; return True if another one has done so already."""
+    with launched(**environment("1x2")):
+        arguments = TrainingArguments(str(place), report_to=[])
+        with arguments.main_process_first():
+            time.sleep(0.3 if dist.get_rank() == 0 else 0)
+            there = (place / "prepared").exists()
+            (place / "prepared").touch()
+    return there
+
+
+def test_the_main_process_goes_first_among_peers_of_one_batch(pool, tmp_path):
+    assert pool.run(2, in_turn, tmp_path) == [False, True]
 
 
 def later_accelerators(mesh: str) -> list[Any]:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from lora_parallel import load_checkpoint, save_checkpoint
@@ -297,6 +298,38 @@ def test_the_first_process_s_output_dir_is_used_with_a_line(pool, base, tmp_path
         assert all("output_dir differs between processes" in line and "run 1, for example" in line for line in lines)
     assert [path.name for path in tmp_path.iterdir()] == ["run 0"]
     assert (tmp_path / "run 0" / "checkpoint-1" / "train_state").is_dir()
+
+
+class Exporting(TrainerCallback, ExportableState):
+    """Has a state, and draws once a checkpoint is there."""
+
+    count, drawn = 0, 0.0
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self.drawn = torch.rand(()).item()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+def goes_on(base: Path, output: Path) -> tuple[int, bool]:
+    with launched(**environment("2x1")):
+        settings: dict[str, Any] = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
+        trainer, callback = make(base, output, 2, gradient_accumulation_steps=1, **settings), Exporting()
+        trainer.add_callback(callback)
+        trainer.train()
+        checkpoint = output / "checkpoint-1"
+        torch.manual_seed(99)
+        trainer._load_rng_state(str(checkpoint))
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        return state.stateful_callbacks["Exporting"]["attributes"]["count"], torch.rand(()).item() == callback.drawn
+
+
+def test_states_of_callbacks_and_random_numbers_go_on(pool, base, tmp_path):
+    assert pool.run(2, goes_on, base, tmp_path) == [(1, True)] * 2
 
 
 class FullDisk(TrainerCallback):

@@ -11,9 +11,11 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, fabric, global_means, loader, tidy, trainer, tuner
+from tests.lightning_lora.test_loader_position import loader as position
 from tests.oracle import fill_adapters, full, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
@@ -175,8 +177,30 @@ def test_what_can_be_in_a_state(pool, tmp_path):
         assert all(found.values()), found
 
 
+def moved(folder: str) -> tuple[list[int], bool]:
+    """Save as two data-parallel ranks, and go on as one: the next rows of the loader, and whether the same is drawn."""
+    rank = torch.distributed.get_rank()
+    with tidy():
+        loop = Loop("2x1")
+        rows = position(rank, 2, DistributedSampler, 0)
+        next(iter(rows))
+        torch.manual_seed(7)
+        loop.fabric.save(f"{folder}/two", {**loop.state(0), "rows": rows})
+        drawn = torch.rand(()).item()
+        loop, rows = Loop("1x2"), position(0, 1, DistributedSampler, 0)
+        torch.manual_seed(99)
+        loop.fabric.load(f"{folder}/two", {**loop.state(0), "rows": rows})
+        same = torch.rand(()).item() == drawn
+        return next(iter(rows)).tolist(), same
+
+
+def test_rows_and_random_numbers_go_on_on_another_number_of_ranks(pool, tmp_path):
+    assert pool.run(2, moved, str(tmp_path)) == [(list(range(12, 24)), True)] * 2
+
+
 REFUSED: dict[str, tuple[str, str]] = {
     "filter": ("TypeError", "filter (for model)"),
+    "storage options": ("TypeError", "does not support storage_options={'cached': True}"),
     "no model": ("ValueError", "holds no model that Fabric has set up"),
     "not set up": ("ValueError", "holds no model that Fabric has set up"),
     "foreign optimizer": ("ValueError", "Put all models whose parameters it holds"),
@@ -229,6 +253,7 @@ def refused(folder: str) -> dict[str, Any]:
         made.save_checkpoint(f"{folder}/trainer.ckpt")
         attempts: dict[str, Any] = {
             "filter": lambda: run.save(path, state, filter={"model": lambda name, value: True}),
+            "storage options": lambda: run.strategy.save_checkpoint(path, state, storage_options={"cached": True}),
             "no model": lambda: run.save(path, {"step": 1}),
             "not set up": lambda: run.save(path, {"model": m.adapted()}),
             "foreign optimizer": lambda: run.save(path, {"model": other, "optimizer": loop.optimizer}),

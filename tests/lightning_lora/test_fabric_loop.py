@@ -16,8 +16,10 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from peft import get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_lora.data import sync_metrics
 from lora_parallel.adapters.inspection import adapter_parameters
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, fabric, loader, strategy, tidy, tuner
@@ -193,6 +195,47 @@ def test_data_and_communication_are_over_data_parallel_ranks(pool):
         assert sorted(answers[0]["epochs"][epoch] + answers[2]["epochs"][epoch]) == list(range(16))
     assert answers[0]["epochs"][0] != answers[0]["epochs"][1]
     assert {*answers[0]["held out"], *answers[2]["held out"]} == set(range(6))
+
+
+def values_of_replicas() -> dict[str, Any]:
+    """What loaders, metrics and collectives give this rank of two replicas of two shards."""
+    rank = dist.get_rank()
+    with tidy():
+        run = fabric("2x2x1")
+        metric = SumMetric()
+        sync_metrics(nn.ModuleList([metric]), run.strategy.device_mesh)
+        metric.update(10**rank)
+        shards = run.strategy.device_mesh.get_group("dp_shard")
+        return {
+            "sampler": run.strategy.distributed_sampler_kwargs,
+            "gathered": run.all_gather(torch.tensor(rank)).tolist(),
+            "mean": run.all_reduce(torch.tensor(10.0**rank)).item(),
+            "mean of shards": run.all_reduce(torch.tensor(10.0**rank), group=shards).item(),
+            "metric": metric.compute().item(),
+        }
+
+
+def test_each_shard_of_each_replica_counts_as_one_data_parallel_rank(pool):
+    for rank, found in enumerate(pool.run(4, values_of_replicas)):
+        assert found == {
+            "sampler": {"num_replicas": 4, "rank": rank},
+            "gathered": [0, 1, 2, 3],
+            "mean": 1111 / 4,
+            "mean of shards": (11 if rank < 2 else 1100) / 2,
+            "metric": 1111,
+        }
+
+
+def largest_gradient() -> float:
+    with tidy():
+        run = fabric("2x1")
+        layer = nn.Linear(2, 1, bias=False)
+        layer.weight.grad = torch.tensor([[3.0, -4.0]])
+        return run.clip_gradients(layer, torch.optim.SGD(layer.parameters()), max_norm=9.0, norm_type="inf").item()
+
+
+def test_gradients_are_clipped_by_the_norm_that_is_asked_for(pool):
+    assert pool.run(2, largest_gradient) == [4, 4]
 
 
 # ---------------------------------------------------------------------- precision

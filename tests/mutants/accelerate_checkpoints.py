@@ -7,6 +7,8 @@ CHECKPOINT = "tests/accelerate_plugin/test_checkpoint.py"
 NAMES = f"{CHECKPOINT}::test_automatic_naming_and_a_limit"
 BAD = f"{CHECKPOINT}::test_bad_checkpoints_are_one_error_on_every_rank"
 NO_MODEL = f"{CHECKPOINT}::test_what_a_script_registers_is_saved_without_a_model"
+UNITS = f"{CHECKPOINT}::test_a_schedule_goes_on_at_its_update_on_half_as_many_processes"
+NEXT_EPOCH = f"{CHECKPOINT}::test_the_next_epoch_is_shuffled_anew_where_one_is_saved_at_its_end"
 SCHEDULE = "tests/accelerate_plugin/test_schedule.py"
 CLIPPED = "tests/accelerate_plugin/test_data.py::test_clipping_by_value"
 
@@ -24,6 +26,63 @@ BREAKAGES = [
         FILES,
         """return Fraction(saved["rows"], here)""",
         """return Fraction(here, saved["rows"])""",
+    ),
+    Mutant(
+        "checkpoint",
+        "A run that resumes with other gradient accumulation is at another step of its schedule.",
+        UNITS,
+        "return size * accelerator.gradient_accumulation_steps if size is not None else None",
+        "return size",
+    ),
+    Mutant(
+        "checkpoint",
+        "Without a prepared dataloader a resumed schedule is at a step of the other number of processes.",
+        UNITS,
+        """return Fraction(accelerator.num_processes, saved["processes"])""",
+        "return Fraction(1)",
+    ),
+    Mutant(
+        "checkpoint",
+        "A dataloader for evaluations, with a batch size of its own, changes where a schedule goes on.",
+        UNITS,
+        "return next((index for index, each in enumerate(accelerator._dataloaders) if each is active), 0)",
+        "return max(len(accelerator._dataloaders) - 1, 0)",
+    ),
+    Mutant(
+        "checkpoint",
+        "A run that is saved in mid-accumulation steps its optimizer at another micro-batch once resumed.",
+        NO_MODEL,
+        """accelerator.step = extra["step"]""",
+        "pass",
+    ),
+    Mutant(
+        "checkpoint",
+        "A stateful dataloader begins its epoch again, and rows are seen twice.",
+        f"{CHECKPOINT}::test_a_stateful_dataloader_goes_on_in_mid_epoch",
+        "loader.load_state_dict(saved)",
+        "pass",
+    ),
+    Mutant(
+        "checkpoint",
+        "A run that was saved at the end of an epoch sees the rows of the next one in the same order again.",
+        NEXT_EPOCH,
+        "loader.iteration + int(active and loader.end_of_dataloader)",
+        "loader.iteration",
+    ),
+    Mutant(
+        "checkpoint",
+        "A run that was saved at the end of an epoch draws the order of the next one as in that epoch.",
+        NEXT_EPOCH,
+        "inside = active and not loader.end_of_dataloader",
+        "inside = active",
+    ),
+    Mutant(
+        "checkpoint",
+        "With use_seedable_sampler a resumed run shuffles as in its first epoch, by the seed of the script.",
+        NEXT_EPOCH,
+        """sampler.epoch = loader.iteration = saved["epoch"]
+        sampler.initial_seed = saved["seed"]""",
+        "pass",
     ),
     Mutant(
         "checkpoint",
@@ -78,6 +137,13 @@ BREAKAGES = [
         "input_dir = there[0]",
     ),
     Mutant(
+        "checkpoint",
+        "accelerator.get_state_dict leaves out an adapter that does not train, and it is lost when that is saved.",
+        f"{CHECKPOINT}::test_the_state_dict_has_the_adapter_that_does_not_train",
+        "trained |= adapter_parameters(model)",
+        "pass",
+    ),
+    Mutant(
         "guard",
         "A schedule of another kind resumes with fields of the one that was saved.",
         BAD,
@@ -90,6 +156,41 @@ BREAKAGES = [
         BAD,
         'check_loadable(\n                f"the state_dict of {kind}, registered',
         '(lambda *_: None)(\n                f"the state_dict of {kind}, registered',
+    ),
+    Mutant(
+        "guard",
+        "A dataloader that shuffles goes on from a checkpoint of one that did not, in an order of its own.",
+        BAD,
+        "if (saved is not None and kind not in saved) or present != (saved is not None):",
+        "if False:",
+    ),
+    Mutant(
+        "guard",
+        "A checkpoint is loaded before the model is prepared, and the adapters stay as the script made them.",
+        BAD,
+        """if found.record["models"] and not state.models:""",
+        "if False:",
+    ),
+    Mutant(
+        "guard",
+        "A checkpoint is loaded before the optimizer is prepared, whose state starts empty.",
+        BAD,
+        "if found.optimizers.keys() != state.optimizers.keys():",
+        "if False:",
+    ),
+    Mutant(
+        "guard",
+        "Where automatic naming meets a checkpoint of an earlier run, nobody says how to go on.",
+        NAMES,
+        "if naming and path.exists():",
+        "if False:",
+    ),
+    Mutant(
+        "replaced",
+        "accelerator.clip_grad_norm_ with a norm_type clips by the Euclidean norm.",
+        CLIPPED,
+        "clip_norm(parameters, max_norm, float(norm_type))",
+        "clip_norm(parameters, max_norm)",
     ),
     Mutant(
         "replaced",

@@ -80,6 +80,20 @@ BREAKAGES = [
     ),
     Mutant(
         "replaced",
+        "With batches that Trainer balances by length, tensor-parallel peers get different batches.",
+        "tests/accelerate_plugin/test_data.py::test_rows_that_trainer_balances_by_length_are_those_of_the_data_parallel_rank",
+        "data_loader.batch_sampler.rank = dp_rank",
+        "pass",
+    ),
+    Mutant(
+        "replaced",
+        "All tensor-parallel peers prepare a data set at once, and write the same files of its cache.",
+        "tests/accelerate_plugin/test_state.py::test_the_main_process_goes_first_among_peers_of_one_batch",
+        "    if _asked(self) is None:\n        return original(self, local, desc)",
+        "    if True:\n        return original(self, local, desc)",
+    ),
+    Mutant(
+        "replaced",
         "With use_seedable_sampler each process shuffles by its own seed: rows are seen twice, others never.",
         DISPATCH,
         "sampler.initial_seed = _from_rank_zero(sampler.initial_seed)",
@@ -98,6 +112,13 @@ BREAKAGES = [
         PEERS,
         "shard.total_dataset_length = len(shard.dataset)",
         "pass",
+    ),
+    Mutant(
+        "guard",
+        "A contrastive loss takes the rows of tensor-parallel peers for negatives, which are the same rows.",
+        "tests/accelerate_plugin/test_sentence_transformers.py::test_a_loss_that_gathers_from_peers_of_one_batch_is_refused",
+        "if gathering and parallelism_within_batch() is not None:",
+        "if False:",
     ),
     Mutant(
         "guard",

@@ -118,6 +118,27 @@ BREAKAGES = [
     ),
     Mutant(
         "replaced",
+        "The dtype that an FSDP plugin of Accelerate reduces gradients in is ignored.",
+        TAKEN_OVER,
+        """made._options["reduce_dtype"] = policy.reduce_dtype""",
+        "pass",
+    ),
+    Mutant(
+        "guard",
+        "accelerate launch --use_fsdp with a file drops its mesh: the run has another one.",
+        f"{LAUNCH}::test_a_mesh_that_accelerate_drops_beside_flags_is_refused",
+        """if content.get("parallelism_config") and "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ:""",
+        "if False:",
+    ),
+    Mutant(
+        "replaced",
+        "Processes that torchrun starts on a machine without accelerators train apart.",
+        f"{LAUNCH}::test_processes_of_a_machine_without_accelerators_are_joined_where_a_mesh_is_asked_for",
+        """return "gloo", DistributedType.MULTI_CPU""",
+        "return backend, distributed_type",
+    ),
+    Mutant(
+        "replaced",
         "The block classes that the configuration names are ignored.",
         TAKEN_OVER,
         "block_classes=plugin.transformer_cls_names_to_wrap,\n            reshard_after_forward",

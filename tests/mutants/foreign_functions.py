@@ -23,6 +23,13 @@ BREAKAGES = [
     ),
     Mutant(
         "replaced",
+        "An adapter that PEFT is told to put on a device stays with its base.",
+        f"{PEFT}::test_a_base_in_memory_is_as_ever",
+        """own_move(self, adapter_name, torch.device("cpu") if stay else device)""",
+        """own_move(self, adapter_name, torch.device("cpu") if stay else None)""",
+    ),
+    Mutant(
+        "replaced",
         "DoRA takes the norm of one rank's columns for that of the weight.",
         f"{PEFT}::test_the_weight_norm_of_dora_is_what_it_was",
         "return total(norm.square()).sqrt().to(weight.dtype)",
@@ -55,6 +62,13 @@ BREAKAGES = [
         f"{TRANSFORMERS}::test_a_head_of_another_size_that_is_not_expected",
         "if info.mismatched_keys and not load_config.ignore_mismatched_sizes:",
         "if False:",
+    ),
+    Mutant(
+        "guard",
+        "A base is loaded without some of the layers of its checkpoint.",
+        f"{TRANSFORMERS}::test_a_config_that_is_given",
+        "    if unclaimed:\n        return ValueError(",
+        "    if False:\n        return ValueError(",
     ),
     Mutant(
         "guard",

@@ -7,6 +7,7 @@ FILES = "tests/test_formats.py::test_training_goes_on_from_the_files[lightning o
 FOLDER = "tests/lightning_lora"
 POSITION = f"{FOLDER}/test_loader_position.py"
 LOADING = f"{FOLDER}/test_loading.py"
+MOVED = f"{FOLDER}/test_fabric_checkpoint.py::test_rows_and_random_numbers_go_on_on_another_number_of_ranks"
 UNLIKE = f"{LOADING}::test_a_module_that_is_built_otherwise_is_refused"
 
 BREAKAGES = [
@@ -137,5 +138,21 @@ BREAKAGES = [
         FABRIC_FILES,
         "value.load_state_dict(moved_position(rest.pop(key), found.dp, dp_size(self.device_mesh)))",
         "rest.pop(key)",
+    ),
+    Mutant(
+        "checkpoint",
+        "A dataloader that fabric.load moves to another number of ranks repeats rows or leaves some out.",
+        MOVED,
+        "value.load_state_dict(moved_position(rest.pop(key), found.dp, dp_size(self.device_mesh)))",
+        "value.load_state_dict(rest.pop(key))",
+    ),
+    Mutant(
+        "checkpoint",
+        "A loop that resumes draws other random numbers than the loop would have that was not interrupted.",
+        MOVED,
+        """if wanted.optimizers:
+            restore_random_state""",
+        """if False:
+            restore_random_state""",
     ),
 ]

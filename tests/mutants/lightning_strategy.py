@@ -8,6 +8,7 @@ SAMPLERS = f"{FOLDER}/test_data.py::test_injected_samplers"
 DIFFERENTIABLE = f"{LOOPS}::test_gather_with_gradients"
 TOGETHER = f"{LOOPS}::test_all_ranks_stop_together"
 FABRIC_VALUES = f"{FOLDER}/test_fabric_loop.py::test_data_and_communication_are_over_data_parallel_ranks"
+REPLICAS = f"{FOLDER}/test_fabric_loop.py::test_each_shard_of_each_replica_counts_as_one_data_parallel_rank"
 
 BREAKAGES = [
     # values of all ranks
@@ -69,7 +70,54 @@ BREAKAGES = [
         "tensor.detach().copy_(self.reduce(tensor, group, reduce_op))\n        return tensor",
         "return self.reduce(tensor, group, reduce_op)",
     ),
+    Mutant(
+        "collective",
+        "A mean over a process group of the user's is a sum.",
+        REPLICAS,
+        "return tensor / dist.get_world_size(group) if mean else tensor",
+        "return tensor",
+    ),
+    Mutant(
+        "collective",
+        "With several replicas, gathered values are in another order than the data-parallel ranks.",
+        REPLICAS,
+        """for axis in ("dp_shard", "dp_replicate"):
+                tensor""",
+        """for axis in ("dp_replicate", "dp_shard"):
+                tensor""",
+    ),
+    Mutant(
+        "collective",
+        "Values that are logged leave out those of the other replicas.",
+        REPLICAS,
+        """for axis in ("dp_replicate", "dp_shard"):
+            if self.device_mesh[axis].size() > 1:""",
+        """for axis in ("dp_shard",):
+            if self.device_mesh[axis].size() > 1:""",
+    ),
+    Mutant(
+        "collective",
+        "Metrics of torchmetrics leave out the rows of the other replicas.",
+        REPLICAS,
+        "._flatten().get_group() if replicas else",
+        "._flatten().get_group() if False else",
+    ),
+    Mutant(
+        "replaced",
+        "A callback that copies another, or itself, copies the module and its sharded model.",
+        f"{FOLDER}/test_callbacks.py::test_callbacks_of_the_user_stay_and_ours_goes",
+        "def __deepcopy__(self, memo: dict[int, Any]) -> Logging:\n        return self",
+        "def __deepcopy__(self, memo: dict[int, Any]) -> Logging:\n"
+        "        return Logging(__import__('copy').deepcopy(self._method, memo))",
+    ),
     # shares of the data
+    Mutant(
+        "collective",
+        "Lightning's samplers deal the same rows to every replica.",
+        REPLICAS,
+        """"rank": at["dp_replicate"] * shards + at["dp_shard"]}""",
+        """"rank": at["dp_shard"]}""",
+    ),
     Mutant(
         "collective",
         "Lightning's samplers deal the rows by process, not by data-parallel rank.",
@@ -99,6 +147,13 @@ BREAKAGES = [
         "if present is None:",
     ),
     # training
+    Mutant(
+        "replaced",
+        "fabric.clip_gradients with a norm_type clips by the Euclidean norm.",
+        f"{FOLDER}/test_fabric_loop.py::test_gradients_are_clipped_by_the_norm_that_is_asked_for",
+        "clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type)",
+        "clip_grad_norm_(self.precision.main_params(optimizer), max_norm)",
+    ),
     Mutant(
         "guard",
         "Precision 16-true is asked for, and the run trains in float32 without loss scaling.",

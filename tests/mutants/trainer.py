@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 FILES = "tests/test_formats.py::test_training_goes_on_from_the_files[trainer on 1x2-0.2.0]"
+GOES_ON = "tests/accelerate_plugin/test_trainer.py::test_states_of_callbacks_and_random_numbers_go_on"
 
 BREAKAGES = [
     Mutant(
@@ -28,6 +29,20 @@ BREAKAGES = [
         FILES,
         "self.lr_scheduler.load_state_dict(saved)",
         "pass",
+    ),
+    Mutant(
+        "checkpoint",
+        "A resumed Trainer draws other random numbers than the run would have that was not interrupted.",
+        GOES_ON,
+        """restore_random_state(_read(checkpoint).record["random"], parallelism.mesh)""",
+        "pass",
+    ),
+    Mutant(
+        "checkpoint",
+        "EarlyStoppingCallback, and any other with a state, counts from the start again in a resumed run.",
+        GOES_ON,
+        "                _note_callbacks(self)\n",
+        "",
     ),
     Mutant(
         "checkpoint",

@@ -383,6 +383,9 @@ def test_a_base_in_memory_is_as_ever(checkpoints):
     for name, parameter in again.named_parameters():
         assert not parameter.is_meta
         assert torch.equal(parameter, model.get_parameter(name))
+    layer = next(each for each in again.modules() if isinstance(each, BaseTunerLayer))
+    layer._move_adapter_to_device_of_base_layer("default", torch.device("meta"))  # a device that is asked for
+    assert layer.lora_A["default"].weight.is_meta
 
 
 def test_a_base_in_memory_that_is_wrapped_inside_the_context(checkpoints):
