@@ -97,7 +97,7 @@ BREAKAGES = [
     ),
     Mutant(
         "guard",
-        "An adapter that training has broken is saved.",
+        "An adapter that training has broken is saved, or its save fails as if the disk had spoilt it.",
         f"{FOLDER}::test_a_broken_adapter_is_not_saved",
         """    if broken:
         raise ValueError(
