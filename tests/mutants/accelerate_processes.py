@@ -6,6 +6,10 @@ PEERS = "tests/accelerate_plugin/test_data.py::test_tensor_parallel_peers_act_as
 DISPATCH = "tests/accelerate_plugin/test_data.py::test_dispatching_one_batch_to_all_is_refused"
 STATES = "tests/accelerate_plugin/test_state.py::test_each_attribute_counts_what_was_decided"
 LATER = "tests/accelerate_plugin/test_state.py::test_a_later_accelerator_is_checked_like_the_first"
+STREAMS = (
+    "tests/accelerate_plugin/test_streams.py::test_rows_and_losses_are_those_of_ddp_on_two_processes"
+    "[False-by default-27-2x2]"
+)
 
 BREAKAGES = [
     Mutant(
@@ -111,6 +115,20 @@ BREAKAGES = [
         "gather_for_metrics counts rows that only fill up the last batch of a stream, or leaves some out.",
         PEERS,
         "shard.total_dataset_length = len(shard.dataset)",
+        "pass",
+    ),
+    Mutant(
+        "replaced",
+        "A short last batch of a stream is filled up to a whole one: rows count several times.",
+        STREAMS,
+        "-len(rows) % self.num_processes",
+        "whole - len(rows)",
+    ),
+    Mutant(
+        "replaced",
+        "Predictions on a stream without a length have more rows than the stream.",
+        STREAMS,
+        "loader.remainder = int(shard.last_rows)",
         "pass",
     ),
     Mutant(

@@ -22,6 +22,13 @@ BREAKAGES = [
         """wanted = [torch.arange(each.stop - each.start) for each in region]""",
     ),
     Mutant(
+        "pass",
+        "What trains beside an adapter, such as a module around the model, is lost when the adapter is saved.",
+        "tests/accelerate_plugin/test_whole_model.py::test_what_trains_is_saved_resumed_and_the_best_taken[2x1-around]",
+        "_write_beside(place / TRAINED, beside)",
+        "pass",
+    ),
+    Mutant(
         "guard",
         "A merged export has a DoRA adapter without its magnitudes.",
         REFUSED,

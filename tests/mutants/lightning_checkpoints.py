@@ -155,4 +155,11 @@ BREAKAGES = [
         """if False:
             restore_random_state""",
     ),
+    Mutant(
+        "guard",
+        "Options for the storage have no effect: a checkpoint is written elsewhere or otherwise than asked for.",
+        f"{FOLDER}/test_fabric_checkpoint.py::test_refused",
+        '            if storage_options is not None:\n                raise TypeError(f"fabric.save does',
+        '            if False:\n                raise TypeError(f"fabric.save does',
+    ),
 ]
