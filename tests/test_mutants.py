@@ -55,3 +55,9 @@ def test_every_backward_is_broken_by_one():
 def test_one_that_does_not_fit_is_an_error(old, new, kind):
     with pytest.raises(MutantError):
         place_of(Mutant(kind, "", "", old, new), TEXTS)
+
+
+def test_the_page_lists_them():
+    page = (ROOT / "docs" / "mutants.md").read_text()
+    assert [mutant.harm for mutant in ALL if f"| {mutant.harm} |" not in page] == []
+    assert f"\n{len(ALL)} breakages." in page

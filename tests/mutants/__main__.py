@@ -1,4 +1,4 @@
-"""Break the product in one place after the other, and say which breakages no test sees; all of them go into a page.
+"""Break the product in one place after the other, and say which breakages no test sees; the list of all is a page.
 
 Tests run on copies of the working tree, in forks of this process, which has imported what others wrote. First all of
 them must pass on what is not broken.
@@ -34,7 +34,7 @@ INTRODUCTION = """# Mutants
 
 Each line is a breakage of the product: a statement deleted, an axis swapped, a scale dropped. The test beside it passes
 on what is not broken, and must fail then. All of these tests are in `make test`. The breakages are data, in
-`tests/mutants/`; this page is written by
+`tests/mutants/`. They are applied, and this page is written, by
 
 ```
 make mutants
@@ -130,15 +130,12 @@ def _outcomes(
     return outcomes
 
 
-def _page(seen: dict[Mutant, bool]) -> str:
-    text = f"{INTRODUCTION}\n{sum(seen.values())} of {len(seen)} are seen.\n"
+def _page(breakages: Iterable[Mutant]) -> str:
+    held = list(breakages)
+    text = f"{INTRODUCTION}\n{len(held)} breakages.\n"
     for kind, title in KINDS.items():
-        rows = [
-            f"| {each.harm} | `{each.test.removeprefix('tests/')}` | {'seen' if found else '**not seen**'} |"
-            for each, found in seen.items()
-            if each.kind == kind
-        ]
-        text += "\n".join([f"\n## {title}\n", "| what a user would get | test | |", "|---|---|---|", *rows, ""])
+        rows = [f"| {each.harm} | `{each.test.removeprefix('tests/')}` |" for each in held if each.kind == kind]
+        text += "\n".join([f"\n## {title}\n", "| what a user would get | test |", "|---|---|", *rows, ""])
     return text
 
 
@@ -158,6 +155,7 @@ def main() -> None:
     }
     if not chosen:
         sys.exit("no breakage is chosen.")
+    PAGE.write_text(_page(mutants()))
     for name in IMPORTS:
         with suppress(ImportError):
             import_module(name)
@@ -181,8 +179,6 @@ def main() -> None:
             missed += 1
             print(f"\n{chosen[mutant].relative_to(ROOT)}, {mutant.kind}: {mutant.harm}\n{mutant.old}\n->\n{mutant.new}")
             print(f"{mutant.test} {'passed' if code == PASSED else f'could not be run ({code}):{printed[-3000:]}'}")
-    if len(chosen) == len(mutants()):
-        PAGE.write_text(_page({each: code == FAILED for each, (code, _) in outcomes.items()}))
     print(f"{len(chosen) - missed} of {len(chosen)} breakages were seen by their test.")
     sys.exit(bool(missed))
 

@@ -100,4 +100,11 @@ BREAKAGES = [
         raise ValueError(
             f"{name} was called with gradients, but not by""",
     ),
+    Mutant(
+        "guard",
+        "Under cp a model whose attention does not go through transformers' registry attends to this rank's tokens.",
+        REFUSED,
+        """raise TraceError("its attention does not go through transformers' registry of attention functions")""",
+        """pass""",
+    ),
 ]

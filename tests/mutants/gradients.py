@@ -5,6 +5,8 @@ from tests.mutants import Mutant
 GRADIENTS = "tests/lora_parallel/distributed/test_gradients.py"
 FINISHED = f"{GRADIENTS}::test_gradients_are_finished_when_backward_returns"
 
+CLIPPING = "tests/lora_parallel/distributed/test_gradients.py::test_clipping_equals_torchs_in_one_process"
+
 BREAKAGES = [
     Mutant(
         "backward",
@@ -62,5 +64,33 @@ BREAKAGES = [
         "tests/lora_parallel/cp/test_around_blocks.py::test_what_is_around_the_blocks_equals_one_process_or_is_refused",
         """return grads[0] * ctx.factor, None""",
         """return grads[0], None""",
+    ),
+    Mutant(
+        "collective",
+        "A hook that waits for the finished gradient is given one rank's part of it.",
+        "tests/lora_parallel/distributed/test_gradient_hooks.py::test_post_accumulate_hooks_have_the_finished_gradient",
+        """registered.update(dict.fromkeys(registered, _do_nothing))""",
+        """pass""",
+    ),
+    Mutant(
+        "collective",
+        "Clipping by a norm scales gradients up that are smaller than the limit.",
+        CLIPPING,
+        """scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)""",
+        """scale = max_norm / (norm + 1e-6)""",
+    ),
+    Mutant(
+        "guard",
+        "Gradients that are still parts of a sum are clipped by the norm of one rank's part.",
+        f"{GRADIENTS}::test_a_partial_gradient_is_refused",
+        """if placement.is_partial():""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "torch.autograd.grad of a parameter gives one rank's part of a sum.",
+        "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
+        """if not accumulate and each in self._partial:""",
+        """if False:""",
     ),
 ]

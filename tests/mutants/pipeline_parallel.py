@@ -107,4 +107,15 @@ BREAKAGES = [
             return
             noted = self._note()""",
     ),
+    Mutant(
+        "guard",
+        "Under pp the attentions, or hidden states, that a model returns are those of the last stage's blocks.",
+        CALLS,
+        """if asks_for(name, kwargs, model):
+            raise ValueError(
+                f"{name}=True: under pp""",
+        """if False:
+            raise ValueError(
+                f"{name}=True: under pp""",
+    ),
 ]

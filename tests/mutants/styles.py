@@ -7,6 +7,8 @@ EVERY = f"{TP}/test_layer.py::test_every_style_equals_the_unsharded_layer"
 FEATURES = "tests/lora_parallel/test_rows.py::test_a_row_equals_one_process_or_is_refused"
 EXPERTS = f"{TP}/test_experts.py"
 
+KINDS = "tests/lora_parallel/test_parallelize.py::test_other_kinds_of_training_equal_one_process"
+
 BREAKAGES = [
     Mutant(
         "style",
@@ -49,5 +51,33 @@ BREAKAGES = [
         EVERY,
         """enter="copy",""",
         """enter="keep",""",
+    ),
+    Mutant(
+        "style",
+        "Tokens are routed to the first rank's experts on every rank.",
+        f"{EXPERTS}::test_the_other_implementations_of_experts",
+        """start, stop = chosen.ranks[rank][0]""",
+        """start, stop = chosen.ranks[0][0]""",
+    ),
+    Mutant(
+        "style",
+        "The weights of a norm between slices train on one rank's heads.",
+        KINDS,
+        """_PARTIAL_GRADIENTS = frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES""",
+        """_PARTIAL_GRADIENTS = _OF_OUTPUT_SLICES""",
+    ),
+    Mutant(
+        "style",
+        "Of tokens whose rows other ranks hold the embedding adds each rank's first row.",
+        EVERY,
+        """y = y.masked_fill(outside.unsqueeze(-1), 0)""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "A token outside of the vocabulary has an embedding of zeros.",
+        f"{TP}/test_layer.py::test_a_token_outside_the_vocabulary_is_refused",
+        """valid = ((ids >= 0) & (ids < self.vocabulary)).all()""",
+        """valid = (ids == ids).all()""",
     ),
 ]
