@@ -18,20 +18,6 @@ BREAKAGES = [
         "pass",
     ),
     Mutant(
-        "replaced",
-        "get_state_dict has shards that were gathered for backward in place of the parameters.",
-        "tests/accelerate_plugin/test_checkpoint.py::test_saves_are_adapter_folders",
-        "reshard(model)\n        trained = {name: p",
-        "trained = {name: p",
-    ),
-    Mutant(
-        "replaced",
-        "Accumulated gradients are added up over tensor-parallel ranks after each backward.",
-        "tests/accelerate_plugin/test_loop.py::test_a_loop_trains_as_one_process_does",
-        "return engine_no_sync(model) if state_of(model) is not None else super().no_sync(model)",
-        "return super().no_sync(model)",
-    ),
-    Mutant(
         "collective",
         "A barrier lets a rank go on before the others have come.",
         "tests/lightning_lora/test_fabric_checkpoint.py::test_processes_that_make_different_calls_are_told_of_both",
