@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lora_parallel.distributed.gather import local, persistent_buffers
 from lora_parallel.layers.module_names import clean_parameter_name
-from lora_parallel.state import state_of
+from lora_parallel.state import parallelized, state_of
 
 __all__ = [
     "adapted_model",
@@ -22,6 +22,7 @@ __all__ = [
     "check_finite",
     "check_unmerged",
     "first_names",
+    "loose_parameters",
     "peft_configs",
 ]
 
@@ -73,10 +74,11 @@ def check_finite(parameters: Mapping[str, Tensor]) -> None:
     finite = [value.isfinite().all() for value in held.values()]
     broken = [name for name, each in zip(held, torch.stack(finite).tolist() if finite else [], strict=True) if not each]
     if broken:
+        more = f", and so do {len(broken) - 1} more parameters" if len(broken) > 1 else ""
         raise ValueError(
-            f"{broken[0]} holds values that are not finite, and so do {len(broken) - 1} more parameters: the model is "
-            "broken, and is not saved. torch.autograd.detect_anomaly (in Lightning detect_anomaly=True) finds the "
-            "operation; go on from the last checkpoint."
+            f"{broken[0]} holds values that are not finite{more}: the model is broken, and is not saved. "
+            "torch.autograd.detect_anomaly (in Lightning detect_anomaly=True) finds the operation; go on from the last "
+            "checkpoint."
         )
 
 
@@ -114,6 +116,26 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
             if is_bias and (bias == "all" or (bias == "lora_only" and ".base_layer." in name)):
                 found[name] = parameter
     return {name: parameters[name] for name in parameters if name in found}
+
+
+def loose_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of a module that belong to no adapter, by name.
+
+    A parameter counts as trained if it trains now, or trained when its model was parallelized and was frozen since.
+
+    Args:
+        module: A parallelized model, or a module that holds several.
+    """
+    models = parallelized(module).values()
+    held = {parameter for model in models for parameter in adapter_parameters(model).values()}
+    trained = {
+        parameter
+        for model in models
+        if (state := state_of(model)) is not None
+        for name, parameter in model.named_parameters()
+        if name in state.trained
+    }
+    return {name: p for name, p in module.named_parameters() if (p.requires_grad or p in trained) and p not in held}
 
 
 def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lora_parallel.adapters.base_fingerprint import check_base, fingerprints_of
-from lora_parallel.adapters.inspection import check_unmerged, peft_configs
+from lora_parallel.adapters.inspection import check_unmerged, loose_parameters, peft_configs
 from lora_parallel.adapters.load_adapter import read_adapter
 from lora_parallel.adapters.peft_format import find_adapter
 from lora_parallel.checkpoint.background import wait_for_save
@@ -262,7 +262,7 @@ class _Names:
     @classmethod
     def of(cls, state: TrainState) -> _Names:
         """Ask all stages. Collective."""
-        mine = cls(set(state.loose_parameters()), set(state.buffers()), set(state.other_state()))
+        mine = cls(set(loose_parameters(state.module)), set(state.buffers()), set(state.other_state()))
         stages = over_stages(mine, state.mesh)
         return cls(
             *(set().union(*(getattr(each, part.name) for each in stages)) for part in fields(cls)),
@@ -303,7 +303,7 @@ def _other_state(found: Contents, state: TrainState, everywhere: _Names) -> dict
 
 
 def _read_loose(found: Contents, state: TrainState, everywhere: _Names) -> list[tuple[Tensor, Tensor]]:
-    loose = state.loose_parameters()
+    loose = loose_parameters(state.module)
     elsewhere = _elsewhere(found, state)
     source = DcpDirectory(found.path / STATE)
     stored = {

@@ -11,7 +11,6 @@ from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.gather import persistent_buffers
 from lora_parallel.state import ParallelState, parallelized, state_of
 
@@ -85,19 +84,3 @@ class TrainState:
             for name, value in values.items()
         }
         nn.Module.load_state_dict(self.module, placed, strict=False)
-
-    def loose_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters that belong to no adapter, by name.
-
-        A parameter counts as trained if it trains now, or trained when the model was parallelized and was frozen since.
-        """
-        held = {parameter for model in self.models.values() for parameter in adapter_parameters(model).values()}
-        trained = {
-            parameter
-            for model_name, model in self.models.items()
-            for name, parameter in model.named_parameters()
-            if name in self.states[model_name].trained
-        }
-        return {
-            name: p for name, p in self.module.named_parameters() if (p.requires_grad or p in trained) and p not in held
-        }

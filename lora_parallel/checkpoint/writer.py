@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lora_parallel.adapters.base_fingerprint import fingerprints_of
-from lora_parallel.adapters.inspection import check_finite, check_unmerged, peft_configs
+from lora_parallel.adapters.inspection import check_finite, check_unmerged, loose_parameters, peft_configs
 from lora_parallel.adapters.peft_format import CARD, WEIGHTS
 from lora_parallel.adapters.save_adapter import GatheredAdapter, gather_adapter
 from lora_parallel.checkpoint.background import background_group, finish_in_background, wait_for_save
@@ -139,7 +139,7 @@ class _Save:
             check_unmerged(model)
             reshard(model)  # a forward may have left full parameters in place of the shards that optimizers hold
         names = self._state.parameter_names()
-        check_finite({name: parameter for parameter, name in names.items() if parameter.requires_grad})
+        check_finite(loose_parameters(self._state.module))  # adapters are checked as they are gathered
         self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
         others = without_numpy(self._state.other_state())
         self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), others)
@@ -177,7 +177,7 @@ class _Save:
                 file = (gathered.folder(folder) / WEIGHTS).relative_to(self.folder)
                 own = {key: f"{name}.{each}" if name else each for key, each in gathered.names.items()}
                 parameters |= {f"{file}:{key}": each for key, each in own.items()}
-        tensors = {loose_key(name): p.detach() for name, p in self._state.loose_parameters().items()}
+        tensors = {loose_key(name): p.detach() for name, p in loose_parameters(self._state.module).items()}
         for name, each in states.items():
             for parameter, kept in each.tensors.items():
                 tensors.update({optimizer_key(name, parameter, key): tensor for key, tensor in kept.items()})

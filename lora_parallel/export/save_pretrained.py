@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lora_parallel.adapters.inspection import adapted_model, adapter_parameters, check_finite, peft_configs
+from lora_parallel.adapters.inspection import adapted_model, check_finite, loose_parameters, peft_configs
 from lora_parallel.adapters.save_adapter import gather_adapter
 from lora_parallel.distributed.gather import gather_on_rank_zero, reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.rendezvous import collective_call
 from lora_parallel.export.merged import write_merged
 from lora_parallel.layers.module_names import innermost
-from lora_parallel.storage.atomic import local_path
+from lora_parallel.storage.atomic import Scratch, local_path
 
 __all__ = ["allow_save_pretrained", "write_pretrained"]
 
@@ -116,17 +116,16 @@ def write_pretrained(
     """
     names = list(peft_configs(model)) if adapters is None else list(adapters)
     reshard(model)
+    loose = loose_parameters(model)
     with agreed():
         place = local_path(directory)
-        check_finite({name: p for name, p in model.named_parameters() if p.requires_grad})
+        check_finite(loose)
     if not names:
         write_merged(model, directory, max_shard_size, beside_others=True)
         return
     check_alike(directory=str(place), save_embedding_layers=save_embedding_layers)
     with torch.inference_mode(False):  # a DTensor cannot be detached in inference mode
         found = [gather_adapter(model, name, save_embedding_layers) for name in names]
-        in_adapters = set(adapter_parameters(model).values())
-        loose = {name: p for name, p in model.named_parameters() if p.requires_grad and p not in in_adapters}
         beside = gather_on_rank_zero(loose)
     with agreed():
         if is_rank_zero():
@@ -135,14 +134,18 @@ def write_pretrained(
             _write_beside(place / TRAINED, beside)
 
 
-def _write_beside(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_beside(file: Path, tensors: dict[str, Tensor]) -> None:
     """Write what trains and belongs to no adapter; if there is nothing, remove the file of an earlier save."""
     if not tensors:
         file.unlink(missing_ok=True)
         return
-    written = file.with_name(f".{file.name}.writing")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, written, metadata={"format": "pt"})
-    os.replace(written, file)
+    scratch = Scratch(file)
+    scratch.make()
+    try:
+        save_file(tensors, scratch.path / file.name, metadata={"format": "pt"})
+        scratch.place_file(file.name)
+    finally:
+        scratch.discard()
     _log.warning(
         "%d parameters train and belong to no adapter (first: %s): PEFT's files do not hold them, %s does.",
         len(tensors),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache
 from math import prod
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -73,33 +72,27 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
             _check_trainables(model)
         state.check_trains = None
         hook.remove()
-        _evaluated.discard(model)
+        stepping.remove()
 
     def before_forward(model: nn.Module, args: object) -> None:
         if model.training and torch.is_grad_enabled():
             check()
 
+    live = ref(model)  # torch keeps the hook on steps for ever
+    # No weak references: torch could not move the model then.
+    trains = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if trains.isdisjoint(held) or (found := live()) is None:
+            return
+        if any(id(parameter) in held for parameter in found.parameters()):
+            evaluated: Any = state_of(found)
+            evaluated.check_trains(False)  # of a pipeline some ranks may hold nothing, and step no optimizer
+
     hook = model.register_forward_pre_hook(before_forward)
+    stepping = register_optimizer_step_pre_hook(before_step)
     state.check_trains = check
-    _evaluated.add(model)
-    _watch_steps()
-
-
-_evaluated: WeakSet[nn.Module] = WeakSet()
-"""Models of which nothing is known to train."""
-
-
-@cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_check_before_step)
-
-
-def _check_before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    for model in list(_evaluated):
-        state = state_of(model)
-        if state is not None and state.check_trains is not None and not held.isdisjoint(model.parameters()):
-            state.check_trains(False)  # of a pipeline some ranks may hold nothing, and step no optimizer
 
 
 def check_optimized(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:

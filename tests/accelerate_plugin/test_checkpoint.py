@@ -41,7 +41,7 @@ class Counter:
 
 
 def decay(optimizer: torch.optim.Optimizer, factor: float) -> torch.optim.lr_scheduler.LambdaLR:
-    """Of the count of steps alone: an ExponentialLR would go on from the optimizer's own rate."""
+    """Return a schedule of the count of steps alone: an ExponentialLR would go on from the optimizer's own rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
 
 

@@ -198,7 +198,7 @@ def test_data_and_communication_are_over_data_parallel_ranks(pool):
 
 
 def values_of_replicas() -> dict[str, Any]:
-    """What loaders, metrics and collectives give this rank of two replicas of two shards."""
+    """Return what loaders, metrics and collectives give this rank of two replicas of two shards."""
     rank = dist.get_rank()
     with tidy():
         run = fabric("2x2x1")

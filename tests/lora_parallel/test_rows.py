@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
+from tests.cases import cases
 from tests.oracle.rows import Cell, Step, compare, compare_all, one_process, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights and Conv1D
@@ -65,12 +67,8 @@ ONE_EACH = {
 ON_FOUR_RANKS = {"llama", "phi3", "mixtral", "gpt-oss", "llama, nf4, double", "embeddings and head, tied", "DoRA, phi3"}
 """Rows of `make test` that are cut twice, by tp and by FSDP2; the others are computed on two ranks there."""
 
-PAIRS = [
-    pytest.param(name, mesh, marks=() if name in ONE_EACH and not more else pytest.mark.matrix)
-    for name in rows()
-    for mesh, more in (("1x2", False), ("2x2", name not in ON_FOUR_RANKS), ("1x4", True))
-    if mesh != "1x2" or name in ONE_EACH - ON_FOUR_RANKS
-]
+CHOSEN = [(name, "2x2" if name in ON_FOUR_RANKS else "1x2") for name in rows() if name in ONE_EACH]
+PAIRS = cases(*CHOSEN, matrix=[pair for pair in product(rows(), ("2x2", "1x4")) if pair not in CHOSEN])
 NAMES = [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.matrix) for name in rows()]
 assert rows().keys() >= ONE_EACH
 

@@ -27,7 +27,7 @@ KINDS = {
     "replaced": "Replaced functions of other packages",
     "pass": "Passes of `parallelize`, and what a step does",
 }
-"""What is broken."""
+"""Say what a breakage breaks, by its kind."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Mutant:
 
     kind: str
     harm: str
-    """What a user would get, in a sentence."""
+    """Say what a user would get, in a sentence."""
     test: str
     """The test that must fail: its id, in what `make test` runs. All cases of a function count where it has several."""
     old: str
     """A text that stands in the product once, whichever file it is in."""
     new: str
-    """What stands there instead."""
+    """Replace that text by this one."""
 
 
 class MutantError(ValueError):

@@ -1,4 +1,4 @@
-"""What Accelerate counts, gathers, reduces and deals, where peers of one batch are one process."""
+"""Break what Accelerate counts, gathers, reduces and deals, where peers of one batch are one process."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: each field is saved, compared and restored."""
+"""Break what a checkpoint holds: each field is saved, compared and restored."""
 
 from tests.mutants import Mutant
 

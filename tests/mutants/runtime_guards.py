@@ -52,7 +52,7 @@ BREAKAGES = [
         "guard",
         "An optimizer steps the base of a model that was prepared for evaluation.",
         EVALUATED,
-        """if state is not None and state.check_trains is not None and not held.isdisjoint(model.parameters()):""",
+        """if any(id(parameter) in held for parameter in found.parameters()):""",
         """if False:""",
     ),
     Mutant(

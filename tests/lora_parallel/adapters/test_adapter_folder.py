@@ -660,7 +660,7 @@ def test_adapters_of_one_model_share_a_folder(pool, tmp_path):
 
 
 def save_broken(root):
-    """Of two adapters one is broken, on one rank."""
+    """Save two adapters, of which one is broken on one rank."""
     mesh, config = on_mesh("1x2")
     model = parallelize(built("second of two"), mesh, config)
     if mesh.get_local_rank("tp") == 1:
@@ -688,9 +688,8 @@ class Masked(torch.nn.Linear):
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
         self.load_state_dict(linear.state_dict())
-        self.register_buffer(
-            "mask", torch.tensor([0.0, -torch.inf]).repeat(linear.out_features)[1 : 1 + self.out_features]
-        )
+        self.register_buffer("mask", torch.zeros(linear.out_features))
+        self.mask[::2] = -torch.inf
 
     def forward(self, x):
         return super().forward(x) + self.mask
