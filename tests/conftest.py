@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import zlib
 from collections import defaultdict
@@ -16,7 +17,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that tests start would take t
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests.oracle.workers import FRONT_ENDS, WorkerPool
+from tests.oracle.workers import FRONT_ENDS, IMPATIENT, WorkerPool
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +37,27 @@ def front_end_pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def impatient_pool() -> Iterator[WorkerPool]:
     """Processes for what leaves a rank waiting for a peer that does not come."""
-    with closing(WorkerPool(timeout=20)) as workers:
+    with closing(WorkerPool(timeout=IMPATIENT)) as workers:
         yield workers
 
 
 MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 """Meshes that have no mechanism which 1x1, 2x1, 1x2, 2x2, 2x1x1 and 2x2x1 lack."""
+
+
+def pytest_configure() -> None:
+    """Set how this process, its ranks and the commands it starts share the cores."""
+    if hasattr(os, "SCHED_BATCH"):
+        # A thread that wakes takes no core from one that runs. Else gloo's thread that polls takes it from the one that
+        # holds its lock, and polls in vain: docs/upstream/gloo_polling.md
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    gc.disable()  # what is imported and collected is kept
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected to itself: a collection of garbage walked through all of it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""The real thing: a script that Lightning's own launcher starts four times, with one flag and Lightning's defaults."""
+"""The real thing: a script that Lightning's own launcher starts, with one flag and Lightning's defaults."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import Subset
 
+from tests.cases import cases
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import Tokens, fit, tidy, tuner
 from tests.oracle import relative_error
@@ -62,7 +63,7 @@ if __name__ == "__main__":
     out = sys.argv[1]
     L.seed_everything(21, workers=True)
     trainer = L.Trainer(
-        strategy="lora_fsdp2_tp", accelerator="cpu", devices=4, max_epochs=1, precision="64-true",
+        strategy=sys.argv[2], accelerator="cpu", devices=int(sys.argv[3]), max_epochs=1, precision="64-true",
         default_root_dir=out, log_every_n_steps=1,
     )
     module = Module()
@@ -105,36 +106,37 @@ def launch(script: Path, *arguments: str) -> None:
 
 
 @pytest.mark.processes
-def test_one_flag(tmp_path):
+@pytest.mark.parametrize(("flag", "tp"), cases(("lora_fsdp2", 1), matrix=[("lora_fsdp2_tp", 2)]))
+def test_one_flag(tmp_path, flag, tp):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    launch(script, str(tmp_path))
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    launch(script, str(tmp_path), flag, str(2 * tp))
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2 * tp)]
 
     for rank, found in enumerate(ranks):
-        assert found["world"] == 4
-        assert found["mesh"] == [1, 2, 2]
-        assert found["sampler"] == ["DistributedSampler", 2, rank // 2]
+        assert found["world"] == 2 * tp
+        assert found["mesh"] == [1, 2, tp]
+        assert found["sampler"] == ["DistributedSampler", 2, rank // tp]
         assert found["types"] == ["DTensor"]
         assert found["checkpoint"] == ranks[0]["checkpoint"]
         assert len(found["losses"]) == STEPS
 
     # tp peers saw the same samples, augmented alike; data-parallel ranks others, augmented otherwise.
-    for one, other in ((0, 1), (2, 3)):
-        assert ranks[one]["index"] == ranks[other]["index"]
-        assert ranks[one]["noise"] == ranks[other]["noise"]
-    assert not set(flat(ranks[0]["index"])) & set(flat(ranks[2]["index"]))
-    assert not {tuple(pair) for pair in flat(ranks[0]["noise"])} & {tuple(pair) for pair in flat(ranks[2]["noise"])}
+    for row in (ranks[:tp], ranks[tp:]):
+        assert all(peer["index"] == row[0]["index"] and peer["noise"] == row[0]["noise"] for peer in row)
+    one, other = ranks[0], ranks[tp]
+    assert not set(flat(one["index"])) & set(flat(other["index"]))
+    assert not {tuple(pair) for pair in flat(one["noise"])} & {tuple(pair) for pair in flat(other["noise"])}
 
     # One process, fed each step's samples of both data-parallel ranks.
-    order = [i for first, second in zip(ranks[0]["index"], ranks[2]["index"], strict=True) for i in (*first, *second)]
+    order = [i for first, second in zip(one["index"], other["index"], strict=True) for i in (*first, *second)]
     assert sorted(order) == list(range(24))
     with tidy():
         want = fit(tuner()(m.adapted, late=True), None, STEPS, Subset(Tokens(24), order), precision="64-true")
-    losses = [(first + second) / 2 for first, second in zip(ranks[0]["losses"], ranks[2]["losses"], strict=True)]
+    losses = [(first + second) / 2 for first, second in zip(one["losses"], other["losses"], strict=True)]
     assert losses == pytest.approx(want.losses, abs=1e-6)
-    assert ranks[0]["logged"] == pytest.approx(want.losses[-1], abs=1e-6)
-    saved = PeftModel.from_pretrained(m.plain().double(), Path(ranks[0]["checkpoint"]) / "adapter")
+    assert one["logged"] == pytest.approx(want.losses[-1], abs=1e-6)
+    saved = PeftModel.from_pretrained(m.plain().double(), Path(one["checkpoint"]) / "adapter")
     assert relative_error(adapter(saved), {n.removeprefix("model."): t for n, t in want.adapters.items()}) <= 1e-10
 
 

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = 60
+IMPATIENT = 8  # of a group in which a rank waits for a peer that does not come; on a busy machine peers are late, too
 ANSWER_TIMEOUT = 300
 SCRIPT_LIMIT = 600  # of a script that a test starts: with twenty processes at work imports alone take minutes
 SERVERS = "TESTS_SERVERS"
@@ -203,6 +204,7 @@ def _meet() -> None:
 
 
 def _fork_ranks(modules: tuple[str, ...], requests: Connection) -> None:
+    gc.disable()  # what is imported is kept
     for name in modules:
         try:
             import_module(name)
@@ -211,8 +213,8 @@ def _fork_ranks(modules: tuple[str, ...], requests: Connection) -> None:
                 raise
     if not set(OURS) & sys.modules.keys():
         sys.modules.update(dict.fromkeys(OURS))  # type: ignore[arg-type]  # importing one is an error from now on
-    gc.collect()
     gc.freeze()  # pages that no rank's collector writes to stay shared
+    gc.enable()
     context = multiprocessing.get_context("fork")
     ranks: dict[int, Any] = {}
     while True:
