@@ -255,6 +255,19 @@ def test_saves_are_adapter_folders(pool, tmp_path):
             assert torch.equal(gathered(input_ids=tokens).logits, logits), folder
 
 
+def after_a_forward() -> list[Any]:
+    with launched():
+        script = Script("2x1", mixed_precision="bf16")
+        adapters = script.adapters()
+        script.model(input_ids=CASE.batches()[0])
+        return [script.accelerator.get_state_dict(script.model), adapters]
+
+
+def test_the_state_dict_has_the_shards_of_weights_that_a_forward_has_gathered(pool):
+    (state, adapters), _ = pool.run(2, after_a_forward)
+    assert not differing(state, adapters)
+
+
 def test_the_state_dict_has_the_adapter_that_does_not_train():
     with launched():
         model = CASE.model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.trainer_utils import seed_worker
 
 from accelerate_plugin.data import prepare_sampler
 from tests.accelerate_plugin.harness import launched, plugin
-from tests.oracle import Case, ranks_of
+from tests.oracle import Case, full, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
 MESHES = ["1x2", "2x2", "2x1"]
@@ -74,9 +75,12 @@ def seen(mesh: str) -> dict[str, Any]:
             parts.append(accelerator.gather_for_metrics(batch))
         found["metrics"] = torch.cat(parts).tolist()
         # Another config than the Accelerator was made with; by default it dispatches the batches of such a dataset.
-        config, accelerator.dataloader_config = accelerator.dataloader_config, DataLoaderConfiguration()
-        loader = accelerator.prepare(DataLoader(Sized(), batch_size=3))
-        found["stream of metrics"] = torch.cat([accelerator.gather_for_metrics(each) for each in loader]).tolist()
+        config, found["stream of metrics"] = accelerator.dataloader_config, []
+        for dispatch in (None, False):
+            accelerator.dataloader_config = DataLoaderConfiguration(dispatch_batches=dispatch)
+            loader = accelerator.prepare(DataLoader(Sized(), batch_size=3))
+            parts = [accelerator.gather_for_metrics(each) for each in loader]
+            found["stream of metrics"].append(torch.cat(parts).tolist())
         accelerator.dataloader_config = config
         loader = accelerator.prepare(DataLoader(Numbers(), batch_size=4))
         parts = []
@@ -118,6 +122,14 @@ def seen(mesh: str) -> dict[str, Any]:
             schedule.step()
             optimizer.zero_grad()
         found["scheduled"] = schedule.scheduler.last_epoch
+        for each in (nullcontext(), accelerator.no_sync(model)):
+            with each:
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            if "once" not in found:
+                found["once"] = {name: full(p.grad).clone() for name, p in trained(model).items()}
+                optimizer.zero_grad()
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        found["accumulated"] = {name: full(p.grad) / 2 for name, p in trained(model).items()}
     return found
 
 
@@ -140,7 +152,7 @@ def test_tensor_parallel_peers_act_as_one_process(pool, mesh):
         assert found["ends"] == [[rank == 0, rank == world - 1] for rank in range(world)]
         drawn = [torch.rand((), generator=torch.Generator().manual_seed(5 + rank)).item() for rank in range(dp)]
         assert found["draws"] == [each for each in drawn for _ in range(tp)]
-        assert found["stream of metrics"] == list(range(16))
+        assert found["stream of metrics"] == [list(range(16))] * 2
         assert found["nothing"] == (0, 3)
         assert found["scalars"] == list(range(dp))
         assert found["sum"] == [dp, sum(range(dp))]
@@ -155,6 +167,7 @@ def test_tensor_parallel_peers_act_as_one_process(pool, mesh):
         assert found["triggered"] == [True, False]
         assert found["processes"] == dp
         assert found["scheduled"] == 2 * dp
+        assert relative_error(found["accumulated"], found["once"]) < 1e-12
 
 
 def dispatched(mesh: str) -> list[Any]:

@@ -144,6 +144,14 @@ BREAKAGES = [
         "pass",
     ),
     Mutant(
+        "replaced",
+        "accelerator.get_state_dict after a forward without its backward has weights in sixteen bits.",
+        f"{CHECKPOINT}::test_the_state_dict_has_the_shards_of_weights_that_a_forward_has_gathered",
+        """        reshard(model)
+        trained = {name: p""",
+        "        trained = {name: p",
+    ),
+    Mutant(
         "guard",
         "A schedule of another kind resumes with fields of the one that was saved.",
         BAD,

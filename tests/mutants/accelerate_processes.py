@@ -119,6 +119,13 @@ BREAKAGES = [
     ),
     Mutant(
         "replaced",
+        "accelerator.no_sync is Accelerate's own, which a model that FSDP2 does not shard has no method for.",
+        PEERS,
+        "return engine_no_sync(model) if state_of(model) is not None else super().no_sync(model)",
+        "return super().no_sync(model)",
+    ),
+    Mutant(
+        "replaced",
         "A short last batch of a stream is filled up to a whole one: rows count several times.",
         STREAMS,
         "-len(rows) % self.num_processes",

@@ -121,6 +121,13 @@ BREAKAGES = [
         """plan.partition = RowPartition.packed([2 * half], builder.tp)""",
     ),
     Mutant(
+        "pass",
+        "Experts of a class without expert parallelism are refused: a rank adds its first for those of other ranks.",
+        "tests/lora_parallel/tp/test_experts.py::test_the_trial_refuses_wrong_shares",
+        "return x.masked_fill(others, 0) if x.is_floating_point() and x.shape == others.shape else x",
+        "return x",
+    ),
+    Mutant(
         "guard",
         "Shares of experts that compute something else are taken for proven.",
         "tests/lora_parallel/tp/test_experts.py::test_the_trial_refuses_wrong_shares",

@@ -52,12 +52,15 @@ class Choosing(nn.Module):
         return self.heads[task](x).pow(2).mean()
 
 
-def choosing(dtype: torch.dtype = torch.float64) -> nn.Module:
+def choosing(dtype: torch.dtype = torch.float64, zeros: bool = True) -> nn.Module:
     torch.manual_seed(0)
     heads = [f"heads.{index}" for index in range(3)]
     chosen = [f"choices.{index}.{layer}" for index in range(3) for layer in (0, 2)]
     model = get_peft_model(Choosing(), LoraConfig(r=2, target_modules=chosen, modules_to_save=heads)).to(dtype)
     fill_adapters(model)
+    for name, parameter in model.named_parameters():
+        if zeros and "layers.0" in name and "lora_B" in name:
+            parameter.data.zero_()  # as PEFT begins: the gradient of lora_A is zero, which is not to have none
     return model.train()
 
 
@@ -260,12 +263,12 @@ def penalised(model: nn.Module) -> dict[str, Tensor]:
 
 def penalised_on(mesh_text: str) -> dict[str, Tensor]:
     mesh, config = on_mesh(mesh_text, tp_plan=PLAN)
-    return penalised(parallelize(choosing(), mesh, config))
+    return penalised(parallelize(choosing(zeros=False), mesh, config))
 
 
 @pytest.mark.parametrize("mesh", cases("2x1", matrix=["2x2"]))
 def test_a_loss_term_of_the_parameters_reaches_them_all(pool, mesh):
-    want = penalised(choosing())
+    want = penalised(choosing(zeros=False))
     for got in pool.run(ranks_of(mesh), penalised_on, mesh):
         assert relative_error(got, want) < 1e-12
 

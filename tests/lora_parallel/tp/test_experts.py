@@ -415,6 +415,9 @@ def test_the_trial_refuses_wrong_shares(monkeypatch):
     assert "does not add up to the whole" in share_experts(module, fed, 2, "features")
     del module.is_concatenated  # none
     assert isinstance(share_experts(module, fed, 2, "features"), ExpertSharing)
+    del module._is_expert_parallel  # nor an index for experts of other ranks: they are the first, with weights of 0
+    shared = share_experts(module, fed, 2, "experts")
+    assert (shared.attributes, shared.absent_expert) == ({"num_experts": 4}, 0)
     monkeypatch.setattr(ExpertSharing, "local_arguments", lambda self, values, rank: values)
     assert isinstance(share_experts(module, fed, 2, "experts"), str)
 
