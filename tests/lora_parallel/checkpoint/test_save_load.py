@@ -122,14 +122,16 @@ def fill_and_load(mesh_text: str, kinds: list[str], folder: Path) -> dict[str, b
     return found
 
 
-CUT_TWICE = ["factors", "dora", "everything"]
+CUT_TWICE = ["factors", "everything"]
+OF_FSDP = ["ranks", "empty biases"]
 
 
 @pytest.mark.parametrize(
     ("mesh", "kinds"),
     cases(
         ("2x2", CUT_TWICE),
-        ("2x1", [kind for kind in FILLED if kind not in CUT_TWICE]),
+        ("2x1", OF_FSDP),
+        ("1x2", [kind for kind in FILLED if kind not in (*CUT_TWICE, *OF_FSDP)]),
         matrix=[
             *((mesh, list(FILLED)) for mesh in ("2x2", "4x1", "2x1x2")),
             ("1x4", [kind for kind in FILLED if kind != "ranks"]),
