@@ -47,7 +47,7 @@ ELSEWHERE = [
     *("a token more than there are ranks", "right padding", "packed rows, eager", "a window longer than a chunk"),
     *("a kernel of the user's own, a window, recomputed", "a loss of labels that are shifted by hand"),
     *("loss_parallel, a loss of logits", "loss_parallel, sequence_parallel", "recomputed", "sinks, padding"),
-    *("all_gather, tokens that cp does not divide", "all_gather, few tokens", "all_gather, sequence_parallel"),
+    *("all_gather, tokens that cp does not divide", "all_gather, sequence_parallel"),
     *("all_gather, a loss of logits", "all_gather, five heads"),
 ]
 """Runs whose mechanisms others have one by one."""
