@@ -16,7 +16,7 @@ from lora_parallel import clip_grad_norm_, latest_checkpoint, load_checkpoint, p
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.oracle import Case, full, on_mesh, trained
 
-STEPS = 6
+STEPS = 4
 CASE = Case(steps=STEPS)
 
 

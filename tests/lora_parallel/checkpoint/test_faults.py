@@ -26,11 +26,14 @@ from tests.oracle import differing, ranks_of, relative_error
 from tests.oracle.workers import Failure
 
 COUNT = int(os.environ.get("FAULTS", "1"))
+MESHES = ["2x2", "2x1", "1x2"] if COUNT > 1 else ["2x1", "1x2"]
+"""The job runs on the first of them, and goes on on any."""
+RANKS = ranks_of(MESHES[0])
 SAVES = tuple(range(1, STEPS))
 
 
 def killed(folder: Path, rank: int | None, seconds: float, in_background: bool) -> Trained:
-    """Train on 2x2 and save after every step; some seconds into it `rank` (None: every rank) is killed."""
+    """Train and save after every step; some seconds into it `rank` (None: every rank) is killed."""
     death = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
 
     def begin() -> None:
@@ -38,7 +41,7 @@ def killed(folder: Path, rank: int | None, seconds: float, in_background: bool) 
             death.start()
 
     try:
-        answer = Job().on_mesh("2x2", folder, SAVES, begin, keep_last=2, async_save=in_background)
+        answer = Job().on_mesh(MESHES[0], folder, SAVES, begin, keep_last=2, async_save=in_background)
         wait_for_save()
     except Exception:
         os._exit(1)  # as a job's processes do; a peer that lives on keeps others waiting
@@ -49,7 +52,7 @@ def killed(folder: Path, rank: int | None, seconds: float, in_background: bool) 
 def timed(folder: Path) -> tuple[Trained, float]:
     """An undisturbed run, and how many seconds its steps and saves took."""
     began: list[float] = []
-    answer = Job().on_mesh("2x2", folder, SAVES, lambda: began.append(time.monotonic()))
+    answer = Job().on_mesh(MESHES[0], folder, SAVES, lambda: began.append(time.monotonic()))
     return answer, time.monotonic() - began[0]
 
 
@@ -66,7 +69,7 @@ class Disk:
 
 
 def disk_fills_up(folder: Path, rank: int, writes: int) -> Trained:
-    """Train on 2x2 and save after every step, until the disk of `rank` is full."""
+    """Train and save after every step, until the disk of `rank` is full."""
     disk = Disk(writes if dist.get_rank() == rank else sys.maxsize)
     own_write, own_finish = dcp.FileSystemWriter.write_data, writer._Save.finish
 
@@ -79,13 +82,14 @@ def disk_fills_up(folder: Path, rank: int, writes: int) -> Trained:
         own_finish(self)
 
     with patch.object(dcp.FileSystemWriter, "write_data", write_data), patch.object(writer._Save, "finish", finish):
-        return Job().on_mesh("2x2", folder, SAVES, keep_last=2)
+        return Job().on_mesh(MESHES[0], folder, SAVES, keep_last=2)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pool, tmp_path_factory) -> tuple[Trained, float]:
-    pool.run(4, timed, tmp_path_factory.mktemp("warm"))
-    answers: list[tuple[Trained, float]] = pool.run(4, timed, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(impatient_pool, tmp_path_factory) -> tuple[Trained, float]:
+    """In the ranks that are killed afterwards: the first steps of a process take longer."""
+    impatient_pool.run(RANKS, timed, tmp_path_factory.mktemp("warm"))
+    answers: list[tuple[Trained, float]] = impatient_pool.run(RANKS, timed, tmp_path_factory.mktemp("undisturbed"))
     return answers[0]
 
 
@@ -94,7 +98,7 @@ def goes_on(pool, folder: Path, undisturbed: Trained, mesh: str) -> None:
     newest = latest_checkpoint(folder)
     for answer in pool.run(ranks_of(mesh), Job().on_mesh, mesh, folder, SAVES):
         assert len(answer.losses) == STEPS - (int(newest.name.split("-")[1]) if newest else 0)
-        if mesh == "2x2":
+        if mesh == MESHES[0]:
             assert not differing(answer.adapters, undisturbed.adapters)
         assert relative_error(answer.adapters, undisturbed.adapters) <= 1e-10
     left = sorted(path.name for path in folder.iterdir())
@@ -111,16 +115,18 @@ def test_a_disturbed_job_ends_as_an_undisturbed_one(pool, impatient_pool, tmp_pa
         folder = tmp_path / str(index)
         folder.mkdir()
         if kind == "disk":
-            answers = pool.try_run(4, disk_fills_up, folder, draw.randrange(4), draw.randrange(1, 2 * STEPS - 4))
+            answers = pool.try_run(
+                RANKS, disk_fills_up, folder, draw.randrange(RANKS), draw.randrange(1, 2 * STEPS - 4)
+            )
         else:
-            rank = draw.randrange(4) if kind == "one rank" else None
+            rank = draw.randrange(RANKS) if kind == "one rank" else None
             answers = impatient_pool.try_run(
-                4, killed, folder, rank, draw.uniform(0, 0.7 * seconds), draw.random() < 0.5
+                RANKS, killed, folder, rank, draw.uniform(0, 0.7 * seconds), draw.random() < 0.5
             )
         died += any(isinstance(answer, Failure) for answer in answers)
         newest = latest_checkpoint(folder)
         resumed += newest is not None
-        goes_on(pool, folder, whole, draw.choice(["2x2", "2x1", "1x2"]))
+        goes_on(pool, folder, whole, draw.choice(MESHES))
         survived += 1
     with capsys.disabled():
         print(f"\n{kind}: {survived} of {COUNT} survived; {died} died, {resumed} had a checkpoint to go on from")

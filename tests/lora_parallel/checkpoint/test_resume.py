@@ -19,7 +19,7 @@ from tests.oracle import Case, ranks_of, relative_error
 
 MESHES = ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4", "2x2x1", "2x1x2", "2x2x2"]
 # Each mechanism once as source and once as target; `make matrix` runs every pair.
-SAMPLE = {("2x2", "2x1"), ("1x2", "2x2x1"), ("1x1", "2x2")}
+SAMPLE = {("2x2", "2x1"), ("1x2", "2x2x1")}
 PAIRS = [
     pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.matrix)
     for pair in itertools.product(MESHES, MESHES)
@@ -76,6 +76,16 @@ def test_the_same_mesh_bit_for_bit(pool, sources, mesh):
         check_equal(resumed, whole, STEPS - step)
 
 
+def goes_on(pool, job: Job, folder: Path) -> None:
+    """Stop a job on 2x1; it goes on there bit for bit, and on 1x2."""
+    wholes = stopped(pool, job, "2x1", folder, 2)
+    for whole, resumed in zip(wholes, pool.run(2, job.on_mesh, "2x1", folder), strict=True):
+        check_same(whole, oracle(job), STEPS)
+        check_equal(resumed, whole, STEPS - 2)
+    for resumed in pool.run(2, job.on_mesh, "1x2", folder):
+        check_same(resumed, oracle(job), STEPS - 2)
+
+
 OWN_WAYS = ["AdamW, two groups", "schedule-free"]
 """Optimizers whose states differ in kind from AdamW's: in groups, and with an average beside."""
 
@@ -84,14 +94,8 @@ OWN_WAYS = ["AdamW, two groups", "schedule-free"]
     "optimizer", cases(OWN_WAYS[0], matrix=[n for n in OPTIMIZERS if n not in ("AdamW", OWN_WAYS[0])])
 )
 def test_optimizers(pool, tmp_path, optimizer):
-    """Their states go from 2x2 to 2x2, bit for bit, and to 1x2."""
-    job = Job(optimizer=optimizer)
-    wholes = stopped(pool, job, "2x2", tmp_path, 3)
-    for whole, resumed in zip(wholes, pool.run(4, job.on_mesh, "2x2", tmp_path), strict=True):
-        check_same(whole, oracle(job), STEPS)
-        check_equal(resumed, whole, STEPS - 3)
-    for resumed in pool.run(2, job.on_mesh, "1x2", tmp_path):
-        check_same(resumed, oracle(job), STEPS - 3)
+    """Their states go from 2x1 to 2x1, bit for bit, and to 1x2."""
+    goes_on(pool, Job(optimizer=optimizer), tmp_path)
 
 
 KINDS = {
@@ -106,13 +110,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", cases("embeddings", "everything trains", matrix=["tied, biases", "a saved head"]))
 def test_kinds_of_training(pool, tmp_path, kind):
-    job = KINDS[kind]
-    wholes = stopped(pool, job, "2x2", tmp_path, 2)
-    for whole, resumed in zip(wholes, pool.run(4, job.on_mesh, "2x2", tmp_path), strict=True):
-        check_same(whole, oracle(job), STEPS)
-        check_equal(resumed, whole, STEPS - 2)
-    for resumed in pool.run(2, job.on_mesh, "2x1", tmp_path):
-        check_same(resumed, oracle(job), STEPS - 2)
+    goes_on(pool, KINDS[kind], tmp_path)
 
 
 DROPOUT = Job(Case(steps=STEPS, lora={"lora_dropout": 0.3}), config={"seed": 11})
@@ -120,11 +118,11 @@ DROPOUT = Job(Case(steps=STEPS, lora={"lora_dropout": 0.3}), config={"seed": 11}
 
 def test_dropout_goes_on_where_it_was(pool, tmp_path):
     """Masks are the same on any mesh, and continue there."""
-    (whole,) = stopped(pool, DROPOUT, "1x1", tmp_path, 4)
+    (whole,) = stopped(pool, DROPOUT, "1x1", tmp_path, 2)
     assert whole.losses != oracle(Job()).losses
-    for mesh in ("2x2", "1x2"):
+    for mesh in ("2x1", "1x2"):
         for resumed in pool.run(ranks_of(mesh), DROPOUT.on_mesh, mesh, tmp_path):
-            check_same(resumed, whole, STEPS - 4)
+            check_same(resumed, whole, STEPS - 2)
 
 
 OWN_DROPOUT = Job(Case(steps=STEPS, sizes={"attention_dropout": 0.3}))
@@ -159,23 +157,19 @@ def test_ranks_that_a_larger_mesh_adds_draw_numbers_of_their_own(monkeypatch):
 def test_saving_in_the_background_is_saving(pool, tmp_path):
     """Each save is of the step that it was called at, whatever is trained meanwhile."""
     job = Job()
-    for answers in (
-        pool.run(4, save_in_background, job, tmp_path / "background"),
-        pool.run(4, job.on_mesh, "2x2", tmp_path / "at once", (1, 2, 3, 4, 5)),
-    ):
-        for answer in answers:
-            check_same(answer, oracle(job), STEPS)
+    for answer in pool.run(2, save_in_background, job, tmp_path / "background"):
+        check_same(answer, oracle(job), STEPS)
     for step in range(1, STEPS):
         alone = tmp_path / f"from {step}"
         shutil.copytree(tmp_path / "background" / f"step-{step}", alone / f"step-{step}")
-        for resumed in pool.run(4, job.on_mesh, "2x2", alone):
+        for resumed in pool.run(2, job.on_mesh, "2x1", alone):
             check_same(resumed, oracle(job), STEPS - step)
 
 
 def save_in_background(job: Job, folder: Path) -> Trained:
     from lora_parallel import wait_for_save
 
-    answer = job.on_mesh("2x2", folder, (1, 2, 3, 4, 5), async_save=True)
+    answer = job.on_mesh("2x1", folder, tuple(range(1, STEPS)), async_save=True)
     wait_for_save()
     assert {path.name for path in folder.iterdir()} == {f"step-{step}" for step in range(1, STEPS)}
     return answer

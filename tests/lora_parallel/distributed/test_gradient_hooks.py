@@ -9,11 +9,12 @@ import torch
 
 from lora_parallel import no_sync, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.cases import cases
 from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
-MESHES = ["2x1", "1x2", "2x2", "2x2x1"]
-CASE = Case(steps=2)
+MESHES = cases("2x1", "1x2", "2x2x1", matrix=["2x2"])
+CASE = Case(steps=2, sizes={"num_hidden_layers": 1})
 
 
 def built(mesh_text):
@@ -103,7 +104,7 @@ def failing_hook(mesh_text):
     return failure, gradients(model)
 
 
-@pytest.mark.parametrize("mesh", ["1x2", "2x2"])
+@pytest.mark.parametrize("mesh", cases("1x2", "2x1", matrix=["2x2"]))
 def test_a_failed_step_leaves_the_hooks_in_place(pool, mesh):
     for failure, found in pool.run(ranks_of(mesh), failing_hook, mesh):
         assert failure.kind == "ArithmeticError"

@@ -125,9 +125,13 @@ def play(events, model, mesh):
 
 
 def play_all(mesh_text, scenarios, checkpointing=False):
-    """By scenario: the gradients, or what went wrong; each on a model of its own."""
+    """By scenario: the gradients, or what went wrong; one after the other on one model."""
     mesh, config = on_mesh(mesh_text, activation_checkpointing=checkpointing)
-    return {name: attempt(play, SCENARIOS[name], parallelize(CASE.model(), mesh, config), mesh) for name in scenarios}
+    model, found = parallelize(CASE.model(), mesh, config), {}
+    for name in scenarios:
+        found[name] = attempt(play, SCENARIOS[name], model, mesh)
+        model.zero_grad()
+    return found
 
 
 @cache

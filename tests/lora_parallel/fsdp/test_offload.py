@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lora_parallel import ParallelConfig, clip_grad_norm_, parallelize
 from lora_parallel.fsdp import wrapping
+from tests.cases import cases
 from tests.oracle import Case, mesh_of, parse_mesh, ranks_of, reference, relative_error, trained
 
 
@@ -44,7 +45,7 @@ def offloaded(case: Case, mesh_text: str):
     return policies, gradients, {name: p.detach().full_tensor() for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x1", "2x2"])
+@pytest.mark.parametrize("mesh", cases("1x1", "2x1", matrix=["2x2"]))
 def test_each_unit_is_offloaded_and_trains_as_one_process(pool, mesh):
     case = Case(clip=0.05)
     want = reference(case)

@@ -18,7 +18,7 @@ from tests.lora_parallel.traffic import Traffic
 from tests.oracle import Case, fill_adapters, full, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.workers import IMPATIENT, Failure, attempt
 
-CASE = Case(steps=6, sizes={"num_hidden_layers": 6})
+CASE = Case(steps=6, sizes={"num_hidden_layers": 6}, lora={"target_modules": ["q_proj"]})
 SEQUENCE = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "vocab_size": 32}
 SMALL = {**SEQUENCE, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "pad_token_id": 1}
 
@@ -112,7 +112,7 @@ def test_replicas_that_run_different_blocks_are_told_as_they_reduce(pool):
         assert "use of the parameters of PeftModel" in found["fewer at the beginning"].message
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "2x2x1"]))
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["2x2", "2x2x1"]))
 def test_ranks_that_run_different_blocks_are_all_told_which(pool, mesh):
     for found in pool.run(ranks_of(mesh), part_at_once, mesh):
         check_told(found["others"], ("layers.1", "layers.2"))
@@ -214,7 +214,7 @@ def test_blocks_that_every_rank_runs_are_its_own_business(pool):
         model(input_ids=batch, labels=batch).loss.backward()
         trunk.layers = nn.ModuleList(blocks)
         want.append({name: p.grad.clone() for name, p in trained(model).items() if p.grad is not None})
-    for gradients, counts in pool.run(4, same_blocks, "2x2"):
+    for gradients, counts in pool.run(2, same_blocks, "2x1"):
         for got, expected in zip(gradients, want, strict=True):
             assert relative_error(got, expected) <= 1e-12
         assert counts[1] == 1  # that a forward follows the first
@@ -325,7 +325,7 @@ def layer_drops(mesh: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["1x2"]))
 def test_layer_drop_is_refused_by_name_in_training(pool, mesh):
     for found in pool.run(2, layer_drops, mesh):
         for name, (evaluated, raised, afterwards) in found.items():

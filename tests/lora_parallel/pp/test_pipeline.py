@@ -40,11 +40,27 @@ def held_against_one_process(pool: Any, mesh: str, runs: dict[str, Run]) -> list
     return problems
 
 
-@pytest.mark.parametrize("mesh", cases("1x1pp2", matrix=["1x1pp4"]))
-def test_gradients_equal_one_process(pool, mesh):
-    problems = held_against_one_process(
-        pool, mesh, {name: run for name, run in RUNS.items() if not (mesh == "1x1pp4" and "pp_split" in run.config)}
-    )
+ELSEWHERE = [
+    *("one micro-batch", "two micro-batches", "tokens vary", "right padding"),
+    *("a function of the loss", "gpipe, a third of the loss, three times", "gpipe, a function of the loss"),
+    *("gpipe, labels shifted by hand", "head, norm and embedding train", "gpt-2", "mixtral"),
+    *("recomputed, a loss of logits",),
+]
+"""Runs whose mechanism another one has, here or on another mesh."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    cases(
+        ("1x1pp2", [name for name in RUNS if name not in ELSEWHERE]),
+        matrix=[
+            ("1x1pp2", ELSEWHERE),
+            ("1x1pp4", [name for name, run in RUNS.items() if "pp_split" not in run.config]),
+        ],
+    ),
+)
+def test_gradients_equal_one_process(pool, mesh, names):
+    problems = held_against_one_process(pool, mesh, {name: RUNS[name] for name in names})
     assert not problems, "\n".join(problems)
 
 
@@ -60,7 +76,7 @@ ALL = list(COMBINED)
 @pytest.mark.parametrize(
     ("mesh", "names"),
     cases(
-        ("1x2pp2", FEW),
+        ("1x2pp2", FEW[1:]),
         ("2x1pp2", FEW[:2]),
         matrix=[(mesh, ALL) for mesh in ("1x2pp2", "2x1pp2", "1x1cp2pp2", "2x2pp2", "2x1x1pp2", "1x2cp2pp2")],
     ),

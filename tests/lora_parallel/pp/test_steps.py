@@ -41,7 +41,7 @@ def model_on(mesh: str, run: Run | None = None, **config: Any) -> Any:
 
 
 def lengths_vary(mesh: str, config: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """Twenty steps of AdamW with LoRA dropout and clipping, of batches of 14, 13, 9 and 5 tokens in turn.
+    """Eight steps of AdamW with LoRA dropout and clipping, of batches of 14, 13, 9 and 5 tokens in turn.
 
     Every other batch is given with labels, the rest without.
     """
@@ -49,7 +49,7 @@ def lengths_vary(mesh: str, config: dict[str, Any]) -> tuple[list[float], dict[s
     model = model_on(mesh, run, **config) if "pp" in mesh else parallelize(run.model(), *on_mesh(mesh))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
-    for step in range(20):
+    for step in range(8):
         batch = ids(seed=step, tokens=(14, 13, 9, 5)[step % 4])
         if step % 3:
             loss = model(input_ids=batch, labels=batch).loss
@@ -78,7 +78,7 @@ def lengths_vary(mesh: str, config: dict[str, Any]) -> tuple[list[float], dict[s
         ],
     ),
 )
-def test_twenty_steps_with_dropout_equal_one_rank(pool, mesh, config):
+def test_steps_with_dropout_equal_one_rank(pool, mesh, config):
     """A mesh of one rank drops what any other mesh drops; its own dropout is held against a formula elsewhere."""
     ((want_losses, want),) = pool.run(1, lengths_vary, "1x1", {})
     for losses, adapters in pool.run(ranks_of(mesh), lengths_vary, mesh, config):
@@ -268,7 +268,8 @@ def test_messages_and_micro_batches_alive(pool, mesh, config):
 
 def gathers(reshard: bool) -> tuple[int, int]:
     """All-gathers over dp_shard of a step, and the FSDP units of this rank."""
-    model = model_on("2x1pp2", pp_microbatches=2, reshard_after_forward=reshard)
+    short = Run(settings={"num_hidden_layers": 2})
+    model = model_on("2x1pp2", short, pp_microbatches=2, reshard_after_forward=reshard)
     model(**{name: each[:2] for name, each in language().items()}).loss.backward()
     with Traffic() as traffic:
         model(**{name: each[:2] for name, each in language().items()}).loss.backward()
@@ -303,7 +304,7 @@ def read(mesh: str, config: dict[str, Any], folder: str) -> tuple[int, int, int]
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_stage_reads_and_holds_its_own(pool, tmp_path, tied):
-    base_model("LlamaForCausalLM", {**DECODER, "num_hidden_layers": 8, "tie_word_embeddings": tied}).save_pretrained(
+    base_model("LlamaForCausalLM", {**DECODER, "num_hidden_layers": 4, "tie_word_embeddings": tied}).save_pretrained(
         tmp_path, max_shard_size="30KB"
     )
     answers = pool.run(2, read, "1x1pp2", PP, str(tmp_path))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,13 +19,13 @@ from lora_parallel.integration import describe
 from lora_parallel.runtime import description
 from lora_parallel.sizes import coordinates, rank_lines
 from tests.logs import listening
-from tests.oracle import Case, on_mesh
+from tests.oracle import Case, on_mesh, ranks_of
 
 CASES = {
     "adapters": ("2x2", Case()),
-    "one key and value head": ("2x2", Case(sizes={"num_key_value_heads": 1})),
+    "one key and value head": ("1x2", Case(sizes={"num_key_value_heads": 1})),
     "pipeline": ("1x2pp2", Case()),
-    "full fine-tuning": ("2x2", Case(adapters=False, dtype=torch.float32)),
+    "full fine-tuning": ("2x1", Case(adapters=False, dtype=torch.float32)),
 }
 """Two tp ranks store the same rows of the one head."""
 
@@ -62,9 +63,15 @@ def printed(text: str, line: str) -> list[float]:
     return [float(found[1]) * UNITS[found[2]], float(found[3]) * UNITS[found[4]]]
 
 
+@pytest.fixture(scope="module")
+def tell(pool) -> Callable[[str], list[Any]]:
+    """What the ranks of a case are told; each runs once."""
+    return cache(lambda name: pool.run(ranks_of(CASES[name][0]), told, name))
+
+
 @pytest.mark.parametrize("name", [*CASES])
-def test_the_description_has_the_bytes_of_the_model(pool, name):
-    answers = pool.run(4, told, name)
+def test_the_description_has_the_bytes_of_the_model(tell, name):
+    answers = tell(name)
     text, logged, held = answers[0]
     whole = sizes(CASES[name][1].model().parameters())
     for line, trains, factor in (
@@ -82,8 +89,8 @@ def test_the_description_has_the_bytes_of_the_model(pool, name):
     assert len(text.splitlines()) <= 25
 
 
-def test_the_description_has_mesh_and_plan(pool):
-    text = pool.run(4, told, "adapters")[0][0]
+def test_the_description_has_mesh_and_plan(tell):
+    text = tell("adapters")[0][0]
     assert "LlamaForCausalLM on dp_shard 2 x tp 2, 4 ranks (cpu)" in text
     assert re.search(r"^lightning-lora \S+, torch \S+, peft \S+, transformers \S+$", text, re.MULTILINE)
     assert re.search(r"^  dp_shard +0  0  1  1\n  tp +0  1  0  1\n  batch +0  0  1  1$", text, re.MULTILINE)
@@ -91,8 +98,8 @@ def test_the_description_has_mesh_and_plan(pool):
     assert re.search(r"^  model\.layers\.\*\.mlp\.down_proj +rowwise +2$", text, re.MULTILINE)
 
 
-def test_the_description_has_the_pipeline(pool):
-    texts = [answer[0] for answer in pool.run(4, told, "pipeline")]
+def test_the_description_has_the_pipeline(tell):
+    texts = [answer[0] for answer in tell("pipeline")]
     for rank, text in enumerate(texts):
         assert f"pipeline: 1f1b, 2 stages, 2 micro-batches; this rank is {rank // 2} of 2 on pp" in text
         assert f"bytes of rank {rank} " in text

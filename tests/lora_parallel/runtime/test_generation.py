@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cases import cases
 from tests.oracle import Case, on_mesh, parse_mesh, ranks_of
 
-MESHES = ["2x1", "1x2", "2x2"]
+MESHES = cases("2x1", "1x2", matrix=["2x2"])
 SETTINGS = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 
 
@@ -32,14 +34,14 @@ def generate(mesh_text: str) -> tuple[torch.Tensor, torch.Tensor, int]:
     return got, want[mine], sum(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_generate_equals_one_process(pool):
-    for mesh in MESHES:
-        for got, want, gradients in pool.run(ranks_of(mesh), generate, mesh):
-            length = min(got.shape[1], want.shape[1])  # padding after the last stop may differ in length
-            assert torch.equal(got[:, :length], want[:, :length])
-            assert not got[:, length:].any()
-            assert not want[:, length:].any()
-            assert gradients == 28
+@pytest.mark.parametrize("mesh", MESHES)
+def test_generate_equals_one_process(pool, mesh):
+    for got, want, gradients in pool.run(ranks_of(mesh), generate, mesh):
+        length = min(got.shape[1], want.shape[1])  # padding after the last stop may differ in length
+        assert torch.equal(got[:, :length], want[:, :length])
+        assert not got[:, length:].any()
+        assert not want[:, length:].any()
+        assert gradients == 28
 
 
 def sample(mesh_text: str) -> tuple[list[int], list[int]]:
@@ -47,7 +49,10 @@ def sample(mesh_text: str) -> tuple[list[int], list[int]]:
     from lora_parallel import parallelize
     from lora_parallel.distributed.mesh import dp_rank
 
-    case, settings = Case(sizes={"use_cache": True}), {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}
+    case, settings = (
+        Case(sizes={"use_cache": True, "num_hidden_layers": 1}),
+        {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0},
+    )
     prompt = case.batches()[0][:1]
     mesh, config = on_mesh(mesh_text)
     plain, model = case.model().eval(), parallelize(case.model(), mesh, config).eval()
@@ -58,6 +63,5 @@ def sample(mesh_text: str) -> tuple[list[int], list[int]]:
 
 
 def test_ranks_of_one_batch_sample_the_same_tokens(pool):
-    for mesh in ("1x2", "2x2"):
-        for got, want in pool.run(ranks_of(mesh), sample, mesh):
-            assert got == want
+    for got, want in pool.run(4, sample, "2x2"):
+        assert got == want

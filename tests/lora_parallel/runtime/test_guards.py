@@ -15,7 +15,19 @@ from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.runtime.guards import verify
 from lora_parallel.state import state_of
-from tests.oracle import SEVEN, Case, causal_lm, fill_adapters, full, lora_config, on_mesh, relative_error, trained
+from tests.cases import cases
+from tests.oracle import (
+    SEVEN,
+    Case,
+    causal_lm,
+    fill_adapters,
+    full,
+    lora_config,
+    on_mesh,
+    ranks_of,
+    relative_error,
+    trained,
+)
 from tests.oracle.workers import Failure, attempt
 
 ENDS = [*SEVEN, "embed_tokens", "lm_head"]
@@ -79,12 +91,15 @@ def built(mesh_text):
 
 
 def changed_copies(mesh_text):
-    found = []
+    found, model = [], built(mesh_text)
     for ending, ranks, _ in COPIES[mesh_text]:
-        model = built(mesh_text)
         assert check(model) is None
+        name, parameter = find(model, ending)
+        before = local(parameter).clone()
         perturbed(model, ending, ranks)
-        found.append((find(model, ending)[0], check(model)))
+        found.append((name, check(model)))
+        with torch.no_grad():
+            local(parameter).copy_(before)
     return found
 
 
@@ -242,44 +257,44 @@ def test_only_inits_that_start_as_the_base_are_held_to_it(pool):
         assert kinds == {True: ("default",), False: (), "gaussian": ("default",)}
 
 
-def batches():
+def batches(mesh_text, names):
     """By what is fed: the error. A model checks its first batch for training and its first for evaluation."""
-    mesh, _ = on_mesh("2x2")
+    mesh, _ = on_mesh(mesh_text)
     rank = dist.get_rank()
     ids = torch.arange(24).view(2, 12)
     own = ids + dp_rank(mesh)  # a batch for each dp rank, as it should be
     mask = torch.ones_like(ids)
 
-    def feed(args=(), training=True, before=None, **kwargs):
-        model = built("2x2").train(training)
-        if before is not None:
-            model(**before)
-        return attempt(model, *args, **kwargs)
-
     sized = torch.arange(12 * (2 + rank % 2)).view(-1, 12)
-    found = {
-        "equal": feed(input_ids=own),
-        "ids": feed(input_ids=ids + rank),
-        "by position": feed((ids + rank,)),
-        "evaluation": feed(input_ids=ids + rank, training=False),
-        "evaluation after training": None,
-        "another size": feed(input_ids=sized),
-        "rows in another order": feed(input_ids=ids.flip(0) if rank % 2 else ids),
-        "mask": feed(input_ids=own, attention_mask=mask.index_fill(1, torch.tensor([rank]), 0)),
-        "swapped arguments": feed(input_ids=mask if rank % 2 else ids, attention_mask=ids if rank % 2 else mask),
+    first = {
+        "equal": {"input_ids": own},
+        "ids": {"input_ids": ids + rank},
+        "by position": ids + rank,
+        "evaluation": {"input_ids": ids + rank},
+        "evaluation after training": {"input_ids": ids + rank},
+        "another size": {"input_ids": sized},
+        "rows in another order": {"input_ids": ids.flip(0) if rank % 2 else ids},
+        "mask": {"input_ids": own, "attention_mask": mask.index_fill(1, torch.tensor([rank]), 0)},
+        "swapped arguments": {"input_ids": mask if rank % 2 else ids, "attention_mask": ids if rank % 2 else mask},
     }
-    model = built("2x2")
-    model(input_ids=own)
-    model.eval()
-    found["evaluation after training"] = attempt(model, input_ids=ids + rank)
-    found = {what: answer if isinstance(answer, Failure) else None for what, answer in found.items()}
+    found = {}
+    for name in names or first:
+        model, fed = built(mesh_text), first[name]
+        if name == "evaluation after training":
+            model(input_ids=own)
+        model.train(not name.startswith("evaluation"))
+        answer = attempt(model, fed) if isinstance(fed, torch.Tensor) else attempt(model, **fed)
+        found[name] = answer if isinstance(answer, Failure) else None
     dist.barrier()
     return found
 
 
-def test_tp_peers_must_be_fed_the_same_batch(pool):
-    for found in pool.run(4, batches):
+@pytest.mark.parametrize(("mesh", "names"), cases(("1x2", []), ("2x2", ["equal", "ids"]), matrix=[("2x2", [])]))
+def test_tp_peers_must_be_fed_the_same_batch(pool, mesh, names):
+    """Without names in every way."""
+    for found in pool.run(ranks_of(mesh), batches, mesh, names):
         assert found.pop("equal") is None
+        assert found
         for what, error in found.items():
             assert isinstance(error, Failure), what
             assert error.kind == "RuntimeError", (what, error)

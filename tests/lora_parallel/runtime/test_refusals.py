@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from lora_parallel import TenantPool, parallelize
+from tests.cases import cases
 from tests.oracle import SEVEN, Case, causal_lm, full, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
-MESHES = ["1x2", "2x1", "2x2"]
+MESHES = cases("1x2", "2x1", matrix=["2x2"])
 IDS = torch.arange(24).view(2, 12)
 
 

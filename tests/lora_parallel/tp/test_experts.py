@@ -25,6 +25,7 @@ from lora_parallel.layers.row_partition import RowPartition
 from lora_parallel.planning.expert_sharing import share_experts
 from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.tp.experts import ExpertSharing
+from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import differing, full, lora_config, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.expert_rows import ATTENTION, BY_EXPERTS, MIXTRAL, STACKS
@@ -140,11 +141,12 @@ def gradients(mesh_text: str, implementation: str, config: dict[str, Any]) -> di
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_the_other_implementations_of_experts(pool, implementation, way):
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x2"]))
+def test_the_other_implementations_of_experts(pool, mesh, implementation, way):
     model = mixtral(implementation, intermediate_size=1024).float()  # larger than what a stand-in holds in full
     model(**language()).loss.backward()
     want = {name: p.grad for name, p in trained(model).items()}
-    for found in pool.run(4, gradients, "2x2", implementation, WAYS[way]):
+    for found in pool.run(ranks_of(mesh), gradients, mesh, implementation, WAYS[way]):
         assert relative_error(found, want) <= 1e-5
 
 
@@ -230,18 +232,19 @@ def goes_on(mesh_text: str, config: dict[str, Any], folder: str) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_experts_that_saw_no_token_have_zeros_that_are_kept(pool, tmp_path, way):
+@pytest.mark.parametrize("meshes", cases(["1x4", "2x1"], matrix=[["1x4", "2x2"]]))
+def test_experts_that_saw_no_token_have_zeros_that_are_kept(pool, tmp_path, meshes, way):
     model = mixtral()
     want, optimizer = train_on_few(model, few_tokens())
     averages = {name: optimizer.state[p]["exp_avg"] for name, p in trained(model).items()}
     unseen = [name for name, grad in want.items() if "experts" in name and "lora_A" in name and not grad.all(1).all()]
     assert unseen
     path = str(tmp_path / "checkpoint")
-    for found, values in pool.run(4, few_on, "1x4", WAYS[way], path):
+    for found, values in pool.run(ranks_of(meshes[0]), few_on, meshes[0], WAYS[way], path):
         assert relative_error(found, want) <= 1e-6
         assert relative_error(values, trained(model)) <= 1e-6
     other = WAYS["by features" if way == "by experts" else "by experts"]
-    for mesh in ("2x2", "2x1"):
+    for mesh in meshes[1:]:
         for values, moments in pool.run(ranks_of(mesh), goes_on, mesh, other, path):
             assert relative_error(values, trained(model)) <= 1e-6
             assert relative_error(moments, averages) <= 1e-6
@@ -316,7 +319,7 @@ def read_late(mesh_text: str, config: dict[str, Any], path: str) -> tuple[list[f
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mesh", ["1x2", "2x2"])
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2"]))
 def test_experts_stored_one_by_one_are_read_by_slices(pool, tmp_path, mesh, way):
     torch.manual_seed(0)
     MixtralForCausalLM(MixtralConfig(**MIXTRAL)).save_pretrained(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -216,37 +217,44 @@ def step(model: nn.Module, x: Tensor, share: slice) -> dict[str, Tensor]:
     return found
 
 
+@cache
 def in_one_process(name: str, shape: str, lora: bool) -> dict[str, Tensor]:
     model = build(name, lora)
     found = step(model, inputs(name, shape), slice(None))
     return {**found, **{n: full(p.grad) for n, p in trained(model).items() if p.grad is not None}}
 
 
-def on_ranks(mesh_text: str, cases: list[tuple[str, str, bool]]) -> list[Any]:
+def on_ranks(mesh_text: str, models: list[tuple[str, bool]]) -> dict[tuple[str, str, bool], Any]:
+    """By model, shape and whether it has adapters: this rank's rows, what it has of them, and gradients."""
     mesh, _ = on_mesh(mesh_text)
-    found = []
-    for name, shape, lora in cases:
+    found = {}
+    for name, lora in models:
         _, config = on_mesh(mesh_text, tp_plan=MODELS[name][1] or "auto", require_adapters=False)
         model = parallelize(build(name, lora), mesh, config)
-        x = inputs(name, shape)
-        rows = x.shape[0] // dp_size(mesh)
-        share = slice(dp_rank(mesh) * rows, (dp_rank(mesh) + 1) * rows)
-        local = step(model, x, share)
-        grads = {n: full(p.grad) for n, p in trained(model).items() if p.grad is not None}
-        found.append((share, local, grads))
+        for shape in SHAPES:
+            x = inputs(name, shape)
+            rows = x.shape[0] // dp_size(mesh)
+            share = slice(dp_rank(mesh) * rows, (dp_rank(mesh) + 1) * rows)
+            model.zero_grad()
+            local = step(model, x, share)
+            grads = {n: full(p.grad) for n, p in trained(model).items() if p.grad is not None}
+            found[name, shape, lora] = share, local, grads
     return found
 
 
-CASES = [(name, shape, lora) for name in MODELS for shape in SHAPES for lora in (True, False)]
+ALL = [(name, lora) for name in MODELS for lora in (True, False)]
+CUT_TWICE = [(name, True) for name in ("colwise, rowwise", "packed", "something for each head", "embedding")]
+"""What dp and tp cut along the same dim, or along two."""
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "1x4"]))
-def test_every_style_equals_the_unsharded_layer(pool, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "models"), cases(("1x2", ALL), ("2x2", CUT_TWICE), matrix=[("2x2", ALL), ("1x4", ALL)])
+)
+def test_every_style_equals_the_unsharded_layer(pool, mesh, models):
     """Everything trains, base weights too, so that each tensor's gradient is seen."""
-    wanted = [in_one_process(*case) for case in CASES]
-    for answers in pool.run(ranks_of(mesh), on_ranks, mesh, CASES):
-        for case, want, (share, local, grads) in zip(CASES, wanted, answers, strict=True):
-            expected = dict(want)
+    for answers in pool.run(ranks_of(mesh), on_ranks, mesh, models):
+        for case, (share, local, grads) in answers.items():
+            expected = dict(in_one_process(*case))
             mine = {"output": expected.pop("output")[share]}
             if "input gradient" in expected:
                 whole = expected.pop("input gradient")
