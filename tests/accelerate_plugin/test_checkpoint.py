@@ -106,9 +106,7 @@ def oracle() -> list[Any]:
         return [script.train(0, 6), script.adapters()]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "others"), cases(("2x2", ["1x2", "2x1"]), matrix=[("2x2", MESHES), ("1x2", MESHES)])
-)
+@pytest.mark.parametrize(("mesh", "others"), cases(("2x2", ["1x2", "2x1"]), matrix=[("2x2", MESHES), ("1x2", MESHES)]))
 def test_a_run_goes_on_on_any_mesh(pool, tmp_path, oracle, mesh, others):
     losses, adapters = oracle
     for answer in pool.run(ranks_of(mesh), saved, mesh, tmp_path):

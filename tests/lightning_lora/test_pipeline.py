@@ -49,16 +49,16 @@ DOUBLE: dict[str, Any] = {"precision": "64-true"}
 
 
 def in_halves(mesh: str | None) -> Outcome:
-    """Seven batches make four steps, the last of one."""
+    """Five batches make three steps, the last of one."""
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, **DOUBLE}
-    return fit(Tuner(m.adapted), mesh, dataset=Tokens(7 * ROWS), **options)
+    return fit(Tuner(m.adapted), mesh, dataset=Tokens(5 * ROWS), **options)
 
 
 def in_thirds(mesh: str | None) -> Outcome:
     """Under 1F1B a third is taken of gradients that went through float32 before, so it is not exact there."""
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, **DOUBLE}
     lora = {"lora": {"pipeline_schedule": "gpipe"}} if mesh else {}
-    return fit(Tuner(m.adapted), mesh, dataset=Tokens(11 * ROWS), **options, **lora)
+    return fit(Tuner(m.adapted), mesh, dataset=Tokens(8 * ROWS), **options, **lora)
 
 
 def interleaved(mesh: str | None) -> Outcome:
