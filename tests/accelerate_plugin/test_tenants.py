@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lora_parallel import TenantPool
-from tests.cases import cases
 from tests.accelerate_plugin.harness import launched, plugin
+from tests.cases import cases
 from tests.oracle import causal_lm, ranks_of, relative_error
 from tests.oracle.tenant_rows import MIXED, ROWS, Mixed, add, alone, loss_of, values
 
