@@ -210,13 +210,13 @@ def fabric_loop(folder: str, empty_init: bool | None) -> tuple[dict[str, torch.T
     """Train a model from `init_module`; return its adapters, the devices that it was on, and what was warned."""
     with tidy(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        run = fabric("2x1", **DOUBLE)
+        run = fabric("1x2", **DOUBLE)
         with run.init_module(empty_init=empty_init):
             model = pretrained(folder)
         made = torch.optim.AdamW(model.parameters(), lr=1e-2)
         devices = {"meta" if p.is_meta else p.device.type for p in model.parameters()}
         model, made = run.setup(model.train(), made)
-        for batch in loader(Tokens(STEPS * ROWS), "2x1"):
+        for batch in loader(Tokens(STEPS * ROWS), "1x2"):
             made.zero_grad()
             run.backward(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
             made.step()
