@@ -106,9 +106,7 @@ def oracle() -> list[Any]:
         return [script.train(0, 6), script.adapters()]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "others"), cases(("2x2", ["2x2", "1x2", "2x1"]), matrix=[("2x2", MESHES[2:]), ("1x2", MESHES)])
-)
+@pytest.mark.parametrize(("mesh", "others"), cases(("2x2", ["1x2", "2x1"]), matrix=[("2x2", MESHES), ("1x2", MESHES)]))
 def test_a_run_goes_on_on_any_mesh(pool, tmp_path, oracle, mesh, others):
     losses, adapters = oracle
     for answer in pool.run(ranks_of(mesh), saved, mesh, tmp_path):
@@ -143,7 +141,7 @@ def shuffled(mesh: str, folder: Path, seedable: bool) -> list[Any]:
     return answers
 
 
-@pytest.mark.parametrize(("mesh", "seedable"), cases(("2x2", False), matrix=[("1x2", False), ("2x2", True)]))
+@pytest.mark.parametrize(("mesh", "seedable"), cases(("1x2", False), matrix=[("2x2", False), ("2x2", True)]))
 def test_shuffling_goes_on_in_mid_epoch(pool, tmp_path, mesh, seedable):
     for (losses, adapters), (again, after) in pool.run(ranks_of(mesh), shuffled, mesh, tmp_path, seedable):
         assert again == losses
@@ -285,7 +283,7 @@ def test_the_state_dict_has_the_adapter_that_does_not_train():
 def numbered(folder: Path) -> list[Any]:
     with launched():
         project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
-        script = Script("2x2", project_config=project)
+        script = Script("2x1", project_config=project)
         heard: list[Any] = []
 
         def note(models: Any, weights: Any, place: str) -> None:
@@ -305,7 +303,7 @@ def numbered(folder: Path) -> list[Any]:
 
 
 def test_automatic_naming_and_a_limit(pool, tmp_path):
-    for heard, changed, again in pool.run(4, numbered, tmp_path):
+    for heard, changed, again in pool.run(2, numbered, tmp_path):
         assert heard == [1, 1, 1, "checkpoint_2"]
         assert not changed
         assert again.kind == "ValueError"
@@ -317,7 +315,7 @@ def test_automatic_naming_and_a_limit(pool, tmp_path):
 def refused(folder: Path) -> dict[str, Any]:
     answers = {}
     with launched():
-        script = Script("2x2")
+        script = Script("2x1")
         accelerator = script.accelerator
         accelerator.save_state(folder / "state")
         (folder / "state" / "notes.txt").write_text("precious")
@@ -343,7 +341,7 @@ def refused(folder: Path) -> dict[str, Any]:
         script.counter.value = Counter()
         answers["no plain value"] = attempt(accelerator.save_state, folder / "object")
     with launched():
-        answers["nothing prepared"] = attempt(Accelerator(fsdp_plugin=plugin("2x2")).load_state, folder / "state")
+        answers["nothing prepared"] = attempt(Accelerator(fsdp_plugin=plugin("2x1")).load_state, folder / "state")
     return answers
 
 
@@ -356,7 +354,7 @@ def test_bad_checkpoints_are_one_error_on_every_rank(pool, tmp_path):
         "another object": "holds 1 objects registered for checkpointing, this Accelerator has 2",
         "nothing prepared": "holds a model, and none was prepared",
     }
-    for answers in pool.run(4, refused, tmp_path):
+    for answers in pool.run(2, refused, tmp_path):
         for name, answer in answers.items():
             assert isinstance(answer, Failure), name
             assert answer.kind == kinds.get(name, "ValueError"), (name, answer.message)

@@ -49,6 +49,7 @@ MESHES = {
     "2x1cp2": ["plain", "accumulated and clipped"],
     "2x2": list(CASES),
 }
+KEPT = {"2x2": ["accumulated and clipped"], "1x2": ["tied", "embedding and head", "head saved"]}
 
 
 class Mine(Accelerator):
@@ -90,12 +91,12 @@ def loops(mesh: str, cases: list[str], by_environment: bool) -> dict[str, Run]:
     return found
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["2x1", "1x2", "4x1", "2x2x1", "1x1cp2", "2x1cp2"]))
-def test_a_loop_trains_as_one_process_does(pool, mesh):
-    by_environment = mesh in ("1x2", "4x1")
-    for runs in pool.run(ranks_of(mesh), loops, mesh, MESHES[mesh], by_environment):
+@pytest.mark.parametrize(("mesh", "names"), cases(*KEPT.items(), matrix=MESHES.items()))
+def test_a_loop_trains_as_one_process_does(pool, mesh, names):
+    wanted = {name: reference(CASES[name]) for name in names}
+    for runs in pool.run(ranks_of(mesh), loops, mesh, names, mesh in ("1x2", "4x1")):
         for name, run in runs.items():
-            want = reference(CASES[name])
+            want = wanted[name]
             assert run.losses == pytest.approx(want.losses, abs=1e-5 if name == "float32" else 1e-6), name
             assert run.norms == pytest.approx(want.norms, rel=1e-9), name
             assert relative_error(run.gradients, want.gradients) < (1e-5 if name == "float32" else 1e-12), name
@@ -241,7 +242,7 @@ def test_an_adapter_of_the_plugin(pool):
     with launched():
         want = trains(Case(steps=2), Accelerator(cpu=True), model)
     names = {name.removeprefix("base_model.model."): tensor for name, tensor in want.adapters.items()}
-    for run, sizes, partial in pool.run(4, injected, "2x2"):
+    for run, sizes, partial in pool.run(2, injected, "2x1"):
         assert relative_error(run.adapters, names) < 1e-10
         assert sizes == [28, 0]
         assert partial.kind == "ValueError"
@@ -256,8 +257,9 @@ def one_after_the_other(mesh: str) -> Run:
 
 
 def test_a_model_and_then_its_optimizer(pool):
-    for run in pool.run(4, one_after_the_other, "2x2"):
-        assert relative_error(run.adapters, reference(CASES["plain"]).adapters) < 1e-10
+    want = reference(CASES["plain"]).adapters
+    for run in pool.run(2, one_after_the_other, "1x2"):
+        assert relative_error(run.adapters, want) < 1e-10
 
 
 def with_a_teacher(mesh: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`MeshCallback` under Trainer: what its log_history and a callback of report_to get on 2x2."""
+"""`MeshCallback` under Trainer: what its log_history and a callback of report_to get on 2x1."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(base: Path, output: Path, mesh: str) -> list[list[dict[str, Any]]]:
 def test_the_numbers_are_in_the_entries_of_training(pool, tmp_path):
     causal_lm(dtype=torch.float32).save_pretrained(tmp_path / "base")
     alone = pool.run(1, run, tmp_path / "base", tmp_path / "alone", "")
-    answers = pool.run(4, run, tmp_path / "base", tmp_path / "mesh", "2x2")
+    answers = pool.run(2, run, tmp_path / "base", tmp_path / "mesh", "2x1")
     for history, reported in [*alone, *answers]:
         entries = [entry for entry in history if "loss" in entry]
         assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
@@ -60,5 +60,5 @@ def test_the_numbers_are_in_the_entries_of_training(pool, tmp_path):
             assert entry["mesh/memory_max_bytes"] >= entry["mesh/memory_min_bytes"] > 0
         assert [entry.get("mesh/mfu") for entry in reported if "loss" in entry] == [e["mesh/mfu"] for e in entries]
         assert not any("mesh/mfu" in entry for entry in history if "loss" not in entry)
-    # Four devices do the same operations in the same second.
-    assert answers[0][0][0]["mesh/mfu"] == pytest.approx(alone[0][0][0]["mesh/mfu"] / 4, rel=1e-3)
+    # Two devices do the same operations in the same second.
+    assert answers[0][0][0]["mesh/mfu"] == pytest.approx(alone[0][0][0]["mesh/mfu"] / 2, rel=1e-3)

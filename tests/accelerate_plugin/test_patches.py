@@ -150,6 +150,7 @@ print("undone")
 """
 
 
+@pytest.mark.matrix  # the test below and that of the lines have the same in a process that has imported all
 @pytest.mark.processes
 def test_they_can_be_undone():
     done = subprocess.run([sys.executable, "-c", UNDONE], capture_output=True, text=True, check=False)

@@ -44,19 +44,27 @@ def whole(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------- a script's own loop
 
 
-def loops(mesh: str, by_environment: bool) -> list[Run]:
+def loops(mesh: str, names: list[str], by_environment: bool) -> list[Run]:
     found = []
-    for case in LOOPS.values():
+    for case in map(LOOPS.__getitem__, names):
         with launched(**(environment(mesh) if by_environment else {})):
             given = {} if by_environment else {"fsdp_plugin": plugin(mesh)}
             found.append(trains(case, Accelerator(gradient_accumulation_steps=case.accumulate, **given)))
     return found
 
 
-@pytest.mark.parametrize("mesh", cases("1x2pp2", matrix=["1x1pp2", "2x1pp2"]))
-def test_a_loop_trains_as_one_process_does(pool, mesh):
-    answers = pool.run(ranks_of(mesh), loops, mesh, mesh != "1x2pp2")
-    for (name, case), runs in zip(LOOPS.items(), zip(*answers, strict=True), strict=True):
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    cases(
+        ("1x2pp2", ["accumulated and clipped"]),
+        ("1x1pp2", ["head saved"]),
+        matrix=[(mesh, list(LOOPS)) for mesh in ("1x1pp2", "1x2pp2", "2x1pp2")],
+    ),
+)
+def test_a_loop_trains_as_one_process_does(pool, mesh, names):
+    answers = pool.run(ranks_of(mesh), loops, mesh, names, mesh != "1x2pp2")
+    for name, runs in zip(names, zip(*answers, strict=True), strict=True):
+        case = LOOPS[name]
         want, double = reference(case), case.dtype is torch.float64
         for run in runs:
             assert run.losses == pytest.approx(want.losses, abs=1e-6 if double else 1e-5), name
@@ -91,7 +99,7 @@ def saved(mesh: str, folder: Path) -> list[Any]:
         ]
 
 
-@pytest.mark.parametrize("others", cases(["1x2", "1x2pp2"], matrix=[["2x1", "2x1pp2", "1x1"]]))
+@pytest.mark.parametrize("others", cases(["1x2"], matrix=[["1x2pp2", "2x1", "2x1pp2", "1x1"]]))
 def test_a_run_goes_on_without_a_pipeline_and_back(pool, tmp_path, others):
     with launched():
         script = test_checkpoint.Script("")
@@ -120,7 +128,7 @@ def joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {**answers[0], "adapters": whole([each["adapters"] for each in answers])}
 
 
-@pytest.mark.parametrize("mesh", cases("1x2pp2", matrix=["1x1pp2", "2x1pp2"]))
+@pytest.mark.parametrize("mesh", cases("1x1pp2", matrix=["1x2pp2", "2x1pp2"]))
 def test_trainer_trains_as_in_one_process_and_goes_on(pool, base, tmp_path, one_process, mesh):
     """It predicts 13 rows in batches of 8, of which two micro-batches do not divide the last one."""
     answers = pool.run(ranks_of(mesh), test_trainer.trains, base, tmp_path / "pp", mesh)
@@ -137,8 +145,8 @@ def test_trainer_trains_as_in_one_process_and_goes_on(pool, base, tmp_path, one_
 @pytest.mark.matrix
 def test_what_else_a_trainer_does(pool, base, tmp_path):
     """The best model is loaded at the end, activations are computed again, the head trains."""
-    want = test_trainer.others(base, tmp_path / "one", "")
-    answers = pool.run(2, test_trainer.others, base, tmp_path / "pp", "1x1pp2")
+    want = test_trainer.other_uses(base, tmp_path / "one", "")
+    answers = pool.run(2, test_trainer.other_uses, base, tmp_path / "pp", "1x1pp2")
     for name in ("recomputed", "head", "after"):
         got = joined([each[name] for each in answers])
         assert got["loss"] == pytest.approx(want[name]["loss"], abs=1e-5), name

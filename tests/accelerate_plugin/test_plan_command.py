@@ -16,6 +16,7 @@ from accelerate_plugin.config_file import check_config
 from lightning_lora import LoRAParallelStrategy
 from lora_parallel import MemoryPlan, MeshCost
 from lora_parallel.cost.hardware import GPUS
+from tests.accelerate_plugin.harness import simulate_here
 
 SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 OPTIONS = {"activation_checkpointing": True, "loss_parallel": True}
@@ -33,9 +34,9 @@ def model(tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.processes
-def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
+def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    simulate_here(monkeypatch)
     picture = tmp_path / "plan.png"
     cli.main("plan", [model, "--gpus", "2", "--seq", "64", "--batch", "4", "--plot", str(picture)])
     printed = " ".join(capsys.readouterr().out.split())
@@ -92,7 +93,6 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     assert trainer.get("accumulate_grad_batches", 1) == (1 if pipeline else 4)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -104,9 +104,10 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
         (["{model}", "--gpus", "3", "--seq", "64", "--batch", "1"], "No mesh is possible: .*heads"),
     ],
 )
-def test_bad_arguments_end_with_one_line(arguments, text, model):
+def test_bad_arguments_end_with_one_line(arguments, text, model, monkeypatch):
     if "--plot" in arguments:
         pytest.importorskip("matplotlib")
+    simulate_here(monkeypatch)
     with pytest.raises(SystemExit, match=text):
         cli.main("plan", [each.format(model=model) for each in arguments])
 

@@ -25,7 +25,7 @@ from tests.cases import cases
 from tests.minilm import FOOD, PATH, SKY, SPORT
 from tests.oracle import dp_of, full, ranks_of, relative_error, trained
 
-BATCH, BATCHES, STEPS = 4, 2, 4  # rows of a batch, batches of a step, steps
+BATCH, BATCHES, STEPS = 4, 2, 3  # rows of a batch, batches of a step, steps
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # each rank would draw its own
 
 
@@ -101,7 +101,7 @@ def test_a_loss_that_gathers_from_peers_of_one_batch_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "names"), cases(("2x2", ["cosine"]), matrix=[("1x2", list(LOSSES)), ("2x2", list(LOSSES))])
+    ("mesh", "names"), cases(("1x2", ["cosine"]), matrix=[("1x2", list(LOSSES)[1:]), ("2x2", list(LOSSES))])
 )
 def test_its_trainer_trains_as_in_one_process(pool, tmp_path, mesh, names):
     wanted = trains(tmp_path / "one", "", names)

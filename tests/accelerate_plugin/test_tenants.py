@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lora_parallel import TenantPool
 from tests.accelerate_plugin.harness import launched, plugin
+from tests.cases import cases
 from tests.oracle import causal_lm, ranks_of, relative_error
 from tests.oracle.tenant_rows import MIXED, ROWS, Mixed, add, alone, loss_of, values
 
@@ -31,7 +32,7 @@ def trained_by_accelerate(mesh: str) -> dict[str, dict[str, Tensor]]:
         return {name: values(model, name) for name in MIXED}
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "2x1"])
+@pytest.mark.parametrize("mesh", cases("2x1", "1x2", matrix=["2x2"]))
 def test_tenants_train_in_a_loop_as_alone(pool, mesh):
     for found in pool.run(ranks_of(mesh), trained_by_accelerate, mesh):
         for name, got in found.items():

@@ -31,6 +31,7 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base"))
 
 
+STEPS = 2
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 KINDS: dict[str, Any] = {
     "plain": (SFTTrainer, SFTConfig, lambda: plain(32), {}),
@@ -50,7 +51,7 @@ def tuned(base: Path, output: Path, mesh: str, kinds: list[str]) -> dict[str, An
             arguments = config_class(
                 str(output / kind),
                 per_device_train_batch_size=8 // dp,
-                max_steps=3,
+                max_steps=STEPS,
                 max_length=32,
                 learning_rate=1e-2,
                 logging_steps=1,
@@ -77,14 +78,9 @@ def tuned(base: Path, output: Path, mesh: str, kinds: list[str]) -> dict[str, An
             found[kind] = {
                 "log": [each for each in trainer.state.log_history if "loss" in each],
                 "adapters": {name: full(p) for name, p in trained(trainer.model).items()},
-                "files": sorted(path.name for path in (output / kind / "checkpoint-3").iterdir()),
+                "files": sorted(path.name for path in (output / kind / f"checkpoint-{STEPS}").iterdir()),
             }
     return found
-
-
-@pytest.fixture(scope="module")
-def one_process(base, tmp_path_factory) -> dict[str, Any]:
-    return tuned(base, tmp_path_factory.mktemp("one"), "", list(KINDS))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +96,11 @@ def one_process(base, tmp_path_factory) -> dict[str, Any]:
         ],
     ),
 )
-def test_trainers_of_trl(pool, base, tmp_path, one_process, mesh, kinds):
-    for answers in pool.run(ranks_of(mesh), tuned, base, tmp_path, mesh, kinds):
+def test_trainers_of_trl(pool, base, tmp_path, mesh, kinds):
+    wanted = tuned(base, tmp_path / "one", "", kinds)
+    for answers in pool.run(ranks_of(mesh), tuned, base, tmp_path / "mesh", mesh, kinds):
         for kind in kinds:
-            got, want = answers[kind], one_process[kind]
+            got, want = answers[kind], wanted[kind]
             assert "adapter_model.safetensors" in got["files"], kind
             assert "train_state" in got["files"], kind
             same = ["loss", "grad_norm", "learning_rate", "num_tokens", "epoch"]

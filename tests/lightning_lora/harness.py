@@ -30,7 +30,7 @@ from lora_parallel.distributed.mesh import mesh_sizes
 from tests.oracle import SIZES, dp_of, full, mesh_text, parse_mesh, ranks_of, relative_error, trained
 from tests.oracle.workers import COLLECTIVE_TIMEOUT
 
-ROWS, TOKENS = 8, 12
+ROWS, TOKENS, STEPS = 8, 12, 3
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -354,7 +354,7 @@ def finish(module: Any, run: pl.Trainer, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def fit(module: Any, mesh: str | None, steps: int = 4, dataset: Dataset | None = None, **options: Any) -> Outcome:
+def fit(module: Any, mesh: str | None, steps: int = STEPS, dataset: Dataset | None = None, **options: Any) -> Outcome:
     """Train `module` for some optimizer steps and say what came out."""
     data = Tokens(steps * ROWS * options.get("accumulate_grad_batches", 1)) if dataset is None else dataset
     watch = Gradients()

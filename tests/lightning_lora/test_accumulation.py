@@ -40,11 +40,11 @@ class Count(pl.Callback):
 
 
 def microbatches(mesh: str, accumulate: int) -> list[dict[str, int]]:
-    """The reductions of each of six microbatches."""
+    """The reductions of each microbatch of two steps."""
     count = Count()
     with tidy():
         run = trainer(mesh, max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[count])
-        run.fit(tuner()(m.adapted), loader(Tokens(6 * ROWS), mesh))
+        run.fit(tuner()(m.adapted), loader(Tokens(2 * accumulate * ROWS), mesh))
     return count.seen
 
 

@@ -15,6 +15,7 @@ from lora_parallel.runtime import whole_compile
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
     ROWS,
+    STEPS,
     Gradients,
     Outcome,
     Tokens,
@@ -51,7 +52,7 @@ class CompilesTooLate(Tuner):  # type: ignore[misc,valid-type]
 def whole_module() -> Outcome:
     module, watch = Tuner(m.adapted), Gradients()
     run = trainer("1x2", callbacks=[watch], max_epochs=1, **DOUBLE)
-    run.fit(torch.compile(module, **BACKEND), loader(Tokens(4 * ROWS), "1x2"))
+    run.fit(torch.compile(module, **BACKEND), loader(Tokens(STEPS * ROWS), "1x2"))
     return finish(module, run, watch.outcome)
 
 

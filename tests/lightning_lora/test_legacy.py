@@ -14,6 +14,7 @@ from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
     QUIET,
     ROWS,
+    STEPS,
     Outcome,
     Tokens,
     environment,
@@ -31,7 +32,7 @@ Tuner = tuner("pytorch_lightning")
 
 def legacy_trainer(**options: Any) -> Any:
     """`pytorch_lightning`'s Trainer with the bare name as its flag."""
-    settings = {**QUIET, "strategy": "lora_fsdp2_tp", "devices": 4, "precision": "64-true", **options}
+    settings = {**QUIET, "strategy": "lora_fsdp2_tp", "devices": 2, "precision": "64-true", **options}
     settings["plugins"] = [environment("lightning_fabric"), *settings.get("plugins", [])]
     return pytorch_lightning.Trainer(**settings)
 
@@ -41,18 +42,18 @@ def train(folder: str) -> tuple[Outcome, bool, dict[str, Tensor], Any]:
     with tidy():
         run = legacy_trainer(max_epochs=1, enable_checkpointing=True, default_root_dir=folder)
         assert isinstance(run.strategy, LoRAParallelStrategy)
-        run.validate(module, loader(Tokens(ROWS, seed=90), "2x2"), verbose=False)
-        run.fit(module, loader(Tokens(4 * ROWS), "2x2"), loader(Tokens(ROWS, seed=90), "2x2"))
-        assert run.global_step == 4
+        run.validate(module, loader(Tokens(ROWS, seed=90), "1x2"), verbose=False)
+        run.fit(module, loader(Tokens(STEPS * ROWS), "1x2"), loader(Tokens(ROWS, seed=90), "1x2"))
+        assert run.global_step == STEPS
         outcome = finish(module, run, Outcome())
         fresh = Tuner(m.adapted)
         again = legacy_trainer(max_epochs=1)
         again.validate(
-            fresh, loader(Tokens(ROWS), "2x2"), ckpt_path=run.checkpoint_callback.best_model_path, verbose=False
+            fresh, loader(Tokens(ROWS), "1x2"), ckpt_path=run.checkpoint_callback.best_model_path, verbose=False
         )
         loaded = finish(fresh, again, Outcome()).adapters
         refused = legacy_trainer(callbacks=[pytorch_lightning.callbacks.StochasticWeightAveraging(1e-3)])
-        failure = attempt(refused.fit, Tuner(m.adapted), loader(Tokens(ROWS), "2x2"))
+        failure = attempt(refused.fit, Tuner(m.adapted), loader(Tokens(ROWS), "1x2"))
     return outcome, Path(run.checkpoint_callback.best_model_path, "adapter").is_dir(), loaded, failure
 
 
@@ -60,7 +61,7 @@ def test_training_equals_one_process(pool, tmp_path):
     """The oracle is `lightning`'s Trainer: the two namespaces compute the same."""
     with tidy():
         want = fit(tuner()(m.adapted), None, precision="64-true")
-    for got, written, loaded, failure in pool.run(4, train, str(tmp_path)):
+    for got, written, loaded, failure in pool.run(2, train, str(tmp_path)):
         assert relative_error(got.adapters, want.adapters) <= 1e-10
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) <= 1e-6
         assert written

@@ -71,11 +71,11 @@ class Plain(tuner()):  # type: ignore[misc]
 
 def save(folder: str) -> dict[str, Tensor]:
     with tidy():
-        run = trainer("2x2", {"require_adapters": False}, max_epochs=1)
-        half = trainer("2x2", {"require_adapters": False}, max_epochs=1, precision="bf16-true")
-        half.fit(Saved(), loader(Tokens(2 * ROWS), "2x2"))
+        run = trainer("2x1", {"require_adapters": False}, max_epochs=1)
+        half = trainer("2x1", {"require_adapters": False}, max_epochs=1, precision="bf16-true")
+        half.fit(Saved(), loader(Tokens(2 * ROWS), "2x1"))
         half.save_checkpoint(f"{folder}/half.ckpt")
-        run.fit(Saved(seed=4, width=7), loader(Tokens(2 * ROWS), "2x2"))
+        run.fit(Saved(seed=4, width=7), loader(Tokens(2 * ROWS), "2x1"))
         run.lightning_module.model.seen.fill_(5)
         run.save_checkpoint(f"{folder}/saved.ckpt")
         return {name: full(p) for name, p in trained(run.lightning_module).items()}
@@ -84,7 +84,7 @@ def save(folder: str) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("saved")
-    return folder / "saved.ckpt", pool.run(4, save, str(folder))[0]
+    return folder / "saved.ckpt", pool.run(2, save, str(folder))[0]
 
 
 def test_a_folder_is_loaded(saved):
@@ -110,8 +110,8 @@ def one_file(folder: str) -> dict[str, Any]:
         for name, path in (("whole", None), ("resumed", f"{folder}/epoch=0.ckpt")):
             module = Saved(seed=4 if path is None else 9, width=7)
             saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-            run = trainer("2x2", options, max_epochs=2, callbacks=[saver] * (path is None), enable_checkpointing=True)
-            run.fit(module, loader(Tokens(2 * ROWS), "2x2"), ckpt_path=path)
+            run = trainer("1x2", options, max_epochs=2, callbacks=[saver] * (path is None), enable_checkpointing=True)
+            run.fit(module, loader(Tokens(2 * ROWS), "1x2"), ckpt_path=path)
             found[name] = {n: full(p) for n, p in trained(module).items()}
             found[f"{name}, seen"] = module.seen.weight.item()
             module.model.seen.fill_(5)
@@ -122,7 +122,7 @@ def one_file(folder: str) -> dict[str, Any]:
 
 
 def test_one_file(pool, tmp_path):
-    for found in pool.run(4, one_file, str(tmp_path)):
+    for found in pool.run(2, one_file, str(tmp_path)):
         assert found["entries"] == ["epoch=0.ckpt", "epoch=1.ckpt"]
         for name, tensor in found["whole"].items():
             assert torch.equal(found["resumed"][name], tensor), name

@@ -35,6 +35,7 @@ def test_minilm_trains_as_in_one_process(pool, one_process, late):
         check(got, one_process, close=1e-5)
 
 
+@pytest.mark.matrix
 def test_the_oracle_learns(one_process):
     """And so do all of its parts."""
     assert torch.tensor(one_process.losses[-3:]).mean() < 0.5 * one_process.losses[0]

@@ -180,6 +180,7 @@ def test_every_way_to_write_the_strategy_in_a_file(namespace, tmp_path):
             assert (type(strategy), strategy.config.tp) == (kind, 1), bare
 
 
+@pytest.mark.matrix  # jsonargparse imports it; what it makes of the file is above
 @pytest.mark.processes
 def test_a_class_path_with_arguments_needs_no_import(tmp_path):
     """LightningCLI imports the class: the script does not have to."""

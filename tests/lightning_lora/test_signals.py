@@ -16,13 +16,22 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_lora import LoRAParallelStrategy
 from tests.cases import cases
 from tests.lightning_lora import modules as m
-from tests.lightning_lora.harness import QUIET, ROWS, PoolRanks, Resumable, Tokens, loader, tidy, trainer, tuner
+from tests.lightning_lora.harness import (
+    QUIET,
+    ROWS,
+    PoolRanks,
+    Resumable,
+    Tokens,
+    loader,
+    strategy,
+    tidy,
+    trainer,
+    tuner,
+)
 from tests.logs import listening
-from tests.oracle import full, trained
-from tests.oracle.workers import COLLECTIVE_TIMEOUT
+from tests.oracle import full, ranks_of, trained
 
 
 class Pool(PoolRanks, SLURMEnvironment):
@@ -45,51 +54,56 @@ class Told(tuner()):  # type: ignore[misc]
             os.kill(os.getpid(), self.signal)
 
 
-def run(folder: str, ranks: tuple[int, ...], accumulate: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+def run(
+    mesh: str, folder: str, ranks: tuple[int, ...], accumulate: int, ckpt_path: str | None = None
+) -> dict[str, Tensor]:
     module = Told(ranks)
     made = pl.Trainer(
         **QUIET,
-        strategy=LoRAParallelStrategy(2, timeout_seconds=COLLECTIVE_TIMEOUT),
+        strategy=strategy(mesh),
         plugins=[Pool(requeue_signal=signal.SIGUSR1)],
-        devices=4,
+        devices=ranks_of(mesh),
         max_epochs=1,
         default_root_dir=folder,
         accumulate_grad_batches=accumulate,
     )
-    made.fit(module, loader(Tokens(9 * ROWS), "2x2", kind=Resumable), ckpt_path=ckpt_path)
+    made.fit(module, loader(Tokens(9 * ROWS), mesh, kind=Resumable), ckpt_path=ckpt_path)
     return {name: full(p) for name, p in trained(module).items()}
 
 
-def told(folder: str, ranks: tuple[int, ...], accumulate: int) -> list[Any]:
+def told(mesh: str, folder: str, ranks: tuple[int, ...], accumulate: int) -> list[Any]:
     """The job that was told trains on until SLURM ends it; what it saved goes on to the same end."""
     with tidy():
         os.environ.update(SLURM_JOB_ID="123", PATH=f"{folder}:{os.environ['PATH']}")
         os.environ.pop("SLURM_ARRAY_JOB_ID", None)
-        whole = run(folder, ranks, accumulate)
-        resumed = run(folder, (), accumulate, "hpc")
+        whole = run(mesh, folder, ranks, accumulate)
+        resumed = run(mesh, folder, (), accumulate, "hpc")
     step = torch.load(f"{folder}/hpc_ckpt_1.ckpt/extra.pt", weights_only=True)["trainer"]["global_step"]
     return [step, all(torch.equal(resumed[name], whole[name]) for name in whole)]
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), cases(((1,), 3), matrix=[((0, 1, 2, 3), 1), ((2,), 1)]))
-def test_a_job_that_is_told_is_saved_and_requeued(pool, tmp_path, ranks, accumulate):
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "accumulate"),
+    cases(("2x1", (1,), 3), matrix=[("2x2", (1,), 3), ("2x2", (0, 1, 2, 3), 1), ("2x2", (2,), 1)]),
+)
+def test_a_job_that_is_told_is_saved_and_requeued(pool, tmp_path, mesh, ranks, accumulate):
     script = tmp_path / "scontrol"
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
     script.chmod(0o755)
-    for step, same in pool.run(4, told, str(tmp_path), ranks, accumulate):
+    for step, same in pool.run(ranks_of(mesh), told, mesh, str(tmp_path), ranks, accumulate):
         assert step == (3 if accumulate == 1 else 2)
         assert same
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 123"]
 
 
-def terminated(folder: str, ranks: tuple[int, ...], accumulate: int, warns: bool) -> list[Any]:
+def terminated(mesh: str, folder: str, ranks: tuple[int, ...], accumulate: int, warns: bool) -> list[Any]:
     """Train whole, train until SIGTERM, and on from there: steps saved, exit code, what was logged, equal adapters."""
 
     def run(ranks: tuple[int, ...], kept: list[Any], ckpt_path: str | None = None) -> dict[str, Tensor]:
         module = Told(ranks, signal.SIGTERM)
         options = {"max_epochs": 1, "default_root_dir": folder, "accumulate_grad_batches": accumulate}
-        made = trainer("2x2", callbacks=kept, **options, enable_checkpointing=bool(kept))
-        made.fit(module, loader(Tokens(9 * ROWS), "2x2", kind=Resumable), ckpt_path=ckpt_path)
+        made = trainer(mesh, callbacks=kept, **options, enable_checkpointing=bool(kept))
+        made.fit(module, loader(Tokens(9 * ROWS), mesh, kind=Resumable), ckpt_path=ckpt_path)
         return {name: full(p) for name, p in trained(module).items()}
 
     with tidy(), listening("lightning_lora.signals") as lines:
@@ -109,18 +123,21 @@ def terminated(folder: str, ranks: tuple[int, ...], accumulate: int, warns: bool
     return [code, lines, step, all(torch.equal(resumed[name], whole[name]) for name in whole)]
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), cases(((1,), 3), matrix=[((0, 1, 2, 3), 1), ((0,), 1)]))
-def test_sigterm_saves_after_the_next_step_and_ends_with_zero(pool, tmp_path, ranks, accumulate):
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "accumulate"),
+    cases(("2x1", (1,), 3), matrix=[("2x2", (1,), 3), ("2x2", (0, 1, 2, 3), 1), ("2x2", (0,), 1)]),
+)
+def test_sigterm_saves_after_the_next_step_and_ends_with_zero(pool, tmp_path, mesh, ranks, accumulate):
     """Without the agreement of `signals.py` rank 1 would leave, and the others would wait for it in a collective."""
-    for answer in pool.run(4, terminated, str(tmp_path), ranks, accumulate, False):
+    for answer in pool.run(ranks_of(mesh), terminated, mesh, str(tmp_path), ranks, accumulate, False):
         assert answer == [None, [], 3 if accumulate == 1 else 2, True]  # the exit code of None is 0
 
 
 def test_sigterm_without_a_callback_that_saves_is_told(pool, tmp_path):
-    first, *others = pool.run(4, terminated, str(tmp_path), (1,), 1, True)
+    first, *others = pool.run(2, terminated, "2x1", str(tmp_path), (1,), 1, True)
     assert first[0] is None
     assert "no callback saves it: add ModelCheckpoint(save_on_exception=True)" in first[1][0]
-    assert others == [[None, [], False]] * 3
+    assert others == [[None, [], False]]
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lora_parallel import TenantPool
+from tests.cases import cases
 from tests.lightning_lora.harness import share, tidy, trainer
 from tests.oracle import causal_lm, ranks_of, relative_error
 from tests.oracle.tenant_rows import MIXED, ROWS, Mixed, add, alone, loss_of, values
@@ -55,7 +56,7 @@ def trained_by_lightning(mesh: str, late: bool, folder: str) -> dict[str, dict[s
     return {name: values(module.model, name) for name in MIXED}
 
 
-@pytest.mark.parametrize(("mesh", "late"), [("2x2", False), ("1x2", True)])
+@pytest.mark.parametrize(("mesh", "late"), cases(("2x1", False), ("1x2", True), matrix=[("2x2", False)]))
 def test_tenants_train_in_a_trainer_as_alone(pool, tmp_path, mesh, late):
     for found in pool.run(ranks_of(mesh), trained_by_lightning, mesh, late, str(tmp_path)):
         for name, got in found.items():

@@ -8,7 +8,7 @@ STATES = "tests/accelerate_plugin/test_state.py::test_each_attribute_counts_what
 LATER = "tests/accelerate_plugin/test_state.py::test_a_later_accelerator_is_checked_like_the_first"
 STREAMS = (
     "tests/accelerate_plugin/test_streams.py::test_rows_and_losses_are_those_of_ddp_on_two_processes"
-    "[False-by default-27-2x2]"
+    "[True-by default-27-2x2]"
 )
 
 BREAKAGES = [
