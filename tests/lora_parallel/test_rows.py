@@ -64,7 +64,7 @@ ONE_EACH = {
     "loss_parallel, embeddings and head, tied",
     "loss_parallel, sequence_parallel, llama",
 }
-ON_FOUR_RANKS = {"llama", "phi3", "mixtral", "gpt-oss", "llama, nf4, double", "embeddings and head, tied", "DoRA, phi3"}
+ON_FOUR_RANKS = {"gpt-oss", "embeddings and head, tied", "DoRA, phi3"}
 """Rows of `make test` that are cut twice, by tp and by FSDP2; the others are computed on two ranks there."""
 
 CHOSEN = [(name, "2x2" if name in ON_FOUR_RANKS else "1x2") for name in rows() if name in ONE_EACH]
