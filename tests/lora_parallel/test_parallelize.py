@@ -100,7 +100,7 @@ def run_case(case, mesh, config):
     return sharded(case, mesh, **config)
 
 
-BF16 = Case(dtype=torch.float32, steps=4)
+BF16 = Case(dtype=torch.float32, steps=2)
 
 
 def test_bfloat16_compute_equals_our_own_single_rank(pool):
