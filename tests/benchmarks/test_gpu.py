@@ -138,6 +138,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.processes
 def test_a_rerun_runs_what_has_not_settled(tmp_path, monkeypatch):
+    monkeypatch.setitem(ranks.START_METHODS, "cpu", "fork")  # a server of forks would import what these do not need
     monkeypatch.setattr(run, "LEAST_SECONDS", 1.0)
     calls = {name: tmp_path / name for name in ("good", "bad")}
     chosen = [
@@ -148,7 +149,7 @@ def test_a_rerun_runs_what_has_not_settled(tmp_path, monkeypatch):
     assert [record.status for record in ran(chosen, tmp_path)] == ["passed", "failed"]
     assert [len(file.read_text().splitlines()) for file in calls.values()] == [1, 2]
     # A step that the run's own time cuts off has not failed.
-    cut = ran([step("hangs", seconds=100)], tmp_path, seconds=4)
+    cut = ran([step("hangs", seconds=100)], tmp_path, seconds=2)
     assert [(record.status, "the time of the run ended" in record.detail) for record in cut] == [("not run", True)]
     # Without time nothing is begun, and what is known is told.
     more = [*chosen, step("counted", "new", options={"file": str(calls["good"])})]
@@ -210,11 +211,12 @@ def test_a_part_of_the_steps(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.processes
-def test_the_command_fails_with_a_step(tmp_path, monkeypatch, capsys):
+def test_the_command_fails_with_a_step(tmp_path, monkeypatch, capfd):
     planned = [step("fails"), step("refused")]
+    monkeypatch.setitem(ranks.START_METHODS, "cpu", "fork")
     monkeypatch.setattr(script, "steps", lambda device, gpus, quick: planned)
     assert run_script(monkeypatch, tmp_path) == 1
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "failed: fails: ValueError: it broke" in out
     assert "2 steps, 1 went wrong, 0 not run" in out
     page = (tmp_path / "gpu.md").read_text()

@@ -19,12 +19,18 @@ CASES = {
     "llama-tied": Case(sizes={"tie_word_embeddings": True}),
     "llama-float32": Case(dtype=torch.float32, steps=10, clip=1.0),
 }
+FEW = {
+    "accumulate, clip": Case(steps=2, accumulate=2, clip=0.05, rows=4),
+    "tied": Case(steps=2, sizes={"tie_word_embeddings": True}),
+}
+"""What `make test` computes."""
+
 oracle = cache(reference)
 
 
 def uneven(mesh: str) -> Case:
     """Widths that tp divides (it must) and dp_shard does not."""
-    return Case(sizes={"intermediate_size": 11 * parse_mesh(mesh)["tp"]})
+    return Case(steps=2, sizes={"intermediate_size": 11 * parse_mesh(mesh)["tp"]})
 
 
 def check(case: Case, got: Run) -> None:
@@ -38,9 +44,11 @@ def check(case: Case, got: Run) -> None:
     assert got.norms == pytest.approx(want.norms, rel=1e-10 if double else 1e-3)  # later ones follow the adapter
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=[mesh for mesh in MESHES if mesh != "2x2"]))
-def test_training_equals_one_process(pool, mesh):
-    cases = [*CASES.values(), uneven(mesh)]
-    for runs in pool.run(ranks_of(mesh), sharded_many, [(case, mesh) for case in cases]):
-        for case, run in zip(cases, runs, strict=True):
+@pytest.mark.parametrize(
+    ("mesh", "chosen"),
+    cases(("2x2", [*FEW.values(), uneven("2x2")]), matrix=[(mesh, [*CASES.values(), uneven(mesh)]) for mesh in MESHES]),
+)
+def test_training_equals_one_process(pool, mesh, chosen):
+    for runs in pool.run(ranks_of(mesh), sharded_many, [(case, mesh) for case in chosen]):
+        for case, run in zip(chosen, runs, strict=True):
             check(case, run)

@@ -25,11 +25,12 @@ from tests.oracle import Case, causal_lm, on_mesh, reference, relative_error, sh
 from tests.oracle.workers import Failure, attempt
 
 PHI3 = {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+SMALL = {"num_hidden_layers": 1}
 CASES = {
-    "plain": Case(steps=1),
-    "fused": Case(family="phi3", steps=1, lora=PHI3),
-    "norms": Case(family="qwen3", steps=1, lora={"modules_to_save": ["q_norm"]}),
-    "tied": Case(steps=1, adapters=False, sizes={"tie_word_embeddings": True}),
+    "plain": Case(steps=1, sizes=SMALL),
+    "fused": Case(family="phi3", steps=1, lora=PHI3, sizes=SMALL),
+    "norms": Case(family="qwen3", steps=1, lora={"modules_to_save": ["q_norm"]}, sizes=SMALL),
+    "tied": Case(steps=1, adapters=False, sizes={**SMALL, "tie_word_embeddings": True}),
 }
 want = cache(lambda name: reference(CASES[name]).gradients)
 

@@ -27,14 +27,14 @@ BREAKAGES = [
     Mutant(
         "style",
         "DoRA's magnitude of a rowwise layer trains on one rank's part of its gradient.",
-        f"{FEATURES}[DoRA, grouped-2x2]",
+        f"{FEATURES}[DoRA, grouped-1x2]",
         """_OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "per_output", "addend", "other"})""",
         """_OF_PARTIAL_SUMS = frozenset({"lora_B", "per_output", "addend", "other"})""",
     ),
     Mutant(
         "style",
         "The bias of an adapter of a rowwise layer is added once for each rank.",
-        f"{FEATURES}[lora_bias, gpt2-2x2]",
+        f"{FEATURES}[lora_bias, gpt2-1x2]",
         """return held * (self.context.rank == 0)""",
         """return held""",
     ),

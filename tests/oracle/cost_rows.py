@@ -23,7 +23,7 @@ LLAMA = LlamaConfig(
     **{"num_attention_heads": 8, "num_key_value_heads": 4},
 )
 MIXTURE = Qwen3MoeConfig(
-    **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 4096},
+    **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128, "num_experts": 8},
     **{"num_experts_per_tok": 2, "head_dim": 32},
 )

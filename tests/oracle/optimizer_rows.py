@@ -17,7 +17,9 @@ from tests.oracle.workers import attempt
 
 LR = 1e-2
 STEPS, MORE = 3, 2
-CASE = Case(steps=STEPS + MORE, lora={"r": 8}, sizes={"intermediate_size": 512})
+CASE = Case(
+    steps=STEPS + MORE, lora={"r": 8, "target_modules": ["q_proj", "down_proj"]}, sizes={"intermediate_size": 512}
+)
 """Some factors have 4096 elements, from which on states are kept in 8 bits."""
 
 

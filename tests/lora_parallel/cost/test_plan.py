@@ -11,6 +11,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from lora_parallel import ParallelConfig, plan_memory
+from lora_parallel.cost import worker
 from lora_parallel.cost.blocks import find_stack, shorten
 from lora_parallel.cost.described_model import DescribedModel
 from lora_parallel.cost.hardware import GPUS, Hardware, predicted_seconds
@@ -22,6 +23,12 @@ from tests.cases import cases
 from tests.oracle.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
 
 BOUND = 0.05
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Answer in this process what a plan asks of others, which would take seconds to import torch."""
+    monkeypatch.setattr(Simulations, "ask", lambda self, job: next(worker._answers([json.dumps(job)])))
 
 
 def checkpoint(run, folder):
@@ -102,7 +109,7 @@ def test_a_mesh_that_parallelize_refuses_has_its_error():
     assert "heads" in plan.meshes[0].refused
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -167,7 +174,7 @@ def test_configs_that_no_plan_can_be_made_for(changes, error, tmp_path, capsys):
     assert not capsys.readouterr().out  # transformers asks there
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("in_this_process")
 def test_a_quantised_config_is_planned_as_dense_if_asked():
     config = LlamaConfig(**LLAMA.to_diff_dict(), quantization_config={"quant_method": "mxfp4"})
     plan = plan_memory(config, ParallelConfig(), gpus=1, sequence_length=16, quantization_config={}, progress=False)
@@ -180,15 +187,23 @@ def test_a_worker_leaves_nothing_behind_and_says_why_it_ended(monkeypatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # for one process
     with Simulations() as simulations:
-        answer = simulations.ask({"kind": "stack", "model": {}})
-        assert "DescribedModel.__init__() missing" in answer["refused"]
-        ((process, folder),) = simulations._started.items()
+        process = simulations._start()
+        assert simulations._free.get() is None
+        simulations._free.put(process)
+        ((_, folder),) = simulations._started.items()
         tempfile.mkdtemp(dir=folder)
         process.kill()
         (folder / "stderr").write_text("Traceback\nMemoryError\n\n")
         with pytest.raises(ChildProcessError, match="ended with exit code -9: MemoryError"):
             simulations.ask({"kind": "stack", "model": {}})
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_a_model_s_code_raises_is_an_answer():
+    with Simulations() as simulations:
+        answer = simulations.ask({"kind": "stack", "model": {}})
+    assert "DescribedModel.__init__() missing" in answer["refused"]
 
 
 def test_blocks_of_one_kind_share_a_run_and_settings_follow():

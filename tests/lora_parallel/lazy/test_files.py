@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 from collections import OrderedDict
 from pathlib import Path
@@ -242,13 +243,19 @@ def save_shards(directory):
     dist.barrier()
 
 
-def test_a_dcp_directory_of_several_ranks(pool, tmp_path):
+@pytest.fixture(scope="module")
+def of_four_ranks(pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    pool.run(4, save_shards, str(folder))
+    return folder
+
+
+def test_a_dcp_directory_of_several_ranks(of_four_ranks):
     """Regions across the chunks that four ranks wrote, uneven ones too."""
-    pool.run(4, save_shards, str(tmp_path))
-    assert len(list(tmp_path.glob("*.distcp"))) > 1
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert len(list(of_four_ranks.glob("*.distcp"))) > 1
+    metadata = dcp.FileSystemReader(of_four_ranks).read_metadata()
     assert len(metadata.state_dict_metadata["model.both"].chunks) == 4
-    found = open_checkpoint(tmp_path, allow_pickle=False)
+    found = open_checkpoint(of_four_ranks, allow_pickle=False)
     want = {f"model.{key}": tensor for key, tensor in sharded_state().items()}
     check(found, want)
     lazy, both = LazyTensor(found["model.both"]), want["model.both"]
@@ -258,8 +265,8 @@ def test_a_dcp_directory_of_several_ranks(pool, tmp_path):
             assert torch.equal(read(lazy.t()[:7].node, region), both.t()[region])
 
 
-def test_a_region_of_a_dcp_directory_reads_its_chunks_only(pool, tmp_path):
-    pool.run(4, save_shards, str(tmp_path))
+def test_a_region_of_a_dcp_directory_reads_its_chunks_only(of_four_ranks, tmp_path):
+    shutil.copytree(of_four_ranks, tmp_path, dirs_exist_ok=True)
     found = open_checkpoint(tmp_path, allow_pickle=False)
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
     kept = {

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,17 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     return {name: family.save(root / name) for name, family in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("mesh", cases("1x2", matrix=["1x1", "2x1", "2x2", "2x2x1"]))
-def test_every_family_loads_as_it_would_in_one_process(pool, checkpoints, mesh):
+ONE_EACH = ["llama-tied", "llama-llama3", "gemma3", "phi3", "gpt2", "falcon", "bert", "mixtral", "gpt-oss"]
+"""Families of `make test`: each ties, fuses, orders or computes something of its own."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    cases(("1x2", ONE_EACH), matrix=[(mesh, list(FAMILIES)) for mesh in ("1x1", "2x1", "1x2", "2x2", "2x2x1")]),
+)
+def test_every_family_loads_as_it_would_in_one_process(pool, checkpoints, mesh, names):
     tp = int(mesh.rsplit("x", 1)[-1])
-    for found in pool.run(ranks_of(mesh), load_all, checkpoints, mesh):
+    for found in pool.run(ranks_of(mesh), load_all, {name: checkpoints[name] for name in names}, mesh):
         # The same operations on the same numbers; under tp partial sums are added in another order.
         assert {name: error for name, error in found.items() if error > (0 if tp == 1 else 2e-5)} == {}
 
@@ -266,7 +274,7 @@ def test_adapters_of_the_users_own_making(pool, checkpoints, tmp_path, mesh):
     pool.run(ranks_of(mesh), adapters_alike, checkpoints["llama"], tmp_path, mesh)
 
 
-def late_adapters_alike(path: Path, expert_path: Path, mesh_text: str) -> None:
+def late_adapters_alike(path: Path, expert_path: Path, mesh_text: str, dtypes: list[torch.dtype]) -> None:
     """Adapters drawn after sharding, layer by layer."""
     cases: list[tuple[Any, Path, dict[str, Any]]] = [
         ("all-linear", path, {}),
@@ -276,23 +284,28 @@ def late_adapters_alike(path: Path, expert_path: Path, mesh_text: str) -> None:
     if mesh_text.endswith("x1"):
         experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         cases.append((["q_proj"], expert_path, {"target_parameters": experts}))
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for autocast in (True, False):
-            for targets, where, settings in cases:
-                mesh, config = on_mesh(mesh_text, seed=SEED)
-                want = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
-                torch.manual_seed(SEED)
-                get_peft_model(want, lora(targets, **settings), autocast_adapter_dtype=autocast)
-                before = torch.get_rng_state()
-                model = on_meta(AutoModelForCausalLM, where, dtype=dtype)
-                parallelize(model, mesh, config, lora(targets, **settings), autocast_adapter_dtype=autocast)
-                compare(model, want)
-                assert torch.equal(torch.get_rng_state(), before)
+    for dtype, autocast, (targets, where, settings) in product(dtypes, (True, False), cases):
+        mesh, config = on_mesh(mesh_text, seed=SEED)
+        want = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
+        torch.manual_seed(SEED)
+        get_peft_model(want, lora(targets, **settings), autocast_adapter_dtype=autocast)
+        before = torch.get_rng_state()
+        model = on_meta(AutoModelForCausalLM, where, dtype=dtype)
+        parallelize(model, mesh, config, lora(targets, **settings), autocast_adapter_dtype=autocast)
+        compare(model, want)
+        assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("mesh", cases("1x2", matrix=["1x1", "2x2", "4x1"]))
-def test_injected_adapters_are_those_of_one_process(pool, checkpoints, mesh):
-    pool.run(ranks_of(mesh), late_adapters_alike, checkpoints["llama"], checkpoints["mixtral"], mesh)
+EACH_DTYPE = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtypes"),
+    cases(("1x2", [torch.bfloat16]), matrix=[(mesh, EACH_DTYPE) for mesh in ("1x1", "1x2", "2x2", "4x1")]),
+)
+def test_injected_adapters_are_those_of_one_process(pool, checkpoints, mesh, dtypes):
+    """Of bfloat16, in `make test`: the dtype that an adapter has or leaves."""
+    pool.run(ranks_of(mesh), late_adapters_alike, checkpoints["llama"], checkpoints["mixtral"], mesh, dtypes)
 
 
 def test_an_adapter_computed_from_the_base_is_refused(pool, checkpoints):
@@ -710,12 +723,19 @@ class Peak(threading.Thread):
         return max(self.highest, anonymous()) - self.start_value
 
 
+class Linear(nn.Linear):
+    """Has no random values, which would take seconds."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
 class Wide(nn.Module):
     """Six layers of 48 MiB each: large enough for the allocator to give freed ones back at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4096, 3072, bias=False) for _ in range(6))
+        self.layers = nn.ModuleList(Linear(4096, 3072, bias=False) for _ in range(6))
 
 
 LAYER = 4096 * 3072 * 4

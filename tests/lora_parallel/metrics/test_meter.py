@@ -18,7 +18,7 @@ from lora_parallel.metrics.meter import MeshMeter, tokens_of
 from tests.cases import cases
 from tests.oracle import Case, on_mesh
 
-CASE = Case(steps=3, sizes={"tie_word_embeddings": True})
+CASE = Case(steps=3, sizes={"tie_word_embeddings": True, "num_hidden_layers": 1})
 TOKENS = CASE.rows * 12
 SECONDS, PEAK = 2.0, 1e6
 

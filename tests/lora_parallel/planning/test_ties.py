@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from tests.cases import cases
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.rows import DECODER, ENCODER, Batch, base_model, language, masked_language
 
@@ -53,7 +54,7 @@ def on_ranks(mesh_text: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Ten
     return found
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2"])
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x1", "2x2"]))
 def test_tied_parameters_that_are_whole_train_as_one(pool, mesh):
     for found in pool.run(ranks_of(mesh), on_ranks, mesh):
         for kind, (first, values) in found.items():

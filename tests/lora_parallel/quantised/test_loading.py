@@ -92,7 +92,11 @@ def differences(model: nn.Module, want: nn.Module) -> list[str]:
 @pytest.mark.parametrize("dtype", cases(torch.bfloat16, matrix=[torch.float32]))
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*(("llama", k) for k in KINDS), *(("saved", k) for k in KINDS), ("gpt2", "nf4"), ("gpt2", "int8")],
+    cases(
+        *((family, kind) for family in ("llama", "saved") for kind in KINDS if kind not in ("nf4", "fp4")),
+        *(("gpt2", "nf4"), ("gpt2", "int8")),
+        matrix=[(family, kind) for family in ("llama", "saved") for kind in ("nf4", "fp4")],
+    ),
 )
 def test_what_is_read_is_what_a_load_in_memory_gives(folders, monkeypatch, family, kind, dtype):
     """Bit for bit, a few rows at a time; and adapters are drawn alike."""
@@ -121,8 +125,8 @@ def test_what_is_read_is_what_a_load_in_memory_gives(folders, monkeypatch, famil
 
 def on_ranks(mesh_text: str, folders: dict[str, str], kinds: list[str]) -> dict[str, Any]:
     mesh, config = on_mesh(mesh_text)
-    sources = [(folders["llama"], kind) for kind in kinds] + [(folders[kind], None) for kind in kinds]
-    sources += [(folders["phi3"], kind) for kind in FUSED if kind in kinds] + [(folders["gpt2"], "nf4")]
+    sources = [(folders["phi3" if kind in FUSED else "llama"], kind) for kind in kinds]
+    sources += [*((folders[kind], None) for kind in kinds), (folders["gpt2"], "nf4")]
     packed_weight._CHUNK = 5000
     found = {}
     for path, kind in sources:
@@ -150,7 +154,7 @@ def test_each_rank_has_its_shard_of_what_a_load_in_memory_gives(pool, folders, m
     for found in pool.run(ranks_of(mesh), on_ranks, mesh, folders, kinds):
         assert not found.pop("changed")
         assert found == {name: [] for name in found}
-        assert len(found) == 2 * len(kinds) + len({*kinds} & {*FUSED}) + 1
+        assert len(found) == 2 * len(kinds) + 1
 
 
 # ---------------------------------------------------------------------- what it costs
@@ -176,7 +180,7 @@ class Live(TorchDispatchMode):
         return result
 
 
-WIDE = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 64}
+WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1, "vocab_size": 64}
 
 
 def peaks(mesh_text: str, path: str, saved: dict[str, str], whole: bool) -> dict[str, tuple[float, float]]:
@@ -218,26 +222,29 @@ def weight_bytes(folder: str) -> int:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("mesh", cases("2x2", matrix=["4x1"]))
-def test_no_rank_holds_more_than_a_slice_while_reading(pool, wide, mesh):
-    """Beside its shards: less than its quarter of the largest weight, dense; and it reads a quarter of the files."""
-    path, saved = wide
+@pytest.mark.parametrize(
+    ("mesh", "kinds"), cases(("2x1", FEW[::2]), ("1x2", FEW[:2]), matrix=[(mesh, FEW) for mesh in ("2x2", "4x1")])
+)
+def test_no_rank_holds_more_than_a_slice_while_reading(pool, wide, mesh, kinds):
+    """Beside its shards: less than its share of the largest weight, dense; and it reads its share of the files."""
+    path, saved = wide[0], {kind: wide[1][kind] for kind in kinds}
+    whole_rows, part = mesh.endswith("x1"), 1 / ranks_of(mesh)
     for found in pool.run(ranks_of(mesh), peaks, mesh, path, saved, False):
         assert len(found) == 2 * len(saved)
         for name, (peak, read) in found.items():
-            assert peak < 0.25, name
+            assert peak < part, name
             # The statistics of double quantisation are of the whole, those of a row of the whole row, and a file of
             # four bits in one column is read by rows.
-            if "saved" not in name and (mesh == "4x1" or ("int8" not in name and "float8" not in name)):
-                share = 1.25 if "double" in name else 0.25
+            if "saved" not in name and (whole_rows or ("int8" not in name and "float8" not in name)):
+                share = 1 + part if "double" in name else part
                 assert read == pytest.approx(share * weight_bytes(path), rel=0.02), name
-            if mesh == "4x1" and "saved" in name and "double" not in name:
-                assert read == pytest.approx(0.25 * weight_bytes(saved[name.removeprefix("saved ")]), rel=0.02), name
+            if whole_rows and "saved" in name and "double" not in name:
+                assert read == pytest.approx(part * weight_bytes(saved[name.removeprefix("saved ")]), rel=0.02), name
 
 
 def test_a_slice_in_one_piece_would_be_seen(pool, wide):
-    for found in pool.run(4, peaks, "4x1", *wide, True):
-        assert min(peak for name, (peak, _) in found.items() if "dense" in name) > 0.25
+    for found in pool.run(2, peaks, "2x1", *wide, True):
+        assert min(peak for name, (peak, _) in found.items() if "dense" in name) > 0.5
 
 
 # ---------------------------------------------------------------------- a config and tensors that disagree
@@ -434,7 +441,9 @@ def exported(mesh_text: str, sources: dict[str, tuple[str, str | None]], root: s
     return found
 
 
-@pytest.mark.parametrize(("mesh", "kinds"), cases(("1x2", FEW), matrix=[("2x2", list(KINDS)), ("4x1", list(KINDS))]))
+@pytest.mark.parametrize(
+    ("mesh", "kinds"), cases(("1x2", FEW[2:]), matrix=[("2x2", list(KINDS)), ("4x1", list(KINDS))])
+)
 def test_an_export_is_dequantised_and_merged(pool, folders, tmp_path, mesh, kinds):
     sources: dict[str, tuple[str, str | None]] = {kind: (folders["llama"], kind) for kind in kinds}
     sources |= {"saved nf4, double": (folders["nf4, double"], None), "phi3": (folders["phi3"], "nf4")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -82,10 +83,15 @@ def apart(mesh_text: str, shard: bool, checkpointing: bool, late: bool) -> dict[
     return {name: values(model, name) for name in pool.names()}
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["inside", "late"])
-@pytest.mark.parametrize("checkpointing", cases(True, matrix=[False]), ids=["checkpointing", ""])
+MESHES = [("1x2", False), ("2x1", True), ("2x2", False), ("2x2", True), ("2x1x2", False)]
+
+
 @pytest.mark.parametrize(
-    ("mesh", "shard"), cases(("1x2", False), ("2x1", True), matrix=[("2x2", False), ("2x2", True), ("2x1x2", False)])
+    ("mesh", "shard", "checkpointing", "late"),
+    cases(
+        *(("1x2", False, True, False), ("2x1", True, True, True)),
+        matrix=[(*each, *more) for each in MESHES for more in product((True, False), repeat=2)],
+    ),
 )
 def test_tenants_step_when_they_like(pool, mesh, shard, checkpointing, late):
     for found in pool.run(ranks_of(mesh), apart, mesh, shard, checkpointing, late):
