@@ -41,6 +41,9 @@ def impatient_pool() -> Iterator[WorkerPool]:
         yield workers
 
 
+IN_MAKE_TEST = pytest.StashKey[set[str]]()
+"""Names of the tests without the mark `matrix` among those that were collected, whatever else chooses among them."""
+
 MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 """Meshes that have no mechanism which 1x1, 2x1, 1x2, 2x2, 2x1x1 and 2x2x1 lack."""
 
@@ -90,6 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item, more in cases:
                 if more:
                     item.add_marker("matrix")
+    config.stash[IN_MAKE_TEST] = {item.nodeid for item in items if not item.get_closest_marker("matrix")}
     if shard := config.getoption("shard"):
         number, count = shard
         shards: list[list[pytest.Item]] = [[] for _ in range(count)]
