@@ -14,10 +14,11 @@ NAMES = [f"tests/test_{number % 7}.py::test_{number}[2x{number}]" for number in 
 
 def chosen(shard: tuple[int, int] | None, names: list[str]) -> tuple[list[str], list[str]]:
     """The names that are kept and those that are deselected."""
-    items = [SimpleNamespace(nodeid=name, fixturenames=(), add_marker=lambda mark: None) for name in names]
+    marks = {"fixturenames": (), "add_marker": lambda mark: None, "get_closest_marker": lambda name: None}
+    items = [SimpleNamespace(nodeid=name, **marks) for name in names]
     left: list[str] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(item.nodeid for item in items))
-    pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: shard, hook=hook), items)
+    pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: shard, hook=hook, stash={}), items)
     return [item.nodeid for item in items], left
 
 
