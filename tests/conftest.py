@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,22 @@ def impatient_pool() -> Iterator[WorkerPool]:
     """Processes for what leaves a rank waiting for a peer that does not come."""
     with closing(WorkerPool(timeout=IMPATIENT)) as workers:
         yield workers
+
+
+@pytest.fixture
+def simulated_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans simulate their steps in this process, one at a time: another would import torch for seconds."""
+    from lora_parallel.cost import simulations, worker
+
+    jobs: list[str] = []
+    answers = worker._answers(iter(jobs.pop, ""))  # type: ignore[arg-type]
+
+    def ask(self: simulations.Simulations, job: dict[str, Any]) -> dict[str, Any]:
+        jobs.append(json.dumps(job))
+        return json.loads(json.dumps(next(answers)))  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(simulations, "_WORKERS", 1)
+    monkeypatch.setattr(simulations.Simulations, "ask", ask)
 
 
 IN_MAKE_TEST = pytest.StashKey[set[str]]()

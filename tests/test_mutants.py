@@ -23,7 +23,7 @@ def test_each_fits_the_product_and_breaks_it_as_python():
 
 
 def test_each_names_a_test_that_make_test_runs(pytestconfig):
-    """Of a file that is collected whole the cases are known, too; of others the functions are read."""
+    """Look up the cases of a file that is collected whole, and read the functions of others."""
     names = set() if any("::" in each for each in pytestconfig.args) else pytestconfig.stash[IN_MAKE_TEST]
     known = {name.partition("::")[0] for name in names}
     functions: dict[Path, dict[str, ast.FunctionDef]] = {}

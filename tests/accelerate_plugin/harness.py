@@ -5,7 +5,6 @@ The oracle is plain PEFT in one process (`tests.oracle`), or stock Accelerate an
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import warnings
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -25,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 from accelerate_plugin import LoRAParallelPlugin, detect, parallelism
 from accelerate_plugin.patches import patched
 from lora_parallel import ParallelConfig
-from lora_parallel.cost import simulations, worker
 from lora_parallel.distributed.mesh import mesh_sizes
 from tests.oracle import Case, Run, full, mesh_of, mesh_text, parse_mesh, trained
 
@@ -160,16 +157,3 @@ def trains(
                 break
     run.adapters = {name: full(p) for name, p in parameters.items()}
     return run
-
-
-def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans simulate their steps in this process, which has imported what a process of their own would import."""
-    jobs: list[str] = []
-    answers = worker._answers(iter(jobs.pop, ""))  # type: ignore[arg-type]
-
-    def ask(self: simulations.Simulations, job: dict[str, Any]) -> dict[str, Any]:
-        jobs.append(json.dumps(job))
-        return json.loads(json.dumps(next(answers)))  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(simulations, "_WORKERS", 1)
-    monkeypatch.setattr(simulations.Simulations, "ask", ask)

@@ -15,7 +15,7 @@ import yaml
 from accelerate import Accelerator
 
 from accelerate_plugin import cli, config_file, early_checks
-from tests.accelerate_plugin.harness import environment, launched, simulate_here
+from tests.accelerate_plugin.harness import environment, launched
 from tests.accelerate_plugin.test_launch import written
 from tests.oracle import Case
 
@@ -330,8 +330,8 @@ def test_an_error_of_the_script_itself_is_not_swallowed(tmp_path):
         checked("--config_file", written(tmp_path, **GOOD), script)
 
 
-def test_the_memory_of_a_step_is_predicted(tmp_path, capsys, monkeypatch):
-    simulate_here(monkeypatch)
+@pytest.mark.usefixtures("simulated_here")
+def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("float64", "float32"))
     checked("--config_file", written(tmp_path, **GOOD), "--seq", "16", script, "--rows", "2")

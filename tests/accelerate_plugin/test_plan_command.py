@@ -16,7 +16,6 @@ from accelerate_plugin.config_file import check_config
 from lightning_lora import LoRAParallelStrategy
 from lora_parallel import MemoryPlan, MeshCost
 from lora_parallel.cost.hardware import GPUS
-from tests.accelerate_plugin.harness import simulate_here
 
 SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 OPTIONS = {"activation_checkpointing": True, "loss_parallel": True}
@@ -34,9 +33,9 @@ def model(tmp_path):
     return str(tmp_path)
 
 
-def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("simulated_here")
+def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    simulate_here(monkeypatch)
     picture = tmp_path / "plan.png"
     cli.main("plan", [model, "--gpus", "2", "--seq", "64", "--batch", "4", "--plot", str(picture)])
     printed = " ".join(capsys.readouterr().out.split())
@@ -93,6 +92,7 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     assert trainer.get("accumulate_grad_batches", 1) == (1 if pipeline else 4)
 
 
+@pytest.mark.usefixtures("simulated_here")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -104,10 +104,9 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
         (["{model}", "--gpus", "3", "--seq", "64", "--batch", "1"], "No mesh is possible: .*heads"),
     ],
 )
-def test_bad_arguments_end_with_one_line(arguments, text, model, monkeypatch):
+def test_bad_arguments_end_with_one_line(arguments, text, model):
     if "--plot" in arguments:
         pytest.importorskip("matplotlib")
-    simulate_here(monkeypatch)
     with pytest.raises(SystemExit, match=text):
         cli.main("plan", [each.format(model=model) for each in arguments])
 

@@ -23,7 +23,7 @@ FEW = {
     "accumulate, clip": Case(steps=2, accumulate=2, clip=0.05, rows=4),
     "tied": Case(steps=2, sizes={"tie_word_embeddings": True}),
 }
-"""What `make test` computes."""
+"""Cases of `make test`: they are shorter, and one has two mechanisms."""
 
 oracle = cache(reference)
 

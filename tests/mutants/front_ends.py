@@ -1,4 +1,4 @@
-"""What front ends replace, refuse and hand on."""
+"""Break what Accelerate, Trainer and Lightning hand on to the engine, and what goes on from their checkpoints."""
 
 from tests.mutants import Mutant
 

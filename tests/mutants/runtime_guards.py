@@ -127,4 +127,11 @@ BREAKAGES = [
         """if self._backward not in (None, backward_pass()):""",
         """if False:""",
     ),
+    Mutant(
+        "guard",
+        "Tensor parallel ranks that are fed different batches train on sums that are of neither.",
+        f"{GUARDS}::test_tp_peers_must_be_fed_the_same_batch",
+        """total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)""",
+        """total = total * 1000003""",
+    ),
 ]

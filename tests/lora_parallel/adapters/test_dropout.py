@@ -115,7 +115,7 @@ ALL_AT_ONCE = [
     {"p": 0.1, "joint": True, "checkpointing": True, "evaluate": True},
     {"p": 0.3, "accumulate": True, "targets": [*SEVEN, "lm_head"]},
 ]
-"""What `make test` computes on four ranks."""
+"""Variants of `make test` on four ranks, each with several of the options."""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from lora_parallel import ParallelConfig, plan_memory
-from lora_parallel.cost import worker
 from lora_parallel.cost.blocks import find_stack, shorten
 from lora_parallel.cost.described_model import DescribedModel
 from lora_parallel.cost.hardware import GPUS, Hardware, predicted_seconds
@@ -23,12 +22,6 @@ from tests.cases import cases
 from tests.oracle.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
 
 BOUND = 0.05
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Answer in this process what a plan asks of others, which would take seconds to import torch."""
-    monkeypatch.setattr(Simulations, "ask", lambda self, job: next(worker._answers([json.dumps(job)])))
 
 
 def checkpoint(run, folder):
@@ -109,7 +102,7 @@ def test_a_mesh_that_parallelize_refuses_has_its_error():
     assert "heads" in plan.meshes[0].refused
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("simulated_here")
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -174,7 +167,7 @@ def test_configs_that_no_plan_can_be_made_for(changes, error, tmp_path, capsys):
     assert not capsys.readouterr().out  # transformers asks there
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("simulated_here")
 def test_a_quantised_config_is_planned_as_dense_if_asked():
     config = LlamaConfig(**LLAMA.to_diff_dict(), quantization_config={"quant_method": "mxfp4"})
     plan = plan_memory(config, ParallelConfig(), gpus=1, sequence_length=16, quantization_config={}, progress=False)
@@ -199,7 +192,7 @@ def test_a_worker_leaves_nothing_behind_and_says_why_it_ended(monkeypatch, tmp_p
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("simulated_here")
 def test_what_a_model_s_code_raises_is_an_answer():
     with Simulations() as simulations:
         answer = simulations.ask({"kind": "stack", "model": {}})

@@ -304,7 +304,7 @@ EACH_DTYPE = [torch.float32, torch.bfloat16, torch.float64]
     cases(("1x2", [torch.bfloat16]), matrix=[(mesh, EACH_DTYPE) for mesh in ("1x1", "1x2", "2x2", "4x1")]),
 )
 def test_injected_adapters_are_those_of_one_process(pool, checkpoints, mesh, dtypes):
-    """Of bfloat16, in `make test`: the dtype that an adapter has or leaves."""
+    """Test bfloat16 in `make test`: the dtype that an adapter has or leaves."""
     pool.run(ranks_of(mesh), late_adapters_alike, checkpoints["llama"], checkpoints["mixtral"], mesh, dtypes)
 
 

@@ -65,7 +65,7 @@ def printed(text: str, line: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def tell(pool) -> Callable[[str], list[Any]]:
-    """What the ranks of a case are told; each runs once."""
+    """Run a case once, and return what its ranks are told."""
     return cache(lambda name: pool.run(ranks_of(CASES[name][0]), told, name))
 
 

@@ -244,7 +244,7 @@ def on_ranks(mesh_text: str, models: list[tuple[str, bool]]) -> dict[tuple[str, 
 
 ALL = [(name, lora) for name in MODELS for lora in (True, False)]
 CUT_TWICE = [(name, True) for name in ("colwise, rowwise", "packed", "something for each head", "embedding")]
-"""What dp and tp cut along the same dim, or along two."""
+"""Models of which dp and tp cut a parameter along the same dim, or along two."""
 
 
 @pytest.mark.parametrize(
