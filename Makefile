@@ -30,7 +30,7 @@ test: $(VENV)/.dev ## run the tests; ARGS="-k styles" is passed to pytest
 	$(PYTEST) $(ARGS)
 
 test-fast: $(VENV)/.dev ## run the tests that start no processes, while you edit
-	$(BIN)/python -m pytest -m "not processes and not matrix" $(ARGS)
+	$(PYTEST) -m "not processes and not matrix" $(ARGS)
 
 test-times: $(VENV)/.dev ## run the tests, and say what their seconds went into, by folder and by kind of work
 	$(BIN)/python -m pytest -p tests.times --durations=0 --durations-min=0.05 $(ARGS)

@@ -10,21 +10,26 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.oracle.workers import WorkerPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that tests start would take the GPUs of this machine
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests.oracle.workers import FRONT_ENDS, IMPATIENT, WorkerPool
+# Fixtures and hooks import what they need: the process that hands out the tests to others imports no torch.
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Processes to run ranks in."""
+    from tests.oracle.workers import WorkerPool
+
     with closing(WorkerPool()) as workers:
         yield workers
 
@@ -32,6 +37,8 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def front_end_pool() -> Iterator[WorkerPool]:
     """Processes that have imported the front ends: what `pool` is in the folders of their tests."""
+    from tests.oracle.workers import FRONT_ENDS, WorkerPool
+
     with closing(WorkerPool(modules=FRONT_ENDS)) as workers:
         yield workers
 
@@ -39,6 +46,8 @@ def front_end_pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def impatient_pool() -> Iterator[WorkerPool]:
     """Processes for what leaves a rank waiting for a peer that does not come."""
+    from tests.oracle.workers import IMPATIENT, WorkerPool
+
     with closing(WorkerPool(timeout=IMPATIENT)) as workers:
         yield workers
 
@@ -73,6 +82,14 @@ def pytest_configure() -> None:
         # holds its lock, and polls in vain: docs/upstream/gloo_polling.md
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     gc.disable()  # what is imported and collected is kept
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fork the server of ranks, before tests import what ranks must not have; a process that runs no test has none."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("tx", None):
+        from tests.oracle.workers import fork_server
+
+        fork_server()
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from tests.conftest import _shard
 from tests.mutants import KINDS, PACKAGES, ROOT, Mutant, mutants, place_of, product_files
-from tests.oracle.workers import SERVERS
 
 PAGE = ROOT / "docs" / "mutants.md"
 INTRODUCTION = """# Mutants
@@ -88,7 +87,7 @@ class Copy:
         os.dup2(printed, 2)
         temporary = self.root / "temporary"
         temporary.mkdir(exist_ok=True)
-        os.environ.update({"PYTHONPATH": str(self.root), SERVERS: "fork", "TMPDIR": str(temporary)})
+        os.environ.update({"PYTHONPATH": str(self.root), "TMPDIR": str(temporary)})
         tempfile.tempdir = None
         for name in list(sys.modules):
             if name.partition(".")[0] in ("tests", *PACKAGES):

@@ -1,8 +1,9 @@
 """A pool of processes that tests run functions in, as the ranks of a process group.
 
 Start-up costs more than the maths. A server imports what ranks need once, and forks them; ranks keep their process
-group from test to test. Engine tests and front-end tests have a server each, and ranks of the former cannot import the
-front ends, so that no engine test runs its ranks on an Accelerate that has been patched. Every group has a short
+group from test to test. Engine tests and front-end tests have a server each, the latter a fork of the former, and ranks
+of the former cannot import the front ends, so that no engine test runs its ranks on an Accelerate that has been
+patched. Every group has a short
 timeout, so a hang is a failure in seconds. A group in which a rank fails or does not answer is killed and started anew,
 unless its ranks all raised alike, as the test expected, and then meet in all of their process groups, with no message
 between two of them that could be left over. Groups that grow too large, or are too many, are ended too: a fork takes a
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, wraps
+from functools import wraps
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,9 +43,6 @@ COLLECTIVE_TIMEOUT = 60
 IMPATIENT = 8  # of a group in which a rank waits for a peer that does not come; on a busy machine peers are late, too
 ANSWER_TIMEOUT = 300
 SCRIPT_LIMIT = 600  # of a script that a test starts: with twenty processes at work imports alone take minutes
-SERVERS = "TESTS_SERVERS"
-"""Environment variable: "fork" where the pytest process has imported nothing that a rank must not have."""
-
 MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
 MOST_RANKS = 16  # of one pytest process; those that were used last stay
 MOST_BYTES = 3 * 2**29  # that a rank may hold after a call, to be called again
@@ -203,45 +201,60 @@ def _meet() -> None:
 # ---------------------------------------------------------------------- the server
 
 
-def _fork_ranks(modules: tuple[str, ...], requests: Connection) -> None:
-    gc.disable()  # what is imported is kept
+def _import(modules: tuple[str, ...]) -> None:
     for name in modules:
         try:
             import_module(name)
         except ImportError as error:  # of a package that is not installed; a test that needs it says so
             if (error.name or "tests").split(".")[0] in ("lora_parallel", *OURS, "tests"):
                 raise
+
+
+def _fork_ranks(modules: tuple[str, ...], requests: Connection, other_end: Connection | None = None) -> None:
+    if other_end is not None:
+        other_end.close()  # a fork has it too, and would wait for requests of its own
+    gc.disable()  # what is imported is kept
+    for name in OURS:
+        if sys.modules.get(name, ...) is None:  # in the server that this one is a fork of
+            del sys.modules[name]
+    _import(modules)
     if not set(OURS) & sys.modules.keys():
         sys.modules.update(dict.fromkeys(OURS))  # type: ignore[arg-type]  # importing one is an error from now on
     gc.freeze()  # pages that no rank's collector writes to stay shared
     gc.enable()
     context = multiprocessing.get_context("fork")
-    ranks: dict[int, Any] = {}
+    started: dict[int, Any] = {}
     while True:
         try:
             request = requests.recv()
         except EOFError:
             return
         if isinstance(request, int):
-            process = ranks.pop(request)
+            process = started.pop(request)
             process.join(timeout=10)
             requests.send(process.exitcode)
             continue
-        process = context.Process(target=_serve, args=request, daemon=True)
+        target, *arguments = request
+        process = context.Process(target=target, args=arguments, daemon=target is _serve)
         process.start()
-        request[-1].close()
-        ranks[process.pid] = process
+        arguments[-1].close()
+        started[process.pid] = process
         requests.send(process.pid)
 
 
 class Server:
-    """A process that has imported `modules`, and forks ranks of itself."""
+    """A process that has imported `modules`, and forks ranks of itself: a fork of another server or of this process, or
+    a new process.
+    """
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
-        context: Any = multiprocessing.get_context(os.environ.get(SERVERS, "spawn"))
+    def __init__(self, modules: tuple[str, ...], parent: Server | None = None, method: str = "spawn") -> None:
+        context: Any = multiprocessing.get_context(method)
         self._requests, theirs = context.Pipe()
-        self._process = context.Process(target=_fork_ranks, args=(modules, theirs))
-        self._process.start()
+        if parent is None:
+            self._process = context.Process(target=_fork_ranks, args=(modules, theirs, self._requests))
+            self._process.start()
+        else:
+            parent._ask((_fork_ranks, modules, theirs))
         theirs.close()
         atexit.register(self._requests.close)  # the end of its requests ends it, and all of its ranks
 
@@ -251,7 +264,7 @@ class Server:
 
     def fork(self, group: Group, rank: int) -> Rank:
         ours, theirs = multiprocessing.Pipe()
-        pid = self._ask((group, rank, theirs))
+        pid = self._ask((_serve, group, rank, theirs))
         theirs.close()
         return Rank(pid, ours, group.log(rank), self)
 
@@ -260,10 +273,20 @@ class Server:
         return self._ask(pid)
 
 
-@cache
+_servers: dict[tuple[str, ...], Server] = {}
+
+
+def fork_server() -> None:
+    """Fork the server of the engine's tests from this process, which has imported nothing that a rank must not have."""
+    _import(ENGINE)
+    _servers[ENGINE] = Server(ENGINE, method="fork")
+
+
 def server(modules: tuple[str, ...]) -> Server:
     """The one server of these modules."""
-    return Server(modules)
+    if modules not in _servers:
+        _servers[modules] = Server(modules) if modules == ENGINE else Server(modules, server(ENGINE))
+    return _servers[modules]
 
 
 @dataclass
