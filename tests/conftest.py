@@ -52,6 +52,15 @@ def impatient_pool() -> Iterator[WorkerPool]:
         yield workers
 
 
+@pytest.fixture(scope="session")
+def fake_pool() -> Iterator[WorkerPool]:
+    """One process for rank 0 of any mesh, for refusals that need no peer; `pool` shows that they reach every rank."""
+    from tests.oracle.workers import FAKE, WorkerPool
+
+    with closing(WorkerPool(backend=FAKE)) as workers:
+        yield workers
+
+
 @pytest.fixture
 def simulated_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans simulate their steps in this process, one at a time: another would import torch for seconds."""
@@ -70,6 +79,9 @@ def simulated_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_MAKE_TEST = pytest.StashKey[set[str]]()
 """Names of the tests without the mark `matrix` among those that were collected, whatever else chooses among them."""
+
+POOLS = {"pool", "front_end_pool", "own_pool", "impatient_pool", "fake_pool"}
+"""Fixtures that run ranks."""
 
 MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 """Meshes that have no mechanism which 1x1, 2x1, 1x2, 2x2, 2x1x1 and 2x2x1 lack."""
@@ -118,7 +130,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     functions: dict[str, list[tuple[pytest.Item, bool]]] = defaultdict(list)
     for item in items:
-        if {"pool", "front_end_pool", "own_pool", "impatient_pool"} & set(getattr(item, "fixturenames", ())):
+        if not POOLS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
         arguments = item.callspec.params.values() if hasattr(item, "callspec") else ()
         more = any(isinstance(value, str) and value in MORE_OF_THE_SAME for value in arguments)

@@ -22,6 +22,8 @@ from lightning_lora.namespace import (
 from lightning_lora.trainer_strategy import _REFUSED_CALLBACKS
 from tests.lightning_lora.harness import Tokens, tidy
 
+pytestmark = pytest.mark.matrix
+
 PAIRS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 

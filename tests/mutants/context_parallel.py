@@ -4,7 +4,7 @@ from tests.mutants import Mutant
 
 CP = "tests/lora_parallel/cp/test_context_parallel.py"
 GRADIENTS = f"{CP}::test_gradients_equal_one_process"
-REFUSED = f"{CP}::test_what_would_be_wrong_is_refused_on_every_rank"
+REFUSED = f"{CP}::test_what_would_be_wrong_is_refused"
 AROUND = "tests/lora_parallel/cp/test_around_blocks.py::test_what_is_around_the_blocks_equals_one_process_or_is_refused"
 
 BREAKAGES = [

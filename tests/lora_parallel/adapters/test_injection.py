@@ -122,7 +122,7 @@ def refused_targets(mesh: str) -> list[Any]:
     return [answer, has_adapters(model)]
 
 
-@pytest.mark.parametrize("mesh", ["1x2", "2x2"])
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x2"]))
 def test_targets_are_refused_on_every_rank(pool, mesh):
     for answer, touched in pool.run(ranks_of(mesh), refused_targets, mesh):
         assert answer.kind == "ValueError"

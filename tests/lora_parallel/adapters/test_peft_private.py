@@ -415,6 +415,7 @@ def test_a_layer_says_which_adapters_are_active():
         assert torch.equal(layer(x), want[1])
 
 
+@pytest.mark.matrix  # of upstream alone
 def test_the_private_methods_are_what_they_were():
     move = ["self", "adapter_name", "device"]
     for owner in (BaseTunerLayer, ParamWrapper):
@@ -466,6 +467,7 @@ def test_a_layer_that_may_not_merge_says_so():
             getattr(model, merge)()
 
 
+@pytest.mark.matrix  # of upstream alone
 def test_no_tuner_layer_of_lora_has_another_way_to_move():
     """A subclass that overrides it would move its adapters to meta."""
 

@@ -391,7 +391,7 @@ def all_refused() -> dict[str, Any]:
     return found
 
 
-def test_what_would_be_wrong_is_refused_on_every_rank(pool):
+def test_what_would_be_wrong_is_refused(fake_pool):
     reasons = {name: case[-1] for name, case in REFUSED.items()}
     reasons |= {
         "a cache": "was given use_cache=True or a cache",
@@ -401,7 +401,7 @@ def test_what_would_be_wrong_is_refused_on_every_rank(pool):
         "one token": "a batch has 1 tokens a row, and cp=2 needs 2",
         "tenants": "cp=2",
     }
-    for found in pool.run(2, all_refused):
+    for found in fake_pool.run(2, all_refused):
         for name, reason in reasons.items():
             failure, untouched = found[name]
             assert isinstance(failure, Failure), name

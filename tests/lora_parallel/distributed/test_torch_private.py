@@ -34,6 +34,7 @@ def stock_style_on_a_lora_layer():
     return by_type, by_name, names
 
 
+@pytest.mark.matrix  # of upstream alone
 def test_stock_colwise_still_fails_on_a_lora_layer(pool):
     """The day one of these works, our styles can be thinner."""
     for by_type, by_name, names in pool.run(2, stock_style_on_a_lora_layer):
@@ -157,6 +158,7 @@ def functional_collectives():
     return kinds, stacked, summed, scattered, mine
 
 
+@pytest.mark.matrix  # of upstream alone
 def test_functional_collectives_are_out_of_place(pool):
     for rank, (kinds, stacked, summed, scattered, mine) in enumerate(pool.run(4, functional_collectives)):
         first = rank // 2 * 2
@@ -252,6 +254,7 @@ def stock_check_for_infs():
     return found.item(), replaced, seven.item()
 
 
+@pytest.mark.matrix  # of upstream alone
 def test_torchs_own_check_for_infs_still_lets_ranks_part(pool):
     """The day it does not, `dtensor_operators` needs none."""
     assert pool.run(2, stock_check_for_infs) == [(0.0, True, 7.0), (1.0, True, 7.0)]

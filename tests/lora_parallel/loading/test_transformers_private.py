@@ -146,6 +146,7 @@ def problem_of(model):
 # ---------------------------------------------------------------------- what is used of transformers
 
 
+@pytest.mark.matrix  # of upstream alone
 def test_what_is_replaced_has_the_same_parameters():
     own = PreTrainedModel.__dict__[HOOKED]
     assert isinstance(own, staticmethod)
@@ -193,6 +194,7 @@ def test_the_model_arrives_on_meta_and_its_buffers_are_computed_afterwards(check
     assert seen == [{"meta"}]
 
 
+@pytest.mark.matrix  # of upstream alone
 def test_no_model_of_transformers_has_its_own_load(checkpoints):
     """A class that overrides what is replaced would read."""
 

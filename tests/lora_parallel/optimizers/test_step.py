@@ -19,15 +19,10 @@ from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.optimizer_rows import CASE, LR, MAKES, MORE, STEPS, bound, on_ranks, one_process, train
 from tests.oracle.workers import Failure, attempt
 
-EACH_KIND = [
-    "Rprop",
-    "Muon",
-    "LBFGS, line search",
-    "bitsandbytes AdamW 8-bit",
-    "one that nobody knows",
-]
-"""Name the optimizers that `make test` runs: one for each way of stepping and of keeping states. Other tests have
-Adafactor, a schedule-free one and torchao's.
+BY_SHARD = ["Rprop", "LBFGS, line search"]
+BY_MATRIX = ["Muon", "bitsandbytes AdamW 8-bit", "one that nobody knows"]
+"""The optimizers that `make test` runs: one for each way of stepping and of keeping states, on a mesh whose shards are
+strided where a step needs whole matrices. Other tests have Adafactor, a schedule-free one and torchao's.
 """
 
 
@@ -45,7 +40,11 @@ def check(found: dict[str, Any], want: dict[str, Any], part: int) -> None:
 
 @pytest.mark.parametrize(
     ("names", "mesh", "other"),
-    cases((EACH_KIND, "2x2", "1x2"), matrix=[(list(MAKES), "2x1", "2x2"), (list(MAKES), "2x2x1", "1x1")]),
+    cases(
+        (BY_MATRIX, "2x2", "1x2"),
+        (BY_SHARD, "1x2", "2x1"),
+        matrix=[(list(MAKES), "2x1", "2x2"), (list(MAKES), "2x2", "1x2"), (list(MAKES), "2x2x1", "1x1")],
+    ),
 )
 def test_steps_are_those_of_one_process_and_go_on_elsewhere(pool, tmp_path, names, mesh, other):
     want = {name: one_process(name) for name in names}

@@ -96,8 +96,8 @@ def refused(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_models_and_configs_are_refused_by_name_and_left_as_they_are(pool):
-    for found in pool.run(2, refused, list(MODELS)):
+def test_models_and_configs_are_refused_by_name_and_left_as_they_are(fake_pool):
+    for found in fake_pool.run(2, refused, list(MODELS)):
         for name, (answer, untouched) in found.items():
             assert isinstance(answer, Failure), f"{name} was served"
             assert answer.kind == "ValueError", (name, answer.trace)

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Case, dict[str, Any], int]] = {
 are as many again where lengths vary, whether tp divides them or not.
 """
 
-KEPT = ["two linear layers", "dropout, biases, recomputed"]
+KEPT = ["two linear layers"]
 
 
 def begin_counting() -> None:
