@@ -144,12 +144,15 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if group.prepare is not None:
         group.prepare()
-    store = FakeStore() if group.backend == FAKE else dist.FileStore(group.store, group.world_size)
+    if group.backend == FAKE:
+        place: dict[str, Any] = {"store": FakeStore()}
+    else:
+        place = {"init_method": f"file://{group.store}"}
     # With two threads a rank's heap is corrupted in one full run of fifteen: docs/upstream/gloo_threads.md
     with one_gloo_thread():
         dist.init_process_group(
             group.backend,
-            store=store,
+            **place,
             rank=rank,
             world_size=group.world_size,
             timeout=timedelta(seconds=group.timeout),
