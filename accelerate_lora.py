@@ -69,7 +69,7 @@ def _check_early(command: str, arguments: list[str]) -> None:
         assert spec is not None
         sys.modules[name] = module_from_spec(spec)
     try:
-        from accelerate_plugin.early_checks import check_early, check_launch_early
+        from accelerate_plugin.config_file import check_early, check_launch_early
 
         (check_early if command == "check" else check_launch_early)(arguments)
     except (ValueError, OSError) as error:

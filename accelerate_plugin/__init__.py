@@ -10,9 +10,9 @@ After this package has been imported, every Accelerator that is asked for FSDP2 
 by the environment, trains with `lora_parallel`. Other Accelerators stay as they are.
 """
 
-from accelerate_plugin.mesh_callback import MeshCallback
 from accelerate_plugin.patches import activate
 from accelerate_plugin.plugin import LoRAParallelPlugin
+from accelerate_plugin.trainer import MeshCallback
 from lora_parallel import __version__
 
 __all__ = ["LoRAParallelPlugin", "MeshCallback", "__version__"]

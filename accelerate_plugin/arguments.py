@@ -18,8 +18,6 @@ from transformers import TrainingArguments
 from accelerate_plugin import detect
 from accelerate_plugin.parallelism import LoRAParallelism, current_parallelism
 
-__all__ = ["adopt_output_dir", "arguments_post_init", "main_process_first", "world_size"]
-
 Original = Callable[..., Any]
 
 log = logging.getLogger(__name__)

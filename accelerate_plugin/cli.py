@@ -20,14 +20,22 @@ from accelerate.commands.config.config_args import ClusterConfig, default_config
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
-from accelerate_plugin.check_command import check_set_up
-from accelerate_plugin.config_file import config_file_of, mesh_sections, own_keys
-from accelerate_plugin.early_checks import CONFIG_FILES, LAUNCHERS, OVER_THE_FILE, check_file, read_arguments
-from accelerate_plugin.file_values import check_machines, check_share, one_of, whole
-from accelerate_plugin.plan_command import plan
+from accelerate_plugin.commands import check_set_up, plan
+from accelerate_plugin.config_file import (
+    CONFIG_FILES,
+    LAUNCHERS,
+    OVER_THE_FILE,
+    check_file,
+    check_machines,
+    check_share,
+    config_file_of,
+    mesh_sections,
+    one_of,
+    own_keys,
+    read_arguments,
+    whole,
+)
 from lora_parallel import ParallelConfig
-
-__all__ = ["main"]
 
 
 def main(command: str, arguments: list[str]) -> None:

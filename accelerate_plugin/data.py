@@ -1,33 +1,34 @@
-"""Give data-parallel processes their shares of batches, shuffled alike, and resume the shuffling in mid-epoch."""
+"""Give data-parallel processes their shares of batches and streams, and gather their values.
+
+Every process reads the stream and keeps its rows, so that nothing is sent, and peers of one batch have the same.
+
+`gather`, `gather_for_metrics` and `reduce` of an Accelerator, and `gather`, `gather_object` and `reduce` of
+`accelerate.utils`, all call the three functions that `patches.py` replaces by those here. They know processes only, and
+would repeat the values of peers of one batch (tensor, context and pipeline parallel ones), as if each had seen a batch
+of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from accelerate.utils import is_datasets_available, recursively_apply
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
 from accelerate_plugin.parallelism import parallelism_within_batch
-
-__all__ = [
-    "batch_size",
-    "check_dispatch",
-    "check_sampler",
-    "dispatcher_init",
-    "prepare_sampler",
-    "restore_sampler",
-    "resumable",
-    "sampler_state",
-]
 
 _DISPATCHED = (
     "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would give every "
@@ -201,3 +202,125 @@ def restore_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
         sampler.initial_seed = saved["seed"]
     elif isinstance(sampler, _Resumable):
         sampler.generator.set_state(saved["generator"])
+
+
+def whole_stream(data_loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a dataloader whose rows Accelerate will share out batch by batch, as it does without `datasets`.
+
+    Accelerate gives each process some of the files of a `datasets.IterableDataset` if it has enough of them, and the
+    rows of a step are then others than in one process.
+    """
+    if not is_datasets_available():
+        return data_loader
+    from datasets import IterableDataset as DatasetsStream
+
+    if not isinstance(data_loader.dataset, DatasetsStream):
+        return data_loader
+    data_loader = copy(data_loader)
+    vars(data_loader)["dataset"] = _Stream(data_loader.dataset)  # a dataloader refuses to have it set
+    return data_loader
+
+
+class _Stream(IterableDataset[Any]):
+    """Read a stream of `datasets`; Accelerate does not see what it reads."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.stream.set_epoch(epoch)
+
+
+def deal_as_dispatched(loader: Any) -> Any:
+    """Make a prepared dataloader fill up a short last batch only to a multiple of the data-parallel processes.
+
+    Returns:
+        The dataloader, changed in place; as it is, if its dataset is not iterable.
+    """
+    shard = loader.dataset
+    if type(shard) is IterableDatasetShard:
+        shard.__class__ = _DispatchedShard
+        shard.last_rows = torch.zeros((), dtype=torch.int64).share_memory_()  # a worker of the dataloader counts them
+    return loader
+
+
+def note_last_rows(loader: Any) -> None:
+    """Tell Accelerate how many rows of the last batch are the stream's, once the stream has ended.
+
+    `gather_for_metrics` leaves out the others, also where the stream has no length.
+    """
+    shard = getattr(loader, "dataset", None)
+    if isinstance(shard, _DispatchedShard) and loader.end_of_dataloader and shard.last_rows:
+        loader.remainder = int(shard.last_rows)
+
+
+class _DispatchedShard(IterableDatasetShard):
+    """Yield this process's rows of each batch, and of a last batch that is short an equal part."""
+
+    last_rows: torch.Tensor
+    """Number of the last batch's rows, without those that fill it up; 0 if it is whole."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
+            generator.manual_seed(self.epoch)
+        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        first: list[Any] = []
+        rows: list[Any] = []
+        self.last_rows.zero_()
+        for row in self.dataset:
+            rows.append(row)
+            if len(rows) == whole:
+                yield from self._mine(rows)
+                first, rows = first or rows, []
+        if rows and not self.drop_last:
+            self.last_rows.fill_(len(rows))
+            rows += islice(cycle(first or list(rows)), -len(rows) % self.num_processes)
+            yield from self._mine(rows)
+
+    def _mine(self, rows: list[Any]) -> list[Any]:
+        size = len(rows) // self.num_processes
+        return rows[self.process_index * size : (self.process_index + 1) * size]
+
+
+def gather_tensors(original: Callable[..., Any], tensor: Any) -> Any:
+    """Concatenate the tensors of all data-parallel processes, with one tensor for each batch."""
+    gathered, parallelism = original(tensor), parallelism_within_batch()
+    if parallelism is None:
+        return gathered
+    processes = parallelism.total_size
+
+    def once(each: Tensor) -> Tensor:
+        return parallelism.one_per_batch(each.unflatten(0, (processes, len(each) // processes))).flatten(0, 1)
+
+    return recursively_apply(once, gathered)
+
+
+def gather_objects(original: Callable[..., Any], object: Any) -> Any:
+    """Join the lists of all data-parallel processes, with one list for each batch."""
+    parallelism = parallelism_within_batch()
+    if parallelism is None:
+        return original(object)
+    return [each for part in parallelism.one_per_batch(original([object])) for each in part]
+
+
+def reduce_tensors(original: Callable[..., Any], func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function to all tensors of `data`; the one that reduces gets one tensor for each batch.
+
+    `reduce` itself is imported by name, also before this package is. What it calls, `recursively_apply`, is not.
+    """
+    parallelism, reduction = parallelism_within_batch(), kwargs.get("reduction")
+    name = f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', '')}"
+    reduces = name.startswith("accelerate.utils.operations.reduce.<locals>.")
+    if not reduces or parallelism is None or reduction == "max":
+        return original(func, data, *args, **kwargs)
+
+    def once(tensor: Tensor, reduction: str, scale: float) -> Tensor:
+        share = tensor if parallelism.is_first_of_batch else torch.zeros_like(tensor)
+        total: Tensor = func(share, reduction="sum", scale=scale)
+        return total / parallelism.dp_size if reduction == "mean" else total
+
+    return original(once, data, *args, **kwargs)

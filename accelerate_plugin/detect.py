@@ -13,12 +13,9 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
-from accelerate_plugin.config_file import own_settings
-from accelerate_plugin.early_checks import check_version
+from accelerate_plugin.config_file import check_version, own_settings
 from accelerate_plugin.parallelism import LoRAParallelism
 from accelerate_plugin.plugin import LoRAParallelPlugin
-
-__all__ = ["asked_by_environment", "asks_for_pipeline", "has_accelerator", "requested_parallelism"]
 
 
 def asked_by_environment() -> bool:

@@ -17,9 +17,7 @@ from accelerate.commands import launch as accelerate_launch
 from torch.distributed.launcher.api import elastic_launch
 
 from accelerate_plugin import detect
-from accelerate_plugin.early_checks import LAUNCHERS
-
-__all__ = ["main"]
+from accelerate_plugin.config_file import LAUNCHERS
 
 _USAGE = "usage: accelerate launch --config_file CONFIG -m accelerate_plugin.launch [-m] SCRIPT [ARGUMENTS]"
 

@@ -18,15 +18,6 @@ from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes, same_batch_groups
 
-__all__ = [
-    "LoRAParallelism",
-    "collective_method",
-    "current_parallelism",
-    "parallelism_of",
-    "parallelism_within_batch",
-    "world_size",
-]
-
 
 class LoRAParallelism(ParallelismConfig):
     """Hold the `parallelism_config` of an Accelerator that trains with `lora_parallel`.

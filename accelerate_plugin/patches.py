@@ -22,21 +22,9 @@ from typing import Any
 from accelerate import Accelerator
 from packaging.version import Version
 
-from accelerate_plugin import (
-    accelerator_init,
-    arguments,
-    data,
-    detect,
-    gather,
-    jit_checkpoint,
-    mesh_callback,
-    reference_models,
-    trainer,
-)
+from accelerate_plugin import accelerator, arguments, data, detect, models, trainer
 from accelerate_plugin.accelerator import AcceleratorOverrides
 from lora_parallel.integration import defer_from_pretrained
-
-__all__ = ["PATCHES", "Patch", "activate", "check", "patched", "unpatched"]
 
 _OLDEST = {"accelerate": "1.15", "transformers": "5.17"}
 
@@ -119,21 +107,21 @@ PATCHES = (
     Patch(
         f"{_STATE}:PartialState",
         "_prepare_backend",
-        accelerator_init.prepare_backend,
+        accelerator.prepare_backend,
         "processes that torchrun started on a machine without accelerators are not joined",
         "self cpu sagemaker_dp backend",
     ),
     Patch(
         f"{_STATE}:PartialState",
         "split_between_processes",
-        accelerator_init.split_between_processes,
+        accelerator.split_between_processes,
         "it gives peers of one batch different inputs",
         "self inputs apply_padding",
     ),
     Patch(
         f"{_STATE}:AcceleratorState",
         "__init__",
-        accelerator_init.state_init,
+        accelerator.state_init,
         "FSDP is for machines with accelerators only, and num_processes counts tensor-parallel peers",
         "self mixed_precision cpu dynamo_plugin deepspeed_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin "
         "parallelism_config _from_accelerator kwargs",
@@ -141,7 +129,7 @@ PATCHES = (
     Patch(
         _ACCELERATOR,
         "__init__",
-        accelerator_init.accelerator_init,
+        accelerator.accelerator_init,
         "the mesh is made in here, from a parallelism_config that a plugin cannot give",
         "self device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config "
         "deepspeed_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin rng_types log_with project_dir project_config "
@@ -151,21 +139,21 @@ PATCHES = (
     Patch(
         _OPERATIONS,
         "_gpu_gather",
-        gather.gather_tensors,
+        data.gather_tensors,
         "it repeats the tensors of peers of one batch",
         "tensor",
     ),
     Patch(
         _OPERATIONS,
         "_gpu_gather_object",
-        gather.gather_objects,
+        data.gather_objects,
         "it repeats the objects of peers of one batch",
         "object",
     ),
     Patch(
         _OPERATIONS,
         "recursively_apply",
-        gather.reduce_tensors,
+        data.reduce_tensors,
         "reduce, which calls it, adds up the tensors of peers of one batch",
         "func data args test_type error_on_other_type kwargs",
     ),
@@ -201,7 +189,7 @@ PATCHES = (
     Patch(
         _TRAINER,
         "create_accelerator_and_postprocess",
-        reference_models.create_accelerator,
+        models.create_accelerator,
         "TRL shards a reference model by itself",
         "self",
     ),
@@ -243,7 +231,7 @@ PATCHES = (
     Patch(
         _TRAINER,
         "log",
-        mesh_callback.log,
+        trainer.log,
         "a callback cannot add to an entry before those of report_to have sent it",
         "self logs start_time",
     ),
@@ -300,7 +288,7 @@ PATCHES = (
         Patch(
             "transformers.trainer_jit_checkpoint:JITCheckpointCallback",
             name,
-            jit_checkpoint.on_step_end if name == "on_step_end" else jit_checkpoint.at_other_places,
+            trainer.on_step_end if name == "on_step_end" else trainer.at_other_places,
             "each process saves by itself, at the place where its own flag is set",
             "self args state control kwargs",
         )

@@ -11,11 +11,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, PeftConfig
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from accelerate_plugin.early_checks import check_precision, check_version
+from accelerate_plugin.config_file import check_precision, check_version
 from lora_parallel import ParallelConfig
 from lora_parallel.integration import check_positive, suggest_arguments
-
-__all__ = ["LoRAParallelPlugin"]
 
 
 @suggest_arguments

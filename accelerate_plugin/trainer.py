@@ -1,8 +1,12 @@
-"""Replace methods of transformers' Trainer where its Accelerator trains with `lora_parallel`.
+"""Replace methods of transformers' Trainer and of its callbacks where it trains with `lora_parallel`.
 
 `patches.py` replaces each method by the function of its name here, whose argument `original` is the replaced method.
 Trainer supports FSDP and tensor parallelism, but not both together. When it saves and loads a sharded model it follows
 the state-dict type: it gathers the base, or writes nothing at all.
+
+The signal sets a flag in a process some seconds later, by a timer, and Trainer's callback looks at the flag at four
+places of a step. The flags of two processes may be set at different places, and a signal may reach one of them only. So
+all processes ask each other as a step ends, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,26 +16,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from accelerate_plugin.accelerator_init import Original
+from accelerate_plugin.accelerator import Original
 from accelerate_plugin.models import innermost
 from accelerate_plugin.parallelism import collective_method, parallelism_of, parallelism_within_batch
 from lora_parallel.integration import (
     Contents,
+    MeshMeter,
     Scratch,
     TrainState,
     adapter_parameters,
     agreed,
     is_checkpoint,
+    largest_numbers,
     load_models,
     load_optimizers,
     local_path,
     of_another,
     over_stages,
+    parallelized,
     read_checkpoint,
     read_meta,
     restore_random_state,
@@ -309,3 +316,91 @@ def _check_readable(path: Path) -> None:
         f"{path} has no {TRAIN_STATE}/: it is no checkpoint that a run of this library can go on from (another "
         "library's, or one of save_only_model). Load its adapter, or its whole model, before training."
     )
+
+
+class MeshCallback(TrainerCallback):
+    """Log tokens a second, MFU, memory and the share of communication, as docs/metrics.md defines them.
+
+        trainer = Trainer(..., callbacks=[MeshCallback()])
+
+    The numbers are in `state.log_history` and go wherever `report_to` says, every `logging_steps` steps, under names
+    that begin with "mesh/". Time of evaluation and of saving is left out.
+
+    Args:
+        peak_flops: Operations a second that one device could do at best; None to look the device up.
+        profile_every: One step of so many is profiled, for the share of communication; None for no step.
+    """
+
+    def __init__(self, peak_flops: float | None = None, profile_every: int | None = None) -> None:
+        self._peak_flops, self._profile_every = peak_flops, profile_every
+        self._meter: MeshMeter | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        self._close()  # of a run that has failed
+        models = list(parallelized(model).values()) or [model]
+        self._meter = MeshMeter(models, self._peak_flops, self._profile_every)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._meter is not None:
+            self._meter.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._meter is not None:
+            self._meter.end_step()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pause()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pause()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close()
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers of the steps since the last call. Collective."""
+        return {} if self._meter is None else self._meter.read()
+
+    def _pause(self) -> None:
+        if self._meter is not None:
+            self._meter.pause()
+
+    def _close(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = None
+
+
+def log(original: Original, self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
+    """Log, and add the numbers of each `MeshCallback` to the entry of a training step.
+
+    Callbacks get an entry after those of `report_to` have sent theirs, too late to add to it.
+    """
+    if "loss" in logs:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MeshCallback):
+                logs.update(callback.read())
+    original(self, logs, start_time)
+
+
+def on_step_end(original: Original, self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    """Save and stop if any process has received SIGTERM. Collective."""
+    if _works_alone(self):
+        original(self, args, state, control, **kwargs)
+        return
+    manager = self.jit_manager
+    asked = [manager.is_checkpoint_requested]
+    manager.is_checkpoint_requested = bool(largest_numbers(asked, "Trainer's step with enable_jit_checkpoint")[0])
+    original(self, args, state, control, **kwargs)
+
+
+def at_other_places(original: Original, self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    """Do nothing in training on a mesh: another process may be at another place."""
+    if _works_alone(self):
+        original(self, args, state, control, **kwargs)
+
+
+def _works_alone(callback: Any) -> bool:
+    return callback.jit_manager is None or parallelism_of(callback.trainer.accelerator) is None

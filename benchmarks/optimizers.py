@@ -21,7 +21,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 from tqdm import tqdm
 
 from benchmarks.tables import run_table
-from lora_parallel.optimizers.kinds import steps_on
+from lora_parallel.optimizers import steps_on
 from tests.oracle import ranks_of, relative_error
 from tests.oracle.optimizer_rows import CASE, MAKES, MORE, STEPS, bound, on_ranks, one_process
 from tests.oracle.workers import Failure, WorkerPool

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 
 GOAL_SECONDS = 30  # of the 405B model
 GOAL_RATIO = 1.1  # of adapter bytes, largest rank / smallest

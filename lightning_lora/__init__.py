@@ -9,10 +9,10 @@ The import registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" and "lora_fs
 (`lightning_lora.legacy` has the strategy classes for them).
 """
 
-from lightning_lora.compiled_modules import accept_compiled_modules
 from lightning_lora.loading import load_folders
 from lightning_lora.registry import register_strategies
 from lightning_lora.strategy import FabricLoRAParallelStrategy, LoRAParallelStrategy, MeshCallback
+from lightning_lora.trainer_strategy import accept_compiled_modules
 from lora_parallel import __version__
 
 __all__ = ["FabricLoRAParallelStrategy", "LoRAParallelStrategy", "MeshCallback", "__version__"]

@@ -15,8 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from lora_parallel.integration import collective_call, dp_size
 
-__all__ = ["Communication"]
-
 
 class _Gather(torch.autograd.Function):
     """Stack every rank's tensor along a new first dim, [ranks, ...], with gradients.

@@ -9,8 +9,8 @@ from lightning_fabric.strategies import ParallelStrategy as FabricParallelStrate
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
+from lightning_lora.callbacks import MeshCallbackLogic
 from lightning_lora.fabric import FabricLogic
-from lightning_lora.mesh_callback import MeshCallbackLogic
 from lightning_lora.namespace import fabric_namespace, trainer_namespace
 from lightning_lora.trainer_strategy import TrainerStrategyLogic
 

@@ -16,15 +16,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "Namespace",
-    "TrainerNamespace",
-    "fabric_namespace",
-    "installed_trainers",
-    "is_lightning_module",
-    "trainer_namespace",
-]
-
 
 def installed_trainers() -> list[str]:
     """Return the packages that have a Trainer, of those that are installed."""

@@ -24,8 +24,6 @@ from lightning_lora.namespace import Namespace
 from lora_parallel import clip_grad_norm_
 from lora_parallel.integration import adapter_parameters, clip_grad_value_
 
-__all__ = ["SUPPORTED", "PrecisionLogic", "convert_base", "sharded_precision"]
-
 SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _STORED = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 

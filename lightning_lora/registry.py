@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-__all__ = ["NAMES", "register_strategies"]
-
 NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, "lora_fsdp2_tp2": 2, "lora_fsdp2_tp4": 4, "lora_fsdp2_tp8": 8}
 """tensor_parallel_size of each registered name. Lightning looks names up in lower case, so they must be lower-case."""
 

@@ -28,8 +28,6 @@ from lora_parallel.integration import (
     write_checkpoint,
 )
 
-__all__ = ["PACKED", "TRAINER", "save_in_one_file", "unpack", "unpacked"]
-
 TRAINER = "Trainer"
 """Writer in meta.json of the checkpoints that Trainer's strategy writes and reads."""
 

@@ -6,8 +6,8 @@ from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_lora.callbacks import MeshCallbackLogic
 from lightning_lora.fabric import FabricLogic
-from lightning_lora.mesh_callback import MeshCallbackLogic
 from lightning_lora.namespace import fabric_namespace, trainer_namespace
 from lightning_lora.trainer_strategy import TrainerStrategyLogic
 

@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from lightning_lora.communication import Communication
-from lightning_lora.data import seed_workers
-from lightning_lora.loader_position import seed_order
+from lightning_lora.data import seed_order, seed_workers
 from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
@@ -38,8 +37,6 @@ from lora_parallel.integration import (
     unwrap_compiled,
 )
 from lora_parallel.sizes import AXES, axis_sizes, coordinates
-
-__all__ = ["BaseLogic"]
 
 
 @suggest_arguments

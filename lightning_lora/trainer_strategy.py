@@ -1,12 +1,19 @@
 """Implement Trainer's strategy, for the classes in both Lightning namespaces.
 
 The code translates Lightning's hooks to engine calls and holds no maths and no placement.
+
+Lightning refuses such a module for all strategies but its own, and has no hook for that. So two private functions of
+Lightning's trainer, `_maybe_unwrap_optimized` and `_verify_strategy_supports_compile`, are wrapped here and nowhere
+else. For other strategies they do what they did before; `tests/lightning_lora/test_compile.py` checks that they do what
+is assumed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,13 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lora.callback_logging import Logging
-from lightning_lora.data import UnevenPrediction, check_shares, sync_metrics
-from lightning_lora.find_models import find_roots
-from lightning_lora.loader_position import moved_position
-from lightning_lora.namespace import TrainerNamespace
+from lightning_lora.callbacks import Logging, watch
+from lightning_lora.data import UnevenPrediction, check_shares, moved_position, sync_metrics
+from lightning_lora.loading import find_roots
+from lightning_lora.namespace import TrainerNamespace, installed_trainers
 from lightning_lora.precision import PrecisionLogic
-from lightning_lora.signals import watch
 from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
 from lightning_lora.strategy_base import BaseLogic
 from lora_parallel import no_sync
@@ -46,9 +51,7 @@ from lora_parallel.integration import (
     write_checkpoint,
 )
 
-__all__ = ["TrainerStrategyLogic"]
-
-if TYPE_CHECKING:  # at run time the class is mixed into either namespace's ParallelStrategy
+if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as Base
 else:
     Base = object
@@ -380,3 +383,44 @@ class TrainerStrategyLogic(BaseLogic, Base):
 def _is_held_by(value: object, tensor: Tensor) -> bool:
     """Return True if `value` is a tensor in the memory of `tensor`."""
     return isinstance(value, Tensor) and local(value).data_ptr() == local(tensor).data_ptr()
+
+
+_ARGUMENTS = "_lora_parallel_compile"
+
+
+def accept_compiled_modules() -> None:
+    """Let Trainer take a compiled LightningModule with this library's strategy, in every installed namespace.
+
+    A second call changes nothing.
+    """
+    for package in installed_trainers():
+        trainer: Any = import_module(f"{package}.trainer.trainer")
+        if not hasattr(trainer._verify_strategy_supports_compile, "__wrapped__"):
+            to_uncompiled = import_module(f"{package}.utilities.compile").to_uncompiled
+            trainer._maybe_unwrap_optimized = _unwrapping(trainer._maybe_unwrap_optimized)
+            trainer._verify_strategy_supports_compile = _accepting(
+                trainer._verify_strategy_supports_compile, to_uncompiled
+            )
+
+
+def _unwrapping(own: Any) -> Any:
+    @wraps(own)
+    def unwrap(model: Any) -> Any:
+        module = own(model)
+        if module is not model:
+            module.__dict__[_ARGUMENTS] = getattr(model, "_compile_kwargs", {})  # Lightning keeps them there
+        return module
+
+    return unwrap
+
+
+def _accepting(own: Any, to_uncompiled: Any) -> Any:
+    @wraps(own)
+    def verify(model: Any, strategy: Any) -> None:
+        arguments = model.__dict__.pop(_ARGUMENTS, {})
+        if not isinstance(strategy, TrainerStrategyLogic):
+            own(model, strategy)
+        elif model._compiler_ctx is not None:
+            strategy.compile_blocks(to_uncompiled(model), arguments)
+
+    return verify

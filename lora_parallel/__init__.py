@@ -9,10 +9,8 @@ flag of Lightning's Trainer.
 
 from typing import TYPE_CHECKING, Any
 
-from lora_parallel.adapters.load_adapter import load_adapter
-from lora_parallel.adapters.save_adapter import save_adapter
-from lora_parallel.checkpoint.background import wait_for_save
-from lora_parallel.checkpoint.retention import latest_checkpoint
+from lora_parallel.adapters.adapter_folder import load_adapter, save_adapter
+from lora_parallel.checkpoint.files import latest_checkpoint, wait_for_save
 from lora_parallel.checkpoint.save_load import load_checkpoint, save_checkpoint
 from lora_parallel.config import ParallelConfig
 from lora_parallel.cost.mesh_cost import MeshCost
@@ -21,8 +19,7 @@ from lora_parallel.distributed.gradients import clip_grad_norm_
 from lora_parallel.distributed.mesh import build_mesh
 from lora_parallel.export.merged import export_merged
 from lora_parallel.lazy.materialize import Read, read_plan
-from lora_parallel.loading.attach_checkpoint import attach_checkpoint
-from lora_parallel.loading.meta_init import meta_init
+from lora_parallel.loading.meta_init import attach_checkpoint, meta_init
 from lora_parallel.parallelize import parallelize
 from lora_parallel.runtime.stop_signal import StopSignal
 from lora_parallel.state import no_sync

@@ -7,12 +7,9 @@ matter to it then. These names may change between minor releases.
 from __future__ import annotations
 
 from lora_parallel.adapters.base_fingerprint import base_fingerprints, check_base
-from lora_parallel.adapters.config_check import check_config
 from lora_parallel.adapters.injection import has_adapters
-from lora_parallel.adapters.inspection import adapter_parameters, peft_configs
-from lora_parallel.arguments import check_positive, suggest_arguments
-from lora_parallel.checkpoint.calls import of_another
-from lora_parallel.checkpoint.meta import read_meta
+from lora_parallel.adapters.inspection import adapter_parameters, check_config, peft_configs
+from lora_parallel.checkpoint.files import of_another, read_meta
 from lora_parallel.checkpoint.reader import (
     Contents,
     is_checkpoint,
@@ -23,33 +20,41 @@ from lora_parallel.checkpoint.reader import (
     resume_counting,
     state_dict_of,
 )
-from lora_parallel.checkpoint.rng_state import restore_random_state
-from lora_parallel.checkpoint.train_state import TrainState
+from lora_parallel.checkpoint.states import TrainState, restore_random_state
 from lora_parallel.checkpoint.writer import may_be_replaced, write_checkpoint
-from lora_parallel.distributed.gather import gather_on_rank_zero, local, reshard
+from lora_parallel.config import check_positive, suggest_arguments
+from lora_parallel.distributed.dtensors import gather_on_rank_zero, local, reshard
 from lora_parallel.distributed.gradients import clip_grad_value_
-from lora_parallel.distributed.mesh import dp_rank, dp_size, mesh_sizes, same_batch_groups
-from lora_parallel.distributed.rank_checks import agreed, check_alike
-from lora_parallel.distributed.rendezvous import collective_call
-from lora_parallel.distributed.stages import merged_over_stages, over_stages
+from lora_parallel.distributed.mesh import (
+    dp_rank,
+    dp_size,
+    merged_over_stages,
+    mesh_sizes,
+    over_stages,
+    same_batch_groups,
+)
+from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call
 from lora_parallel.distributed.torch_private import fake_process_group, group_named
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
-from lora_parallel.loading.meta_init import defer_from_pretrained
-from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
-from lora_parallel.metrics.meter import MeshMeter
-from lora_parallel.runtime.checked_set_up import SetUpIsPossible, end_after_set_up, is_checked
-from lora_parallel.runtime.description import describe, description_to_print
+from lora_parallel.loading.meta_init import adopt_rank_zero, defer_from_pretrained, tensors_of
+from lora_parallel.metrics import MeshMeter
+from lora_parallel.runtime.compiled_blocks import tell_unwrapped, unwrap_compiled
+from lora_parallel.runtime.description import (
+    SetUpIsPossible,
+    describe,
+    description_to_print,
+    end_after_set_up,
+    is_checked,
+)
 from lora_parallel.runtime.guards import check_optimized
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
 from lora_parallel.runtime.stop_signal import ask_for_largest, largest_numbers
-from lora_parallel.runtime.whole_compile import tell_unwrapped, unwrap_compiled
 from lora_parallel.sizes import axes_text, mesh_text, rank_lines
 from lora_parallel.state import parallelized, state_of
-from lora_parallel.storage.atomic import Scratch, check_free, local_path, remove_folder, sweep
-from lora_parallel.storage.weights_only import check_loadable, without_numpy
+from lora_parallel.storage import Scratch, check_free, check_loadable, local_path, remove_folder, sweep, without_numpy
 
 __all__ = [
     "Contents",

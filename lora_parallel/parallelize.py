@@ -19,73 +19,62 @@ from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.adapters.injection import LateAdapter, adapt_dropout, check_adapters, has_adapters, inject_adapter
 from lora_parallel.adapters.peft_private import keep_factored, refuse_unload
 from lora_parallel.config import ParallelConfig
-from lora_parallel.cp.context import CPContext
+from lora_parallel.cp.attention import CPContext
 from lora_parallel.cp.regions import run_on_token_chunks
-from lora_parallel.distributed.dtensor_operators import guard_dtensor_operators
-from lora_parallel.distributed.gradient_hooks import refuse_early_hooks
-from lora_parallel.distributed.gradients import PartialGradients, clip_over_stages
+from lora_parallel.distributed.dtensors import guard_dtensor_operators
+from lora_parallel.distributed.gradients import PartialGradients, clip_over_stages, refuse_early_hooks
 from lora_parallel.distributed.mesh import (
-    AXES,
     axis_rank,
     axis_size,
     dp_rank,
-    mesh_axes,
     mesh_sizes,
     possible_axes,
+    share_random_state,
     stage_mesh,
 )
-from lora_parallel.distributed.random_state import share_random_state
-from lora_parallel.distributed.rank_checks import agreed, check_alike, gather_numbers
-from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, gather_numbers
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
-from lora_parallel.fsdp.submodule_calls import gather_for_calls, leave_inference_mode
 from lora_parallel.fsdp.unit_order import install_order_check
 from lora_parallel.fsdp.wrapping import (
     check_scalars,
     device_at_rest,
     fsdp_blocks,
+    gather_for_calls,
+    leave_inference_mode,
     move_to_device,
     shard_for_dp,
     wants_fsdp,
 )
-from lora_parallel.layers.layer_parameters import shared_parameters
-from lora_parallel.layers.module_names import clean_names, innermost
+from lora_parallel.layers.layer_parameters import clean_names, innermost, shared_parameters
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
-from lora_parallel.loading.sync_module_states import adopt_rank_zero, check_same_files, tensors_of
-from lora_parallel.loading.transformers_quantisers import check_loaded
-from lora_parallel.optimizers.step import let_optimizers_step
+from lora_parallel.loading.meta_init import adopt_rank_zero, check_same_files, tensors_of
+from lora_parallel.loading.quantisers import check_loaded
+from lora_parallel.optimizers import let_optimizers_step
 from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
-from lora_parallel.pp.context import Entry, StageContext
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import OwnLoss
 from lora_parallel.pp.pipeline import Pipeline, refuse_outputs
-from lora_parallel.pp.schedules import check_held, check_microbatches
-from lora_parallel.pp.split import split_stages
-from lora_parallel.pp.stage_layers import Bounds, StageLayers
-from lora_parallel.pp.stage_model import StageModel, check_trained
+from lora_parallel.pp.schedules import check_held, check_microbatches, split_stages
+from lora_parallel.pp.stage_model import Bounds, Entry, StageContext, StageLayers, StageModel, check_trained
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
-from lora_parallel.runtime.checked_set_up import end_if_checked, is_checked
-from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager
-from lora_parallel.runtime.description import log_description
-from lora_parallel.runtime.generation import allow_generate, refuse_generate
+from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager, refuse_whole_compile
+from lora_parallel.runtime.description import end_if_checked, is_checked, log_description
 from lora_parallel.runtime.guards import check_once_it_trains, verify
 from lora_parallel.runtime.optimizer_params import refuse_joined_steps, refuse_stale_steps
-from lora_parallel.runtime.refusals import seal
+from lora_parallel.runtime.refusals import allow_generate, refuse_generate, seal
 from lora_parallel.runtime.step_hooks import StepHooks
-from lora_parallel.runtime.whole_compile import refuse_whole_compile
+from lora_parallel.sizes import AXES, mesh_axes
 from lora_parallel.state import ForwardCount, ParallelState, state_of
 from lora_parallel.tp.apply_style import apply_style
 from lora_parallel.tp.context import Tokens, TPContext
 from lora_parallel.tp.sequence import run_on_chunks
-from lora_parallel.tp.sliced_logits import head_of, keep_logits_sliced
-from lora_parallel.tracing.config_view import viewed_with
-from lora_parallel.tracing.context_chunks import find_places
+from lora_parallel.tp.sliced_tensor import head_of, keep_logits_sliced
+from lora_parallel.tracing.inputs import viewed_with
 from lora_parallel.tracing.stage_layers import StageTrace
-
-__all__ = ["parallelize"]
+from lora_parallel.tracing.token_chunks import find_places
 
 
 @collective_call("parallelize")

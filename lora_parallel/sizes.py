@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-__all__ = ["AXES", "axes_text", "axis_sizes", "check_schedule", "coordinates", "mesh_axes", "mesh_text", "rank_lines"]
-
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """All mesh axes, the outermost first. Everything that depends on their order is derived from this."""
 

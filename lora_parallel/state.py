@@ -13,19 +13,6 @@ from torch.distributed import DeviceMesh
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 
-__all__ = [
-    "OTHER_STAGE",
-    "AdapterPool",
-    "ForwardCount",
-    "ParallelState",
-    "StageTensors",
-    "mesh_of",
-    "names_elsewhere",
-    "no_sync",
-    "parallelized",
-    "state_of",
-]
-
 _ATTRIBUTE = "_lora_parallel_state"
 OTHER_STAGE = "_lora_parallel_other_stage"
 """Name of an attribute of the modules that stand in for those of other pipeline stages."""

@@ -147,7 +147,7 @@ def test_an_object_in_the_place_of_a_function_is_seen(pool):
 def logged() -> list[list[str]]:
     found = []
     for _ in range(2):
-        with listening("lora_parallel.planning.report") as lines:
+        with listening("lora_parallel.planning.passes") as lines:
             sharded(PLAIN, "1x2", tp_plan={"*.q_proj": "colwise_gather_output"})
         found.append(list(lines))
     return found

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lora_parallel.distributed.gloo import one_gloo_thread
+from lora_parallel.distributed.rank_checks import one_gloo_thread
 from lora_parallel.distributed.torch_private import default_store, set_timeout
 from tests import oracle
 from tests.oracle import Case, Run, late_group

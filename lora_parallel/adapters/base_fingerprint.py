@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from lora_parallel.adapters.inspection import adapter_parameters
-from lora_parallel.distributed.gather import local, region_of, reshard
-from lora_parallel.distributed.mesh import sharded_axes, stage_group
-from lora_parallel.distributed.stages import merged_over_stages, over_stages
-from lora_parallel.layers.module_names import clean_parameter_name
-from lora_parallel.layers.row_partition import RowPartition, partition_of
+from lora_parallel.distributed.dtensors import local, region_of, reshard
+from lora_parallel.distributed.mesh import merged_over_stages, over_stages, sharded_axes, stage_group
+from lora_parallel.layers.layer_parameters import clean_parameter_name
+from lora_parallel.layers.styles import RowPartition, partition_of
 from lora_parallel.state import StageTensors, state_of
-
-__all__ = ["base_fingerprints", "check_base", "fingerprints_of", "renew_fingerprints"]
 
 _SAMPLES = 16
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.state import ForwardCount
 
-__all__ = ["Keys", "TopologyInvariantDropout", "keys_on_device"]
-
 _GOLDEN, _MIX = 0x9E3779B1, 0x846CA68B
 
 

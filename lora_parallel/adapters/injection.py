@@ -21,15 +21,13 @@ from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.adapters.peft_private import check_needs_no_base, observe_layers
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.torch_private import local_region
+from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.layers.linear_classes import is_linear
-from lora_parallel.layers.module_names import clean_names
 from lora_parallel.lazy.materialize import allocate_adapters
 from lora_parallel.lazy.tracking import has_deferred
 from lora_parallel.state import ForwardCount
-
-__all__ = ["LateAdapter", "adapt_dropout", "check_adapters", "draw_adapter", "has_adapters", "inject_adapter"]
 
 _REMEDY = (
     "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "

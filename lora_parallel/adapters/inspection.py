@@ -1,30 +1,35 @@
-"""Find the adapters of a model, and the parameters and buffers that belong to each."""
+"""Find the adapters of a model, name their tensors as PEFT's folders do, and compare their configs.
+
+Source of the format: peft/utils/save_and_load.py and PeftModel.save_pretrained.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import cast
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
-from peft import PeftConfig, PeftModel
+import torch.distributed as dist
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
 from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lora_parallel.distributed.gather import local, persistent_buffers
-from lora_parallel.layers.module_names import clean_parameter_name
-from lora_parallel.state import parallelized, state_of
-
-__all__ = [
-    "adapted_model",
-    "adapter_parameters",
-    "adapter_tensors",
-    "check_finite",
-    "check_unmerged",
-    "first_names",
-    "loose_parameters",
-    "peft_configs",
-]
+from lora_parallel.adapters.peft_private import get_pattern_key
+from lora_parallel.distributed.dtensors import local, persistent_buffers
+from lora_parallel.distributed.mesh import merged_over_stages, stage_group
+from lora_parallel.distributed.rank_checks import agreed
+from lora_parallel.layers.layer_parameters import clean_parameter_name, embeddings_of, innermost
+from lora_parallel.state import mesh_of, parallelized, state_of
 
 _MAGNITUDES = {"lora_magnitude_vector": None}
 
@@ -166,3 +171,287 @@ def first_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         return {name: name for name in names}
     plain = {name: clean_parameter_name(name) for name in names}
     return {name: stage.tied.get(each, each) for name, each in plain.items()}
+
+
+WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
+
+
+def find_adapter(directory: str | os.PathLike[str], adapter_name: str) -> Path:
+    """Return the folder in which PEFT looks for an adapter.
+
+    This is the subfolder of the adapter's name if the adapter is not "default" and the subfolder holds weights, else
+    the directory itself.
+    """
+    inside = Path(directory) / adapter_name
+    return inside if adapter_name != "default" and (inside / WEIGHTS).is_file() else Path(directory)
+
+
+def keys_on_disk(
+    model: nn.Module, holder: nn.Module, adapter_name: str, save_embedding_layers: Literal["auto"] | bool
+) -> dict[str, str]:
+    """Map each key that PEFT writes for an adapter to the name in `model` of its parameter or buffer. Collective.
+
+    PEFT chooses the keys, on the first rank of each pipeline stage, since it may look at the base model's folder. The
+    result has the keys of all stages, on every rank. Besides the adapter's own tensors PEFT writes the weights of input
+    and output embeddings that are adapted or whose vocabulary has been resized.
+
+    Args:
+        model: The model.
+        holder: The module in it that holds PEFT's configs.
+        adapter_name: The adapter's name.
+        save_embedding_layers: As in `PeftModel.save_pretrained`.
+
+    Raises:
+        RuntimeError: PEFT gives no key to a tensor of the adapter.
+    """
+    prefix, mesh = _name_of(model, holder), mesh_of(model)
+    group = None if mesh is None else stage_group(mesh)
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    names: dict[str, str] = {}
+    with agreed():
+        if not dist.is_initialized() or dist.get_rank() == first:
+            parameters = tensors_by_name(model)
+            own = adapter_tensors(model, adapter_name)
+            embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
+            wanted = {**{name: parameters[name] for name in embeddings}, **own}
+            stand_ins: dict[str, Tensor] = {
+                name: torch.empty(parameter.shape, device="meta") for name, parameter in wanted.items()
+            }
+            state = get_peft_model_state_dict(
+                holder,
+                state_dict={name.removeprefix(prefix): tensor for name, tensor in stand_ins.items()},
+                adapter_name=adapter_name,
+                save_embedding_layers=save_embedding_layers,
+            )
+            by_tensor = {id(tensor): name for name, tensor in stand_ins.items()}
+            added = "" if isinstance(holder, PeftModel) else "base_model.model."
+            names = {f"{added}{key}": by_tensor[id(tensor)] for key, tensor in state.items()}
+            named = {id(parameters[name]) for name in names.values()}  # a tensor that tied layers share is written once
+            if lost := sorted(name for name, tensor in own.items() if id(tensor) not in named):
+                raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        shared = [names]
+        dist.broadcast_object_list(shared, src=first, group=group)
+        names = shared[0]
+    return merged_over_stages(names, mesh)
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Map names to the parameters and buffers of a model. A tied weight is under each of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
+    """Return the names in `model` of the base weights of the input and output embeddings that `holder` declares."""
+    base, inner = innermost(holder), set()
+    for layer in (embeddings_of(base, "input"), embeddings_of(base, "output")):
+        held = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer
+        inner.add(getattr(held, "base_layer", held))
+    return [f"{name}.weight" for name, module in model.named_modules() if module in inner]
+
+
+def _name_of(model: nn.Module, inner: nn.Module) -> str:
+    name = next(name for name, module in model.named_modules() if module is inner)
+    return f"{name}." if name else ""
+
+
+_PICKLED = "adapter_model.bin"
+
+_KEYS = "the keys of the file say which layers and tensors the adapter has"
+_PLACE = "says where the adapter or its base comes from"
+_HOW = "says how init_lora_weights computes the first values, and is compared with it where those change the base"
+_SAME_FUNCTION = {
+    "arrow_config": "routes tokens over several adapters by their tensors; a folder holds one",
+    "auto_mapping": _PLACE,
+    "base_model_name_or_path": _PLACE,
+    "bias": _KEYS,
+    "corda_config": _HOW,
+    "ensure_weight_tying": _KEYS,
+    "eva_config": _HOW,
+    "exclude_modules": _KEYS,
+    "fan_in_fan_out": "PEFT sets it to what the base layer needs",
+    "inference_mode": "says whether the adapter trains",
+    "layers_pattern": _KEYS,
+    "layers_to_transform": _KEYS,
+    "loftq_config": _HOW,
+    "lora_bias": _KEYS,
+    "lora_dropout": "is applied in training alone",
+    "lora_ga_config": _HOW,
+    "megatron_config": "says how Megatron shards the base",
+    "megatron_core": "says how Megatron shards the base",
+    "modules_to_save": _KEYS,
+    "peft_type": "is compared before",
+    "peft_version": _PLACE,
+    "revision": _PLACE,
+    "runtime_config": "says where PEFT computes, and is not saved",
+    "target_modules": _KEYS,
+    "target_parameters": _KEYS,
+    "task_type": "names the class of the wrapper around the model",
+    "use_dora": _KEYS,
+    "velora_config": "says what the backward pass keeps of the activations",
+}
+"""Fields of a PEFT config that may differ between two configs of one function, each with its reason."""
+
+_RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
+"""Fields that together say r and alpha of each layer."""
+
+_FORMER = {"merge_weights": "says whether evaluation merges; PEFT dropped it in 0.3"}
+"""Fields of former versions of PEFT that a folder may set, with the reason why its function stays the same."""
+
+_LEAVES_BASE = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
+"""Values of `init_lora_weights` that leave the base weights as they were: PiSSA and its kin subtract from them.
+
+Source: the `*_init` methods of peft/tuners/lora/layer.py.
+"""
+
+
+def check_config(folder: Path, own: PeftConfig) -> None:
+    """Check that an adapter folder holds weights whose config computes what the model's own config computes.
+
+    A field that the folder's config lacks has PEFT's default, as PEFT reads it.
+
+    Args:
+        folder: The adapter folder.
+        own: The config of the model's adapter.
+
+    Raises:
+        FileNotFoundError: The folder lacks the config or the weights.
+        ValueError: The folder's config cannot be read, is of another PEFT type, sets a field that the installed PEFT
+            does not know, or differs in a field on which the function depends.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            pickled = (folder / _PICKLED).is_file()
+            raise FileNotFoundError(
+                f"{folder} holds its adapter in {_PICKLED}, a pickle, which is not read: load it with "
+                "PeftModel.from_pretrained, and write it anew with save_pretrained."
+                if pickled and name == WEIGHTS
+                else f"{folder} is no PEFT adapter folder: it has no {name}."
+            )
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        kind = config["peft_type"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG} is no PEFT config ({type(error).__name__}: {error}).") from error
+    if kind != PeftType.LORA.value:
+        raise ValueError(f"{folder} holds an adapter of PEFT type {kind!r}; only LORA is supported.")
+    defaults = {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(own)
+    }
+    if unknown := {field: value for field, value in config.items() if field not in {**defaults, **_FORMER} and value}:
+        raise ValueError(
+            f"{folder} was trained with {', '.join(f'{field}={value!r}' for field, value in unknown.items())}, which "
+            "the installed PEFT does not know: install the version of PEFT that wrote it, or a later one."
+        )
+    theirs, ours = {**defaults, **config}, own.to_dict()
+    compared = _function(theirs), _function(ours)
+    layers = _layers_of(folder / WEIGHTS)
+    if layers is not None and not getattr(own, "target_parameters", None):  # of these the file does not name the layers
+        with suppress(TypeError, AttributeError, ValueError, re.error):  # the fields are compared one by one then
+            alike = _ranks(theirs, layers) == _ranks(ours, layers)
+            for each in compared:
+                each.update({field: None if alike else _ordered(each.get(field)) for field in _RANKS})
+    for field in defaults:
+        if compared[0].get(field) != compared[1].get(field):
+            raise ValueError(
+                f"{folder} was trained with {field}={theirs[field]!r}, the model's adapter has "
+                f"{field}={ours.get(field)!r}: build the adapter with the folder's own config."
+            )
+
+
+def _function(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config on which the function of an adapter's tensors depends."""
+    start = config.get("init_lora_weights", True)
+    config = {**config, "init_lora_weights": start.lower() if isinstance(start, str) else start}  # as PEFT reads it
+    changes_base = config["init_lora_weights"] not in _LEAVES_BASE
+    found = {
+        field: _plain(value)
+        for field, value in config.items()
+        if field not in _SAME_FUNCTION or (changes_base and _SAME_FUNCTION[field] is _HOW)
+    }
+    if not changes_base:
+        found.pop("init_lora_weights", None)
+    if not config.get("use_qalora"):
+        found.pop("qalora_group_size", None)
+    tokens = found.get("trainable_token_indices")
+    if isinstance(tokens, dict):  # the keys of the file name the layers, and PEFT takes any ending of such a name
+        short = {name.rpartition(".")[2]: indices for name, indices in tokens.items()}
+        found["trainable_token_indices"] = short if len(short) == len(tokens) else tokens
+        if len(tokens) == 1:
+            (found["trainable_token_indices"],) = tokens.values()
+    return found
+
+
+def with_sorted_patterns(config: PeftConfig, keys: Iterable[str]) -> PeftConfig:
+    """Return a config that says the same r and alpha of each layer after PEFT has written and read it.
+
+    PEFT takes the first key of a pattern that matches a layer, and writes the keys sorted. Where that gives a layer
+    other values, the patterns of the config that is returned have a key for each layer.
+
+    Args:
+        config: The config of the model's adapter.
+        keys: The keys of the adapter's tensors in the file.
+
+    Raises:
+        ValueError: The layers' names do not tell them apart either.
+    """
+    layers = _layers(keys)
+    if (
+        not isinstance(config, LoraConfig)
+        or config.target_parameters
+        or not (config.rank_pattern or config.alpha_pattern)
+    ):
+        return config
+    wanted = _ranks(vars(config), layers)
+    written = copy.copy(config)
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        setattr(written, pattern, dict(sorted((getattr(config, pattern) or {}).items())))
+    if _ranks(vars(written), layers) == wanted:
+        return config
+    written.rank_pattern = {layer: r for layer, (r, _) in sorted(wanted.items()) if r != config.r}
+    written.alpha_pattern = {layer: alpha for layer, (_, alpha) in sorted(wanted.items()) if alpha != config.lora_alpha}
+    if _ranks(vars(written), layers) != wanted:
+        raise ValueError(
+            f"rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} cannot be written: PEFT "
+            "sorts their keys, and takes the first that matches a layer. Give keys of which one matches each layer."
+        )
+    return written
+
+
+def _ranks(config: Mapping[str, Any], layers: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """Return r and alpha of each layer, as PEFT finds them: {layer: (r, alpha)}."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    return {
+        layer: (
+            ranks.get(get_pattern_key(list(ranks), layer), config["r"]),
+            alphas.get(get_pattern_key(list(alphas), layer), config["lora_alpha"]),
+        )
+        for layer in layers
+    }
+
+
+def _layers(keys: Iterable[str]) -> list[str]:
+    """Return the names of the layers whose `lora_A` is among the keys of an adapter file."""
+    found = [re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?A(?:\.weight)?", key) for key in keys]
+    return [match[1] for match in found if match is not None]
+
+
+def _layers_of(file: Path) -> list[str] | None:
+    """Return the names of the layers in an adapter file; None if it cannot be read, which who reads it says."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return _layers(opened.keys())
+    except (SafetensorError, OSError):
+        return None
+
+
+def _ordered(value: Any) -> Any:
+    """Return a pattern as a list of its keys and values: PEFT takes the first key that matches."""
+    return list(value.items()) if isinstance(value, dict) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it. Everything false is None: PEFT writes None, {} or [] for a field not set."""
+    plain = json.dumps(value, default=lambda each: sorted(each) if isinstance(each, set) else str(each))
+    return json.loads(plain) or None

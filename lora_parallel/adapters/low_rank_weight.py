@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Factors", "LowRankWeight"]
-
 _BYTES_ALIGNED = 16
 """Number of bytes that the rows of the operands of a grouped matrix product on a GPU must be multiples of."""
 

@@ -24,28 +24,12 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
-from peft.utils.other import get_pattern_key
+from peft.utils.other import get_pattern_key as get_pattern_key
 from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.lazy.tracking import DEFER, accept_memory, is_deferred, is_readable
-
-__all__ = [
-    "DRAWN",
-    "activate",
-    "adapters_off_meta",
-    "check_needs_no_base",
-    "get_pattern_key",
-    "keep_factored",
-    "observe_layers",
-    "refuse_adapters",
-    "refuse_merge",
-    "refuse_unload",
-    "sum_weight_norm",
-    "suspend_during_injection",
-    "trace_dora",
-]
 
 _observers: list[Callable[[nn.Module], None]] = []
 _suspensions: list[Callable[[], AbstractContextManager[Any]]] = []

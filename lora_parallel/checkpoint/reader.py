@@ -18,34 +18,32 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from lora_parallel.adapters.adapter_folder import read_adapter
 from lora_parallel.adapters.base_fingerprint import check_base, fingerprints_of
-from lora_parallel.adapters.inspection import check_unmerged, loose_parameters, peft_configs
-from lora_parallel.adapters.load_adapter import read_adapter
-from lora_parallel.adapters.peft_format import find_adapter
-from lora_parallel.checkpoint.background import wait_for_save
-from lora_parallel.checkpoint.calls import of_another, written_here
-from lora_parallel.checkpoint.integrity import check_bytes
-from lora_parallel.checkpoint.layout import EXTRA, FORMAT, META, STATE, adapter_folder, loose_key, optimizer_key
-from lora_parallel.checkpoint.meta import find_alteration, find_damage, read_meta
-from lora_parallel.checkpoint.optimizer_state import check_optimizer, group_names, restored
-from lora_parallel.checkpoint.train_state import TrainState
-from lora_parallel.distributed.gather import local, region_of
+from lora_parallel.adapters.inspection import check_unmerged, find_adapter, loose_parameters, peft_configs
+from lora_parallel.checkpoint.files import (
+    EXTRA,
+    FORMAT,
+    META,
+    STATE,
+    adapter_folder,
+    check_bytes,
+    find_alteration,
+    find_damage,
+    loose_key,
+    of_another,
+    optimizer_key,
+    read_meta,
+    wait_for_save,
+    written_here,
+)
+from lora_parallel.checkpoint.states import TrainState, check_optimizer, group_names, restored
+from lora_parallel.distributed.dtensors import local, region_of
+from lora_parallel.distributed.mesh import over_stages
 from lora_parallel.distributed.rank_checks import agreed, check_alike
-from lora_parallel.distributed.stages import over_stages
 from lora_parallel.lazy.files import DcpDirectory, Reader
 from lora_parallel.lazy.graph import Region, whole
-from lora_parallel.storage.atomic import restore_replaced
-
-__all__ = [
-    "Contents",
-    "is_checkpoint",
-    "load_models",
-    "load_optimizers",
-    "open_checkpoint_folder",
-    "read_checkpoint",
-    "resume_counting",
-    "state_dict_of",
-]
+from lora_parallel.storage import restore_replaced
 
 
 @dataclass(frozen=True)

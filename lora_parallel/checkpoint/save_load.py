@@ -15,15 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lora_parallel.checkpoint.reader import load_models, load_optimizers, read_checkpoint, resume_counting
-from lora_parallel.checkpoint.rng_state import restore_random_state
-from lora_parallel.checkpoint.train_state import TrainState
+from lora_parallel.checkpoint.states import TrainState, restore_random_state
 from lora_parallel.checkpoint.writer import write_checkpoint
-from lora_parallel.distributed.rank_checks import agreed, check_alike
-from lora_parallel.distributed.rendezvous import collective_call
-from lora_parallel.storage.atomic import local_path
-from lora_parallel.storage.weights_only import check_loadable, without_numpy
-
-__all__ = ["load_checkpoint", "save_checkpoint"]
+from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call
+from lora_parallel.storage import check_loadable, local_path, without_numpy
 
 _WRITER = "lora_parallel"
 

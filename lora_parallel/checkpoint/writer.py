@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +19,73 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lora_parallel.adapters.adapter_folder import GatheredAdapter, gather_adapter
 from lora_parallel.adapters.base_fingerprint import fingerprints_of
-from lora_parallel.adapters.inspection import check_finite, check_unmerged, loose_parameters, peft_configs
-from lora_parallel.adapters.peft_format import CARD, WEIGHTS
-from lora_parallel.adapters.save_adapter import GatheredAdapter, gather_adapter
-from lora_parallel.checkpoint.background import background_group, finish_in_background, wait_for_save
-from lora_parallel.checkpoint.integrity import ChecksummedWriter
-from lora_parallel.checkpoint.layout import (
+from lora_parallel.adapters.inspection import (
+    CARD,
+    WEIGHTS,
+    check_finite,
+    check_unmerged,
+    loose_parameters,
+    peft_configs,
+)
+from lora_parallel.checkpoint.files import (
     EXTRA,
     FORMAT,
     LAYOUT,
     STATE,
+    ChecksummedWriter,
     adapter_folder,
+    background_group,
+    checksum,
+    complete_checkpoints,
+    finish_in_background,
     loose_key,
     optimizer_key,
+    prune,
+    read_meta,
+    wait_for_save,
+    write_meta,
 )
-from lora_parallel.checkpoint.meta import checksum, read_meta, write_meta
-from lora_parallel.checkpoint.optimizer_state import OptimizerState, merged_records, optimizer_state
-from lora_parallel.checkpoint.progress import SavePlanner
-from lora_parallel.checkpoint.retention import complete_checkpoints, prune
-from lora_parallel.checkpoint.rng_state import gather_random_states
-from lora_parallel.checkpoint.train_state import TrainState
-from lora_parallel.distributed.gather import reshard
+from lora_parallel.checkpoint.states import (
+    OptimizerState,
+    TrainState,
+    gather_random_states,
+    merged_records,
+    optimizer_state,
+)
+from lora_parallel.distributed.dtensors import reshard
+from lora_parallel.distributed.mesh import merged_over_stages, over_stages
 from lora_parallel.distributed.rank_checks import agreed, check_alike
-from lora_parallel.distributed.stages import merged_over_stages, over_stages
 from lora_parallel.distributed.torch_private import is_rectangle
-from lora_parallel.storage.atomic import Scratch, check_free, is_taken, sweep
-from lora_parallel.storage.weights_only import check_loadable, without_numpy
+from lora_parallel.storage import Scratch, check_free, check_loadable, is_taken, saving_bar, sweep, without_numpy
 
-__all__ = ["may_be_replaced", "write_checkpoint"]
+
+class SavePlanner(DefaultSavePlanner):
+    """Plan a save as torch does, and show on rank 0 how many bytes of its shards are written."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self._bar = saving_bar("Saving states", sum(map(_bytes, plan.items)))
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        self._bar.update(_bytes(write_item))
+        if self._bar.n == self._bar.total:
+            self._bar.close()
+        return data
+
+
+def _bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,15 +1,84 @@
-"""Put together what a step costs on a mesh, from the cost of one micro-batch without pipeline parallelism."""
+"""Compute what a step costs on a mesh, in bytes and in seconds, from the cost of one micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_parallel.cost.hardware import Hardware, predicted_seconds
-from lora_parallel.cost.simulated_rank import PHASES, Numbers, StepCost
+from lora_parallel.cost.simulated_step import PHASES, Numbers, StepCost
+from lora_parallel.metrics import PEAKS
 
-__all__ = ["MeshCost", "cost_of_mesh"]
+
+@dataclass(frozen=True)
+class Hardware:
+    """Describe the GPUs of a cluster and what connects them."""
+
+    gpu_memory: float
+    """GiB of a GPU's memory."""
+
+    tflops: float
+    """Dense bfloat16 operations of a GPU, in 10^12 a second."""
+
+    link_gbs: float
+    """Bandwidth between GPUs of one machine, in 10^9 bytes a second, of a GPU in one direction."""
+
+    network_gbs: float = 50.0
+    """Bandwidth between machines for each GPU, in 10^9 bytes a second, in one direction: 50 is 400 Gbit/s."""
+
+    gpus_per_node: int = 8
+    """GPUs of a machine."""
+
+    efficiency: float = 0.5
+    """Share of `tflops` that matrix products reach."""
+
+    latency: float = 20e-6
+    """Seconds that each message takes besides its bytes."""
+
+
+GPUS = {
+    "A100-40": Hardware(40, PEAKS["A100"] / 1e12, 300),
+    "A100": Hardware(80, PEAKS["A100"] / 1e12, 300),
+    "H100": Hardware(80, PEAKS["H100"] / 1e12, 450),
+    "H200": Hardware(141, PEAKS["H200"] / 1e12, 450),
+    "B200": Hardware(180, PEAKS["B200"] / 1e12, 900),
+}
+"""GPUs by name, as SXM modules with NVLink. Source: NVIDIA's data sheets; without sparsity."""
+
+
+def predicted_seconds(
+    hardware: Hardware,
+    sizes: Mapping[str, int],
+    flops: float,
+    sent: Mapping[str, float],
+    messages: Mapping[str, float],
+    microbatches: int,
+) -> float:
+    """Return the seconds of a step.
+
+    Messages over tp and cp are waited for; those over dp are hidden behind compute as far as it lasts. A pipeline's
+    ranks wait for (pp - 1) of (microbatches + pp - 1) slots (Narayanan et al. 2021, Megatron-LM, section 2.2.1).
+
+    Args:
+        hardware: The cluster.
+        sizes: Size of each mesh axis.
+        flops: Operations of a rank's step.
+        sent: Bytes that a rank sends in a step, for each axis.
+        messages: Messages of a rank's step, for each axis.
+        microbatches: Number of micro-batches of a step.
+    """
+    seconds: dict[str, float] = {}
+    span = 1  # ranks that are nearer than those of the axis
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+        span *= sizes.get(axis, 1)
+        bandwidth = hardware.link_gbs if span <= hardware.gpus_per_node else hardware.network_gbs
+        seconds[axis] = sent.get(axis, 0) / (bandwidth * 1e9) + messages.get(axis, 0) * hardware.latency
+    compute = flops / (hardware.tflops * 1e12 * hardware.efficiency)
+    waited = compute + seconds["tp"] + seconds["cp"]
+    step = max(waited, seconds["dp_shard"] + seconds["dp_replicate"])
+    pp = sizes.get("pp", 1)
+    return step * (microbatches + pp - 1) / microbatches + seconds["pp"]
+
 
 _RESERVED = 0.08
 """Share of a GPU's memory that is left for CUDA's context, NCCL's buffers and what the allocator cannot use."""
@@ -184,3 +253,41 @@ def _stage(
         "peak": most,
         "total": sum(held.values()) + total["buffers"] + most,
     }
+
+
+_TOKENS_OF_A_CHUNK = 4096
+"""Fewest tokens of a context parallel chunk that is looked at: shorter rows are better divided by other axes."""
+
+
+def possible_meshes(gpus: int, gpus_per_node: int, blocks: int, tokens: int, batch: int) -> Iterator[dict[str, int]]:
+    """Yield the sizes of the axes of each mesh.
+
+    - tp stays inside of a machine, as it sends the activations of every layer.
+    - cp leaves each rank 4,096 tokens at least.
+    - pp has a block at least for each stage, and a micro-batch at least for each stage.
+    - dp_replicate is 1, or as many copies as let dp_shard, of 2 at least, stay inside of a machine: Accelerate refuses
+      copies that nothing is sharded in.
+    - The data-parallel ranks divide the batch.
+
+    Args:
+        gpus: Number of GPUs.
+        gpus_per_node: GPUs of a machine.
+        blocks: Number of the model's blocks.
+        tokens: Tokens of a row.
+        batch: Rows of a step, over all ranks.
+    """
+    for pp in _divisors(gpus):
+        for cp in _divisors(gpus // pp):
+            for tp in _divisors(gpus // (pp * cp)):
+                dp = gpus // (pp * cp * tp)
+                if pp > blocks or tp > gpus_per_node or (cp > 1 and tokens // cp < _TOKENS_OF_A_CHUNK):
+                    continue
+                if batch % dp or (pp > 1 and batch // dp < pp):
+                    continue
+                inside = max(1, gpus_per_node // (tp * cp))
+                for copies in sorted({1, dp // inside if dp > inside > 1 and dp % inside == 0 else 1}):
+                    yield {"pp": pp, "dp_replicate": copies, "dp_shard": dp // copies, "cp": cp, "tp": tp}
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

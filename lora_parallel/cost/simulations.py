@@ -15,8 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["Simulations"]
-
 _WORKERS = 4
 """Most processes that simulate steps at the same time; each takes about 1 GB."""
 

@@ -15,8 +15,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Answer jobs until standard input ends."""
@@ -37,7 +35,7 @@ def _answers(jobs: TextIO) -> Iterator[dict[str, Any]]:
 
     from lora_parallel.config import ParallelConfig
     from lora_parallel.cost.described_model import DescribedModel
-    from lora_parallel.cost.simulated_rank import cost_of_a_step
+    from lora_parallel.cost.simulated_step import cost_of_a_step
 
     models: dict[str, Any] = {}
     for line in jobs:

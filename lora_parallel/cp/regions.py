@@ -1,5 +1,8 @@
 """Run the blocks of a model, and the layers after them, on this rank's chunk of the tokens.
 
+FSDP2 adds the gradients of cp ranks up. In blocks each rank has those of its tokens. What computes the same on every
+rank has all of its gradient on each: it is divided by cp.
+
 The model's own code around the blocks sees all tokens, so that masks, rotary embeddings, packed rows and position ids
 are what they are in one process. Each block is given its rank's part of what has the tokens in dim 1. After the
 blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_tensor.py`):
@@ -18,16 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.cp.attention import ATTENTION, attend_to_all_tokens, remember_whole, wrap_registry
-from lora_parallel.cp.context import CPContext
-from lora_parallel.cp.replicated import refuse_gradients, replicated, run_replicated
-from lora_parallel.distributed.pytree import tensors_in
+from lora_parallel.cp.attention import ATTENTION, CPContext, attend_to_all_tokens, remember_whole, wrap_registry
+from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.gradients import scale_gradient
 from lora_parallel.distributed.token_chunks import TokenChunks
-from lora_parallel.layers.forward_arguments import (
+from lora_parallel.layers.layer_parameters import (
     asks_for,
     asks_for_cache,
     check_between_blocks,
@@ -36,19 +38,65 @@ from lora_parallel.layers.forward_arguments import (
 )
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
-from lora_parallel.tp.sliced_tensor import SlicedTensor, part_of, sliced_tensor
-from lora_parallel.tp.slicing import Slicing
+from lora_parallel.tp.sliced_tensor import SlicedTensor, Slicing, part_of, sliced_tensor
 
-__all__ = [
-    "ChunkEntry",
-    "Places",
-    "changed_arguments",
-    "first_output",
-    "has_tokens",
-    "refuse_outputs",
-    "run_on_token_chunks",
-    "with_first_output",
-]
+
+def run_replicated(layer: nn.Module, context: CPContext) -> None:
+    """Make a layer divide its gradients by cp, in place."""
+    own = layer.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replicated(self, own, context, args, kwargs)
+
+    layer.forward = MethodType(forward, layer)
+
+
+def replicated(
+    layer: nn.Module, own: Callable[..., Any], context: CPContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a layer's own forward; its parameters get their gradients divided by cp, and its inputs get all of theirs.
+
+    Args:
+        layer: The layer.
+        own: Its own forward.
+        context: The chunks.
+        args: Positional arguments of the forward. Chunks among them are gathered.
+        kwargs: Arguments by name.
+    """
+    trains = any(parameter.requires_grad for parameter in layer.parameters())
+    if not context.cuts:
+        if trains:
+            refuse_gradients(type(layer).__name__)
+        return own(*args, **kwargs)
+    ranks = context.chunks.ranks
+
+    def entering(x: Tensor) -> Tensor:
+        if isinstance(x, SlicedTensor):
+            x = x.slicing.gathered(part_of(x), type(layer).__name__).to(x.dtype).view(x.shape)
+        return scale_gradient(x, ranks) if trains and x.requires_grad else x
+
+    def leaving(x: Tensor) -> Tensor:
+        if not (trains and x.requires_grad):
+            return x
+        if isinstance(x, SlicedTensor):
+            return sliced_tensor(scale_gradient(part_of(x), 1 / ranks), x.slicing)
+        return scale_gradient(x, 1 / ranks)
+
+    args, kwargs = tree_map_only(Tensor, entering, (args, kwargs))
+    return tree_map_only(Tensor, leaving, own(*args, **kwargs))
+
+
+def refuse_gradients(name: str) -> None:
+    """Refuse to compute a part of the model by itself with gradients, which FSDP2 would add up over cp ranks.
+
+    Raises:
+        ValueError: Gradients are enabled.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} was called with gradients, but not by the parallelized model's own forward, which cuts the tokens "
+            "under cp: call the parallelized model, or use torch.no_grad()."
+        )
 
 
 @dataclass

@@ -16,32 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lora_parallel.distributed.torch_private import (
-    all_gather_stacked,
-    all_reduce_sum,
-    all_to_all,
-    reduce_scatter_sum,
-)
-
-__all__ = [
-    "all_reduce",
-    "chunk_bounds",
-    "chunks_over_tp",
-    "copy_all_to_tp",
-    "copy_to_tp",
-    "exchanged",
-    "gather_last_dim",
-    "gather_tokens",
-    "padded",
-    "scattered_sum",
-    "split_last_dim",
-    "split_tokens",
-    "stacked_over",
-    "sum_of_tokens",
-    "sum_over_tp",
-    "unless_compiled",
-    "whole_tokens",
-]
+from lora_parallel.distributed.torch_private import all_gather_stacked, all_reduce_sum, all_to_all, reduce_scatter_sum
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:

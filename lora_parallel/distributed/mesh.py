@@ -8,40 +8,18 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.gloo import finish_gloo, one_gloo_thread
-from lora_parallel.distributed.rendezvous import collective_call, limit_waiting
+from lora_parallel.distributed.rank_checks import collective_call, finish_gloo, limit_waiting, one_gloo_thread
 from lora_parallel.distributed.torch_private import flatten_axes, set_timeout, sub_mesh
 from lora_parallel.sizes import AXES, axis_sizes, mesh_axes
-
-__all__ = [
-    "AXES",
-    "axis_rank",
-    "axis_size",
-    "build_mesh",
-    "check_restarts",
-    "dp_mesh",
-    "dp_rank",
-    "dp_size",
-    "groups_of_axes",
-    "mesh_axes",
-    "mesh_sizes",
-    "possible_axes",
-    "same_batch_groups",
-    "same_batch_mesh",
-    "shard_size",
-    "sharded_axes",
-    "stage_group",
-    "stage_mesh",
-]
 
 log = logging.getLogger(__name__)
 
@@ -227,3 +205,47 @@ def dp_rank(mesh: DeviceMesh) -> int:
     Its cp and tp peers have the same.
     """
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+
+
+T = TypeVar("T")
+
+
+def over_stages(mine: T, mesh: DeviceMesh | None) -> list[T]:
+    """Return the object of each pp peer of this rank, in the order of pp ranks. Collective if there is a pp axis.
+
+    Args:
+        mine: This rank's object, which is pickled.
+        mesh: The model's mesh; None for a model that is not sharded.
+    """
+    if mesh is None or axis_size(mesh, "pp") == 1:
+        return [mine]
+    everyone: list[Any] = [None] * axis_size(mesh, "pp")
+    dist.all_gather_object(everyone, mine, group=mesh.get_group("pp"))
+    return everyone
+
+
+def merged_over_stages(mine: Mapping[str, T], mesh: DeviceMesh | None) -> dict[str, T]:
+    """Return the entries of all pp peers of this rank; of those with equal keys the first. Collective as above."""
+    merged: dict[str, T] = {}
+    for theirs in over_stages(dict(mine), mesh):
+        merged = {**merged, **{key: value for key, value in theirs.items() if key not in merged}}
+    return merged
+
+
+def share_random_state(mesh: DeviceMesh) -> None:
+    """Give the ranks of one batch (pp, cp and tp peers) the random state of the first of them. Collective.
+
+    Tp peers compute the same activations, so random numbers that the model draws outside of its adapters
+    (for its own dropout) must be the same on all of them. In a seeded job the states are equal already, and nothing
+    changes.
+    """
+    for group in same_batch_groups(mesh):
+        source = dist.get_global_rank(group, 0)
+        cpu = torch.get_rng_state().to(mesh.device_type)
+        dist.broadcast(cpu, src=source, group=group)
+        torch.set_rng_state(cpu.cpu())
+        if mesh.device_type != "cpu":
+            module = torch.get_device_module(mesh.device_type)
+            device = module.get_rng_state().to(mesh.device_type)
+            dist.broadcast(device, src=source, group=group)
+            module.set_rng_state(device.cpu())

@@ -1,27 +1,429 @@
-"""Raise errors on every rank together, and compare values that must be equal on all ranks."""
+"""Raise errors on every rank together, and name the ranks that are missing or make other calls.
+
+A rank that comes alone logs which ranks it waits for, long before a collective would time out. Each rank announces its
+call in the store that the process group was made with, under the number of the call, and waits until every rank has
+announced a call under the same number. A store, unlike a collective, can tell which ranks have come. Calls that are too
+frequent for this wait in their collective as usual, and use the store only after they have waited for long.
+
+Private API of torch is used; `tests/lora_parallel/distributed/test_gloo.py`, and `test_rank_checks.py` for
+`not_profiled`, test that it still means the same.
+"""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from math import ceil
+from types import FrameType
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lora_parallel.distributed.gloo import not_profiled
-from lora_parallel.distributed.rendezvous import wait_for
+from lora_parallel.distributed.torch_private import default_store, is_simulated, process_groups
 
-__all__ = [
-    "agreed",
-    "begin_gather",
-    "check_alike",
-    "fingerprint",
-    "fingerprint_on_device",
-    "gather_numbers",
-    "is_rank_zero",
-]
+_log = logging.getLogger(__name__)
+
+TELL_SECONDS = (10.0, 30.0, 60.0, 300.0)
+"""Seconds of waiting after which a rank logs which ranks it waits for; after the last, each time the wait doubles."""
+
+_LIBRARIES = frozenset(
+    {
+        *("lora_parallel", "lightning_lora", "accelerate_plugin", "torch", "transformers", "peft", "accelerate", "trl"),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "contextlib", "functools"),
+    }
+)
+"""Packages whose frames are not part of the user's program, see `place_of_call`.
+
+contextlib and functools are among them, because they call functions of the others.
+"""
+
+_REMEDY = "Make the same calls in the same order on every rank."
+
+_NAMED = 16
+"""Largest number of ranks that a message lists."""
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """Hold the entry that a rank writes into the store: its call, and the place of the call in the user's program."""
+
+    what: str
+    place: str
+    given_up_after: float | None = None
+    """Seconds after which the rank stopped waiting for the others; None if it still waits or went on."""
+
+    def __str__(self) -> str:
+        return f"{self.what} (called at {self.place})"
+
+
+@dataclass
+class _Meetings:
+    """Hold the announcements of some ranks: a meeting is one call that all of them announce."""
+
+    group: Any
+    """The default process group that the meetings belong to."""
+
+    ranks: tuple[int, ...]
+    store: Any
+    timeout: float
+    number: int = 0
+    """Number of meetings so far, which is also the number of the next one."""
+
+    past: list[str] = field(default_factory=list)
+    """Keys in the store, of earlier meetings, that this rank removes once every rank has left those meetings."""
+
+    def read(self, number: int) -> dict[int, _Announcement]:
+        """Map each rank that has come to meeting `number` so far to its announcement."""
+        keys = {rank: f"{number}/{rank}" for rank in self.ranks}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get(list(keys.values())) if keys else []
+        return {rank: _Announcement(**json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+
+    def write(self, number: int, announcement: _Announcement) -> None:
+        """Announce the call of this rank in meeting `number` to the other ranks."""
+        self.store.set(f"{number}/{self.group.rank()}", json.dumps(vars(announcement)))
+
+    def leave(self, number: int, complete: bool) -> None:
+        """Note the keys of meeting `number` that this rank is to remove later.
+
+        If the meeting is `complete` (every rank has come), remove the keys of the meetings before it: every rank has
+        left them.
+        """
+        if complete:
+            for key in self.past:
+                self.store.delete_key(key)
+            self.past.clear()
+        names = ["call", "arrived", "open"] if self.group.rank() == self.ranks[0] else []
+        self.past += [f"{number}/{name}" for name in (self.group.rank(), *names)]
+
+
+_meetings: dict[tuple[int, ...], _Meetings] = {}
+_limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+"""Seconds that ranks wait for each other at most, by the default process group."""
+
+_inside: ContextVar[bool] = ContextVar("inside a collective call", default=False)
+
+
+def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
+    """Return the meetings of some ranks, of all if `ranks` is None; None if this rank has no other rank to meet."""
+    # A fake group has one process, whatever its size.
+    if not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
+        return None
+    world = range(dist.get_world_size())
+    which = tuple(world if ranks is None else ranks)
+    if len(which) == 1:
+        return None
+    found = _meetings.get(which)
+    if found is None or found.group is not dist.group.WORLD:
+        store = default_store()
+        prefix = "lora_parallel" if len(which) == len(world) else f"lora_parallel/of {'_'.join(map(str, which))}"
+        limit = _limits.get(dist.group.WORLD, store.timeout.total_seconds())
+        found = _Meetings(dist.group.WORLD, which, dist.PrefixStore(prefix, store), limit)
+        _meetings[which] = found
+    return found
+
+
+def limit_waiting(seconds: float) -> None:
+    """Limit the time that ranks wait for each other to `seconds`, and to the timeout of the process group."""
+    if (meetings := _current()) is not None:
+        limit = min(seconds, meetings.store.timeout.total_seconds())
+        _limits[meetings.group] = limit
+        for each in _meetings.values():
+            each.timeout = limit
+
+
+@contextmanager
+def collective_call(what: str) -> Iterator[None]:
+    """Run a call that every rank must make, once all ranks have come to it; around a block, or as a decorator.
+
+    Calls inside of the call are not announced: every rank that makes the outer call makes them too. So the call counts
+    as one on every rank, also if it fails.
+
+    Args:
+        what: The name of the call, as the user knows it.
+
+    Raises:
+        RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
+        TimeoutError: Some ranks have not come in time.
+    """
+    if _inside.get():
+        yield
+        return
+    meet(what)
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> bool:
+    """Return True if one of `ranks` waits for this rank in a call that every rank, or every one `among`, must make."""
+    meetings = _current(among)
+    if meetings is None:
+        return False
+    mine = meetings.group.rank()
+    return any(meetings.store.check([f"{meetings.number}/{rank}"]) for rank in ranks if rank != mine)
+
+
+def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -> None:
+    """Wait until every rank, or each of some ranks, has come to the same call. Collective.
+
+    Args:
+        what: The name of the call, which must be the same on every rank.
+        remedy: The end of the error for ranks that make different calls: a sentence that says what to do.
+        ranks: The ranks that meet, of which this is one; None for all ranks.
+
+    Raises:
+        RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
+        TimeoutError: Some ranks have not come in time.
+    """
+    meetings = _current(ranks)
+    if meetings is None:
+        return
+    number = meetings.number
+    meetings.number += 1
+    mine = _Announcement(what, place_of_call())
+    complete = False
+    try:
+        complete = _wait(meetings, number, mine)
+        if not complete:
+            _raise_unlike(meetings.read(number), meetings.group.rank(), remedy)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{mine} waits for the other ranks, and the store of the process group is gone, as when rank 0 has ended: "
+            f"every rank must call {what}. Cause: {error}"
+        ) from error
+    finally:
+        meetings.leave(number, complete)
+
+
+def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
+    """Announce a call, and wait until every rank has announced the same call.
+
+    The wait also ends when a rank announces another call or stops waiting. A rank's number of requests to the store
+    does not depend on the number of ranks: the rank that comes last, or that comes with another call, sets the key
+    "open", which all ranks poll. The first rank that sets the key decides if the calls count as alike or unlike.
+
+    Returns:
+        True if every rank has announced this call.
+    """
+    store, size, rank = meetings.store, len(meetings.ranks), meetings.group.rank()
+    opened = f"{number}/open"
+    meetings.write(number, mine)
+    if store.compare_set(f"{number}/call", "", mine.what).decode() != mine.what:
+        store.compare_set(opened, "", _UNLIKE)
+    elif store.add(f"{number}/arrived", 1) == size:
+        store.compare_set(opened, "", _ALIKE)
+    start, reminders = time.monotonic(), _reminders()
+    reminder = next(reminders)
+    try:
+        while not store.check([opened]):
+            waited = time.monotonic() - start
+            if waited >= meetings.timeout:
+                raise TimeoutError(
+                    f"rank {rank} waited {waited:.0f} s for {_missing(meetings, number)} in {mine}: every rank must "
+                    "call it."
+                )
+            if waited >= reminder:
+                _log.warning(_WAITING, _missing(meetings, number), mine)
+                reminder = next(reminders)
+            time.sleep(min(max(waited / 20, 0.0005), 0.5))
+    except BaseException:
+        # Without this a rank that comes later would read in the announcement that this rank still waits.
+        meetings.write(number, replace(mine, given_up_after=time.monotonic() - start))
+        store.compare_set(opened, "", _UNLIKE)
+        raise
+    return store.get(opened).decode() == _ALIKE
+
+
+_ALIKE, _UNLIKE = "alike", "unlike"
+
+
+def wait_for(work: dist.Work, what: str, device: str) -> None:
+    """Wait for a collective of the default group, as `work.wait()` does, and log now and then which ranks are missing.
+
+    Args:
+        work: The object that the collective returned with `async_op=True`.
+        what: The name of the call that the collective is part of, as the user knows it.
+        device: The type of device that the tensors of the collective are on.
+    """
+    start, reminders, meetings = time.monotonic(), _reminders(), _current()
+    told = False
+    while not is_done(work, device, start + next(reminders)):
+        if meetings is not None:
+            _tell_of_collective(meetings, _Announcement(what, place_of_call()))
+            told = True
+    if meetings is not None and told:
+        meetings.store.delete_key(f"waits/{meetings.group.rank()}")
+
+
+def is_done(work: dist.Work, device: str, until: float) -> bool:
+    """Wait for a collective, at most until the time `until`; return True if the collective has finished.
+
+    Args:
+        work: The object that the collective returned with `async_op=True`.
+        device: The type of device that the tensors of the collective are on.
+        until: The time of the monotonic clock at which to stop waiting.
+    """
+    start = time.monotonic()
+    left = max(until - start, 0.001)
+    if device == "cpu":
+        try:
+            work.wait(timedelta(milliseconds=ceil(1000 * left)))  # torch cuts off parts of milliseconds
+        except RuntimeError:
+            # What fails before the time is over has failed, also where gloo never calls it complete: a reduce-scatter.
+            if work.is_completed() or time.monotonic() - start < left:
+                raise
+            return False  # a wait for gloo's work may be repeated after a timeout
+        return True
+    while not work.is_completed():  # a wait with a timeout would abort NCCL's work
+        waited = time.monotonic() - start
+        if waited >= left:
+            return False
+        time.sleep(0 if waited < 0.001 else min(waited / 20, 0.5))
+    work.wait()
+    return True
+
+
+def _tell_of_collective(meetings: _Meetings, mine: _Announcement) -> None:
+    """Log which ranks do not wait in a collective, and the call that each of them waits in instead if it is known."""
+    meetings.store.set(f"waits/{meetings.group.rank()}", "")
+    time.sleep(0.5)  # other ranks that wait began at about the same time: let them say so first
+    missing = [rank for rank in meetings.ranks if not meetings.store.check([f"waits/{rank}"])]
+    elsewhere = {rank: call for rank, call in meetings.read(meetings.number).items() if rank in missing}
+    if missing:
+        told = "".join(f"; rank {rank} waits in {call}" for rank, call in elsewhere.items())
+        _log.warning(_WAITING + told.replace("%", "%%"), _named(missing), mine)
+
+
+_WAITING = "waiting for %s in %s: every rank must call it"
+
+
+def _reminders() -> Iterator[float]:
+    """Yield the seconds of waiting after which to log the next reminder."""
+    yield from TELL_SECONDS
+    yield from (TELL_SECONDS[-1] * 2**times for times in itertools.count(1))
+
+
+def _missing(meetings: _Meetings, number: int) -> str:
+    """Return a text that names the ranks that have not come to meeting `number`."""
+    there = meetings.read(number)
+    missing = [rank for rank in meetings.ranks if rank not in there]
+    return _named(missing)
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) <= _NAMED:
+        return f"ranks {ranks}"
+    return f"{len(ranks)} ranks, of which the first are {ranks[:_NAMED]}"
+
+
+def _raise_unlike(everyone: dict[int, _Announcement], rank: int, remedy: str) -> NoReturn:
+    """Raise an error that says which ranks are in different calls, or which rank has stopped waiting."""
+    for other, theirs in everyone.items():
+        if theirs.given_up_after is not None:
+            raise RuntimeError(
+                f"rank {other} waited {theirs.given_up_after:.0f} s in {theirs} and stopped; rank {rank} came later, "
+                f"with {everyone[rank]}: every rank must call it."
+            )
+    first = min(everyone)
+    other = next(each for each in everyone if everyone[each].what != everyone[first].what)
+    raise RuntimeError(
+        f"ranks make different calls: rank {first} {everyone[first]}, rank {other} {everyone[other]}. {remedy}"
+    )
+
+
+def place_of_call() -> str:
+    """Return the file and line of the innermost frame of the user's program: of no package in `_LIBRARIES`."""
+    frame: FrameType | None = sys._getframe(1)
+    ours = frame
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _LIBRARIES and not frame.f_code.co_filename.startswith("<frozen"):
+            break
+        frame = frame.f_back
+    found = frame or ours
+    assert found is not None
+    file, here = found.f_code.co_filename, os.path.join(os.getcwd(), "")
+    return f"{file.removeprefix(here)}:{found.f_lineno}"
+
+
+_NOTHING = torch.empty(0)
+_SECONDS_AT_EXIT = 5
+
+
+@contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Give each gloo group that is made within the context one worker thread, not two.
+
+    Two threads write the name of the collective that has finished into one string, without a lock. If the name is
+    longer than 15 characters, as that of a functional all-gather is, the threads can corrupt the heap
+    (docs/upstream/gloo_threads.md). torch ignores the options that it is given for gloo, so the class of which it makes
+    a group is replaced.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    c10d: Any = dist.distributed_c10d
+    gloo: Any = c10d.ProcessGroupGloo
+
+    class OneThread(gloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            usual = gloo(dist.HashStore(), 0, 1, timeout).options  # for its devices, which the environment selects
+            options = gloo._Options()
+            options._threads, options._timeout, options._devices = 1, timeout, usual._devices
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OneThread
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = gloo
+
+
+@contextmanager
+def not_profiled() -> Iterator[None]:
+    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest.
+
+    A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into memory
+    that the profiler has freed (docs/upstream/gloo_profiler.md). A public profiler records all operations or none.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+def finish_gloo() -> None:
+    """Wait until gloo's threads have let go of all tensors, as the process ends; not at all if an error has ended it.
+
+    It is called at exit. A thread of gloo that frees a tensor while Python ends aborts the process
+    (docs/upstream/gloo_exit.md). An all-reduce of no elements waits for no peer, but comes after the messages before
+    it. After an error, a peer that one of these waits for may never come.
+    """
+    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
+        return
+    until = time.monotonic() + _SECONDS_AT_EXIT
+    for group in process_groups():
+        if "cpu:gloo" in dist.get_backend_config(group):
+            is_done(dist.all_reduce(_NOTHING, group=group, async_op=True), "cpu", until)
+
 
 _COLUMNS = 4096
 

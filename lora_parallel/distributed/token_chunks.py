@@ -18,8 +18,6 @@ from torch.distributed import ProcessGroup
 
 from lora_parallel.distributed.collectives import exchanged, padded, scattered_sum, stacked_over
 
-__all__ = ["TokenChunks", "gather_keys", "heads_to_tokens", "tokens_to_heads"]
-
 
 class TokenChunks:
     """Divide the tokens of a row between ranks.

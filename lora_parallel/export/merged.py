@@ -1,4 +1,9 @@
-"""Export a base with its adapters merged in, from shards to a folder that plain `from_pretrained` loads."""
+"""Export a base with its adapters merged in, from shards to a folder that plain `from_pretrained` loads.
+
+The format (https://github.com/huggingface/safetensors#format): the header's length in 8 bytes, a JSON header with the
+dtype, shape and place of each tensor, the values. The safetensors library itself can only write tensors that are all in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,10 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -17,22 +23,99 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.inspection import check_unmerged
-from lora_parallel.distributed.gather import class_of, reshard
-from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
-from lora_parallel.distributed.rendezvous import collective_call
-from lora_parallel.export.merged_model import MergedModel, forms_of, held_by_ranks
-from lora_parallel.export.merged_weights import WeightForm, merged_weights
-from lora_parallel.export.safetensors_writer import write_safetensors
-from lora_parallel.layers.module_names import innermost
+from lora_parallel.distributed.dtensors import class_of, reshard
+from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
+from lora_parallel.export.merged_model import MergedModel, WeightForm, forms_of, held_by_ranks, merged_weights
+from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.lazy.files import INDEX
-from lora_parallel.lazy.graph import Leaf
+from lora_parallel.lazy.graph import Leaf, Node, Region, read
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.loading.transformers_quantisers import reverted
+from lora_parallel.loading.quantisers import reverted
 from lora_parallel.state import state_of
-from lora_parallel.storage.atomic import Scratch, check_free, is_taken, local_path
-from lora_parallel.storage.progress import bytes_bar
+from lora_parallel.storage import Scratch, bytes_bar, check_free, is_taken, local_path
 
-__all__ = ["export_merged", "write_merged"]
+_CHUNK_BYTES = 64 * 2**20
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Node], writer: bool, progress: Callable[[int], object]
+) -> Exception | None:
+    """Write lazy tensors to a file. Collective if reading them is.
+
+    Args:
+        path: The file to write.
+        tensors: The nodes of the lazy tensors, by the names to write them under.
+        writer: True on the rank that writes; other ranks only take part in reading.
+        progress: A function that is called with the number of bytes that each step has read.
+
+    Returns:
+        The error that ended writing, or None. After such an error reading goes on, because other ranks take part in it.
+    """
+    failure: Exception | None = None
+    file: IO[bytes] | None = None
+    try:
+        if writer:
+            file = open(path, "wb")  # noqa: SIM115 - closed below, whatever fails in between
+            file.write(_header(tensors))
+    except (OSError, KeyError) as error:
+        failure = error
+    for node in tensors.values():
+        for region in _chunks(node):
+            block = read(node, region)
+            if file is not None and failure is None:
+                try:
+                    file.write(block.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                except OSError as error:
+                    failure = error
+            progress(block.numel() * block.element_size())
+    if file is not None:
+        try:
+            file.close()
+        except OSError as error:
+            failure = failure or error
+    return failure
+
+
+def _header(tensors: Mapping[str, Node]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, node in tensors.items():
+        start, end = end, end + prod(node.shape) * node.dtype.itemsize
+        entries[name] = {"dtype": _NAMES[node.dtype], "shape": list(node.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values start at a multiple of eight
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(node: Node) -> Iterator[Region]:
+    """Divide a tensor into regions of whole rows, in the order of its memory.
+
+    A region has `_CHUNK_BYTES` at most, unless a single row has more.
+    """
+    shape = node.shape
+    if not prod(shape):
+        return
+    row = prod(shape[1:]) * node.dtype.itemsize
+    rows = max(1, _CHUNK_BYTES // max(1, row))
+    whole = tuple(slice(0, size) for size in shape)
+    if not shape:
+        yield whole
+        return
+    for start in range(0, shape[0], rows):
+        yield (slice(start, min(start + rows, shape[0])), *whole[1:])
+
 
 _SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 """Pattern of the sizes, as text, that huggingface_hub accepts, such as "5GB"; a size of zero does not match."""

@@ -19,16 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lora_parallel.adapters.adapter_folder import gather_adapter
 from lora_parallel.adapters.inspection import adapted_model, check_finite, loose_parameters, peft_configs
-from lora_parallel.adapters.save_adapter import gather_adapter
-from lora_parallel.distributed.gather import gather_on_rank_zero, reshard
-from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
-from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.distributed.dtensors import gather_on_rank_zero, reshard
+from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
 from lora_parallel.export.merged import write_merged
-from lora_parallel.layers.module_names import innermost
-from lora_parallel.storage.atomic import Scratch, local_path
-
-__all__ = ["allow_save_pretrained", "write_pretrained"]
+from lora_parallel.layers.layer_parameters import innermost
+from lora_parallel.storage import Scratch, local_path
 
 _log = logging.getLogger(__name__)
 

@@ -25,11 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lora_parallel.distributed.gather import class_of
+from lora_parallel.distributed.dtensors import class_of
 from lora_parallel.distributed.mesh import shard_size
-from lora_parallel.distributed.rendezvous import is_awaited_by, is_done, meet
-
-__all__ = ["ModelOrder", "UnitOrder", "install_order_check", "refuse_layer_drop"]
+from lora_parallel.distributed.rank_checks import is_awaited_by, is_done, meet
 
 # torch 2.13 renames both functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

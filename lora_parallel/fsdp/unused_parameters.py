@@ -20,15 +20,12 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lora_parallel.distributed.fsdp_private import reduces_gradients
-from lora_parallel.distributed.gather import local
-from lora_parallel.distributed.gradient_hooks import PostponedHooks
-from lora_parallel.distributed.gradients import PartialGradients
-from lora_parallel.distributed.mesh import AXES, axis_size
-from lora_parallel.distributed.torch_private import queue_after_backward
+from lora_parallel.distributed.dtensors import local
+from lora_parallel.distributed.gradients import PartialGradients, PostponedHooks
+from lora_parallel.distributed.mesh import axis_size
+from lora_parallel.distributed.torch_private import queue_after_backward, reduces_gradients
 from lora_parallel.fsdp.unit_order import ModelOrder
-
-__all__ = ["UnusedParameters"]
+from lora_parallel.sizes import AXES
 
 
 class UnusedParameters:

@@ -1,21 +1,24 @@
-"""List the parameters of a layer and of its adapters, each with the role that it plays in a style."""
+"""List the parameters of a layer and of its adapters, and name modules as the model's author would."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from peft import PeftModel
 from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import ModelOutput
 
-from lora_parallel.layers.linear_classes import features_dim, is_linear, own_roles
-from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.layers.linear_classes import QuantisedLayer, has_adapters_inside, is_linear, own_roles
 from lora_parallel.layers.styles import Style
-
-__all__ = ["LayerTensor", "base_of", "features_dim", "is_linear", "layer_tensors", "shared_parameters"]
 
 
 def base_of(module: Any) -> nn.Module:
@@ -113,3 +116,121 @@ def shared_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Modu
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, key))
     return {parameter: held for parameter, held in places.items() if len(held) > 1}
+
+
+def clean_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Map each module to its name as the model's author would write it, without modules that PEFT put into a layer.
+
+    A PEFT layer and its base layer are one layer, and the PEFT layer is the key. The modules inside a
+    `ModulesToSaveWrapper` (the original and the trained copies) all have the wrapper's name.
+    """
+    names: dict[nn.Module, str] = {}
+
+    def walk(module: nn.Module, name: str) -> None:
+        if isinstance(module, PeftModel):
+            walk(module.get_base_model(), name)
+            return
+        if isinstance(module, ModulesToSaveWrapper):
+            for inner in (module.original_module, *module.modules_to_save.values()):
+                walk(inner, name)
+            return
+        if module in names:
+            return
+        names[module] = name
+        if isinstance(module, BaseTunerLayer) or (is_linear(module) and not has_adapters_inside(module)):
+            return
+        if isinstance(module, TrainableTokensWrapper):
+            del names[module]
+            walk(module.token_adapter, name)
+            return
+        for key, child in module.named_children():
+            walk(child, f"{name}.{key}" if name else key)
+
+    walk(model, "")
+    return names
+
+
+def clean_parameter_name(name: str) -> str:
+    """Return a parameter's name without the components that PEFT's layers add: `base_layer`, `original_module`."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def block_of(name: str) -> str:
+    """Return the name of the block that a module is in, the outermost numbered one, or "" if it is in none."""
+    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return found[0] if found else ""
+
+
+def without_block_numbers(name: str) -> str:
+    """Return a module's name as a glob that matches the same module of all blocks."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
+
+
+def count_kinds(said: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """Count layers by their name without block numbers and by the text about them.
+
+    Args:
+        said: The text about each layer, by the layer's name.
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for name, what in said.items():
+        key = without_block_numbers(name), what
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT wraps, or `model` itself if PEFT does not wrap it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def embeddings_of(model: Any, side: Literal["input", "output"]) -> nn.Module | None:
+    """Return the input or output embeddings that a transformers model names, or None if it names none."""
+    try:
+        return getattr(model, f"get_{side}_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
+
+
+def asks_for(name: str, kwargs: Mapping[str, Any], model: nn.Module) -> bool:
+    """Return True if an output (`output_attentions`, for example) is asked for, by the forward or else the config."""
+    asked = kwargs.get(name)
+    return bool(asked if asked is not None else getattr(getattr(model, "config", None), name, False))
+
+
+def asks_for_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a model's forward is given a cache, or `use_cache=True`."""
+    return bool(kwargs.get("use_cache")) or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
+
+
+def check_between_blocks(kwargs: Mapping[str, Any], option: str, remedy: str) -> None:
+    """Check that a forward adds no features of images to the tokens between blocks, where ranks have chunks of them.
+
+    Args:
+        kwargs: The keyword arguments of the model that calls the blocks; Qwen3-VL gives its text model such features.
+        option: What gives ranks chunks, in words.
+        remedy: How to do without it.
+
+    Raises:
+        ValueError: There are such features.
+    """
+    if kwargs.get("deepstack_visual_embeds") is not None:
+        raise ValueError(
+            f"deepstack_visual_embeds: features of images are added to the tokens between blocks, where {option} each "
+            f"rank has a chunk of the tokens. Leave images out, or {remedy}."
+        )
+
+
+def without_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block with None in the place of caches."""
+    return (
+        tuple(None if isinstance(each, Cache) else each for each in args),
+        {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()},
+    )
+
+
+def without_cache(output: Any) -> Any:
+    """Return what a model returns without its cache, or None, as a hook does, if there is none in it."""
+    if isinstance(output, ModelOutput) and isinstance(output.get("past_key_values"), Cache):
+        return type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
+    return None

@@ -1,4 +1,10 @@
-"""Recognise linear layers, and test if the forward of a subclass works on slices of its parameters.
+"""Recognise linear layers, quantised ones too, and tell which of them and of their adapters can be cut.
+
+Quantisers keep a weight as a tensor subclass with scales in its attributes, which FSDP2 and DTensor do not shard. Here
+each of these tensors is a frozen parameter of bytes, uint8 [out, .], with the same rows as the weight; in forward the
+quantiser's own object is made of views of the parameters, and its own kernel is called. Nothing is quantised again, and
+FSDP2's param_dtype, which casts floating-point parameters, does not change bytes. The layer stays an instance of the
+class that the quantiser uses.
 
 A subclass keeps its class and its own forward. So its forward is run on random tensors, whole and in two parts.
 Each parameter that the subclass adds to a linear layer (a factor of each output feature, a scalar, one of a child
@@ -8,18 +14,75 @@ module) gets a role. The first choice of roles is taken with which the two parts
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
 import torch
+from peft.tuners.lora import Embedding as LoraEmbedding
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.variants import DoraLinearVariant
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 from transformers.pytorch_utils import Conv1D
 
-from lora_parallel.layers.quantised_layer import QuantisedLayer
-from lora_parallel.layers.styles import Style
+from lora_parallel.layers.styles import STYLES, Style
 
-__all__ = ["features_dim", "is_linear", "own_roles", "subclass_problem"]
+
+class QuantisedLayer(nn.Linear):
+    """Hold a quantised weight as parameters of bytes, in any format; `weight` is uint8 [out, bytes of a row]."""
+
+    scales: dict[str, bool]
+    """The other parameters of bytes, [out, .], by name: True if a value belongs to a whole row, False if to a block."""
+
+    block: int
+    """Number of input features that share a scale."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return the dequantised weight, [out, in], of the rows and columns that the parameters hold now."""
+
+    def dense_of(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the dequantised weight of other bytes in this layer's format.
+
+        Args:
+            parts: `weight` and its scales by name, of any number of rows.
+        """
+        like: Any = object.__new__(type(self))
+        like.__dict__.update(self.__dict__)
+        like.__dict__["_parameters"] = dict(parts)
+        return like.dense()
+
+    def roles(self) -> dict[str, tuple[str, int | None]]:
+        """Map the names of the scales to roles as in `LayerTensor`: scales of blocks are cut as the weight is."""
+        return {name: ("per_output", 0) if of_rows else ("weight", None) for name, of_rows in self.scales.items()}
+
+    def cut_problem(self, style: Any, tp: int) -> str | None:
+        """Return the reason why tp ranks cannot each have a part of the layer as `style` says, or None if they can."""
+        of_rows = all(self.scales.values())
+        if style.weight != Shard(1) or of_rows or self.in_features % (self.block * tp) == 0:
+            return None
+        blocks = self.in_features // self.block
+        possible = ", ".join(str(n) for n in range(1, blocks + 1) if blocks % n == 0)
+        return (
+            f"its {self.in_features} input features are quantised in {blocks} blocks of {self.block}, and tp={tp} "
+            f"would cut one in two: tp can be {possible}"
+        )
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """Return a parameter with the values of `tensor` that does not train."""
+    return nn.Parameter(tensor.detach().contiguous(), requires_grad=False)
+
+
+def bytes_of(tensor: Tensor, rows: int) -> nn.Parameter:
+    """Return the bytes of `tensor`, which may have any dtype, as a frozen parameter, uint8 [rows, bytes of a row]."""
+    return frozen(tensor.detach().contiguous().view(rows, -1).view(torch.uint8))
+
 
 Role = tuple[str, int | None]
 """Role of a parameter as in `LayerTensor`: the name of the role, and the dim that has the features."""
@@ -177,3 +240,88 @@ def _run(
         twin.out_features, twin.in_features = sizes
     torch.default_generator.manual_seed(0)
     return twin(x)
+
+
+def matrices(model: nn.Module, config: Any) -> Iterator[tuple[bool, float]]:
+    """Yield, for each matrix that tokens are multiplied with, whether it trains and its multiplications for a token.
+
+    Embeddings are looked up and cost none. Of a mixture's experts a token goes to some only.
+
+    Args:
+        model: The model, or a part of it, sharded or not: a sharded matrix counts as a whole.
+        config: The model's config, which says how many experts a token goes to; None if there is none.
+    """
+    used = _share_of_experts(config)
+    for module in model.modules():
+        if isinstance(module, QuantisedLayer):
+            yield False, float(module.out_features * module.in_features)
+        elif not isinstance(module, nn.Embedding):
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dim() > 1:
+                    yield parameter.requires_grad, parameter.numel() * (used if parameter.dim() == 3 else 1.0)
+
+
+def _share_of_experts(config: Any) -> float:
+    """Return the share of a mixture's experts that a token goes to, 1 for other models."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    every = next(
+        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), None
+    )
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return chosen / every if every and chosen else 1.0
+
+
+WORKS = (
+    "What is cut over tp: LoRA (rsLoRA, rank and alpha patterns, lora_bias) and DoRA on linear layers and Conv1D, LoRA "
+    "on embeddings, modules_to_save, trained biases."
+)
+
+
+def has_adapters_inside(base: nn.Module) -> bool:
+    """Return True if a module inside of `base`, not `base` itself, is a PEFT layer."""
+    return any(isinstance(inner, BaseTunerLayer) for inner in base.modules() if inner is not base)
+
+
+def problem_anywhere(module: nn.Module) -> str | None:
+    """Return the reason why a layer can have no style at all, or None if it can have one (at least `replicate`)."""
+    tokens = (isinstance(inner, TrainableTokensLayer) for inner in module.modules() if inner is not module)
+    if isinstance(module, BaseTunerLayer) and any(tokens):
+        return (
+            "trainable_token_indices reaches it through a tied weight, and it has an adapter of its own: leave one out"
+        )
+    base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    if is_linear(base) and has_adapters_inside(base):
+        return f"a layer inside of {type(base).__name__} is adapted by itself: adapt the whole of it"
+    return None
+
+
+def cut_problem(module: nn.Module, style: Style) -> str | None:
+    """Return the reason why a layer cannot be cut as `style` says.
+
+    Returns:
+        None if the layer can be cut, if the style leaves it whole, or if the style is one of experts, which
+        `planning/expert_sharing.py` checks.
+    """
+    if style is STYLES["replicate"] or style.enter == "experts":
+        return None
+    if isinstance(module, BaseTunerLayer) and (problem := _adapter_problem(module)) is not None:
+        return problem
+    base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    if not isinstance(style.weight, Shard) or not is_linear(base):
+        return None
+    return subclass_problem(base, style)
+
+
+def _adapter_problem(module: Any) -> str | None:
+    if isinstance(module, TrainableTokensLayer):
+        return "trainable_token_indices writes rows into the whole embedding"
+    if isinstance(module, ParamWrapper):
+        return f"target_parameters adapts its {module.parameter_name!r} by itself"
+    if type(module) not in (LoraLinear, LoraEmbedding) and not isinstance(module.get_base_layer(), QuantisedLayer):
+        return f"adapter layers of type {type(module).__name__} have no other form under tensor parallelism"
+    if isinstance(module.base_layer, BaseTunerLayer):
+        return "adapters are nested"
+    for variant in module.lora_variant.values():
+        if isinstance(module, LoraEmbedding) or type(variant) is not DoraLinearVariant:
+            return f"its adapter is a LoRA variant ({type(variant).__name__})"
+    return None

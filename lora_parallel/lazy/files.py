@@ -28,17 +28,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lora_parallel.lazy.graph import Leaf, Region
 
-__all__ = [
-    "DcpDirectory",
-    "PickleFile",
-    "SafetensorsFile",
-    "Source",
-    "check_index",
-    "list_sources",
-    "open_checkpoint",
-    "refusal",
-]
-
 Reader = Callable[[str, Region], Tensor]
 
 INDEX = "model.safetensors.index.json"
@@ -345,6 +334,7 @@ def refusal(path: Path, how: str) -> str:
 
 
 def read_index(index: Path) -> dict[str, str]:
+    """Return {tensor: file name} of a checkpoint's index."""
     try:
         weight_map = dict(json.loads(index.read_text())["weight_map"])
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):

@@ -13,28 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Block",
-    "Cast",
-    "Concat",
-    "Derived",
-    "Leaf",
-    "Node",
-    "Permute",
-    "Piece",
-    "ReadNode",
-    "Region",
-    "Select",
-    "Slice",
-    "Unsqueeze",
-    "describe",
-    "leaves",
-    "read",
-    "read_blocks",
-    "whole",
-    "with_part",
-]
-
 Region = tuple[slice, ...]
 """A rectangle of a tensor: one slice with start and stop for each dim."""
 

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lora_parallel.distributed.gather import local, region_of, sharded_as
+from lora_parallel.distributed.dtensors import local, region_of, sharded_as
 from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Derived, Leaf, Node, Piece, Region, describe, read_blocks
 from lora_parallel.lazy.tracking import forget, lazy_tensors_of
-from lora_parallel.storage.progress import bytes_bar
-
-__all__ = ["Read", "allocate_adapters", "read_plan", "read_weights", "unfilled"]
+from lora_parallel.storage import bytes_bar
 
 
 @dataclass(frozen=True)

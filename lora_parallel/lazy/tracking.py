@@ -18,32 +18,7 @@ from torch import Tensor, nn
 
 from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Node, describe, leaves, read
-from lora_parallel.lazy.lazy_parameter import LazyParameter
-from lora_parallel.lazy.lazy_tensor import LazyTensor
-
-__all__ = [
-    "DEFER",
-    "Checkpoint",
-    "accept_memory",
-    "check_checkpoints",
-    "check_fit",
-    "check_fresh",
-    "checkpoints_in",
-    "defer",
-    "forget",
-    "fresh_of",
-    "has_deferred",
-    "is_deferred",
-    "is_readable",
-    "keep_settings",
-    "lazy_tensors_of",
-    "read_whole",
-    "rearrange_lazy",
-    "remember",
-    "settle",
-    "sources_of",
-    "without_values",
-]
+from lora_parallel.lazy.lazy_tensor import LazyParameter, LazyTensor
 
 DEFER = "LORA_PARALLEL_DEFER"
 """Name of the environment variable that, set to 0, lets front ends load models into memory instead of on meta."""

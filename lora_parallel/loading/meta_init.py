@@ -1,18 +1,90 @@
-"""Build models on meta, without weights, that remember which files hold the weights."""
+"""Build models on meta that remember which files hold their weights, and make all ranks start from the same.
+
+For models in memory every rank takes the values of rank 0, as under DDP. For models on meta the ranks' files must be
+copies of the same files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from transformers import PreTrainedModel
 
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
+from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
+from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
+from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.lazy.tracking import defer
+from lora_parallel.lazy.tracking import Checkpoint, check_fit, defer, remember, sources_of
+from lora_parallel.loading.transformers_private import claim
 
-__all__ = ["defer_from_pretrained", "meta_init"]
+
+def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pickle: bool = False) -> nn.Module:
+    """Name the checkpoint that fills a model which `from_pretrained` did not build; `parallelize` reads the checkpoint.
+
+    Call it before PEFT wraps the model. Parameters and buffers that the checkpoint holds go to meta; all others stay as
+    they are.
+
+    Args:
+        model: Any `nn.Module`, on meta or not. Names in the checkpoint are those of its `state_dict()`; a transformers
+            model's may be any that `from_pretrained` understands.
+        path: A safetensors file; a directory with one, or with several and an index; a torch DCP directory; or, if
+            `allow_pickle`, a state dict that `torch.save` wrote.
+        allow_pickle: Read a pickle, with weights_only=True.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        Nothing itself: `parallelize` raises the error, on every rank, if the checkpoint cannot be read or does not fit.
+    """
+    checkpoint = Checkpoint(str(path))
+    try:
+        found = open_checkpoint(path, allow_pickle)
+        _claim(model, found, str(path))
+    except (OSError, ValueError) as error:
+        checkpoint.problem = error
+    remember(model, checkpoint)
+    return model
+
+
+def _claim(model: nn.Module, found: dict[str, Leaf], path: str) -> None:
+    """Replace the parameters and buffers of `model` by the lazy tensors that are for them."""
+    if isinstance(model, PreTrainedModel):
+        claim(model, found, path)
+        return
+    wanted = model.state_dict(keep_vars=True)
+    sources = {id(tensor): name for name, tensor in wanted.items() if name in found}
+    missing = [name for name, tensor in wanted.items() if id(tensor) not in sources]  # a tie needs one name
+    unclaimed = [name for name in found if name not in wanted]
+    if missing or unclaimed:
+        raise ValueError(
+            f"{path} does not fit {type(model).__name__}: it does not hold {len(missing)} of its parameters and "
+            f"buffers (first: {missing[:2]}), and nothing claims {len(unclaimed)} of its tensors (first: "
+            f"{unclaimed[:2]}). Names must be those of model.state_dict(), before PEFT wraps the model."
+        )
+    for name, tensor in wanted.items():
+        if name in found:
+            check_fit(name, tensor, found[name])
+    placed: dict[int, Tensor] = {}
+    for name, tensor in wanted.items():
+        if id(tensor) not in placed:
+            stored: Tensor = LazyTensor(found[sources[id(tensor)]]).to(tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                stored = nn.Parameter(stored, requires_grad=tensor.requires_grad)
+            placed[id(tensor)] = stored
+        owner, _, key = name.rpartition(".")
+        module = model.get_submodule(owner)
+        container = module._parameters if key in module._parameters else module._buffers
+        container[key] = placed[id(tensor)]  # type: ignore[assignment]
 
 
 @contextmanager
@@ -88,3 +160,76 @@ def _register_with(function: object) -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = before  # type: ignore[method-assign]
+
+
+log = logging.getLogger(__name__)
+
+
+def adopt_rank_zero(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> int:
+    """Give every rank the parameters and buffers of rank 0, by name; return how many tensors had to be sent.
+
+    Tensors on meta have no values yet; only their names, shapes and dtypes are compared.
+
+    Fingerprints of the tensors are compared first: copies that are equal (same seed, same file) cost small collectives
+    and no traffic. Unequal tensors are broadcast one by one.
+
+    Raises:
+        ValueError: The ranks hold models of different structure (names, shapes, dtypes or requires_grad); every rank
+            raises it.
+    """
+    if dist.get_world_size() == 1:
+        return 0
+    names = list(tensors)
+    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.is_meta}" for name, t in tensors.items()]
+    structure = fingerprint(torch.tensor(bytearray("\n".join(lines), "utf8"), dtype=torch.uint8))
+    structures = gather_numbers([structure, len(names)], mesh.device_type)
+    if (structures != structures[0]).any():  # every rank sees it, and raises
+        others = [rank for rank in range(len(structures)) if (structures[rank] != structures[0]).any()]
+        raise ValueError(
+            f"ranks {others} built a model that differs from rank 0's in names, shapes, dtypes or requires_grad "
+            f"({int(structures[0, 1])} tensors on rank 0): build the same model on every rank."
+        )
+    names = [name for name in names if not tensors[name].is_meta]
+    prints = gather_numbers([fingerprint(tensors[name]) for name in names], mesh.device_type)
+    unequal = [name for index, name in enumerate(names) if (prints[:, index] != prints[0, index]).any()]
+    if unequal and dist.get_rank() == 0:
+        log.warning(
+            "%d of %d tensors differ between ranks (first: %s): every rank takes rank 0's, as under DDP. Seed the "
+            "model's construction to make this unnecessary.",
+            len(unequal),
+            len(names),
+            unequal[0],
+        )
+    for name in unequal:
+        tensor = tensors[name].detach()
+        staged = tensor.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+        dist.broadcast(staged, src=0)
+        tensor.copy_(staged)
+    return len(unequal)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of `model` by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that all ranks fill a model on meta from copies of the same files. Collective.
+
+    Raises:
+        ValueError: The files of two ranks differ, so shards of different checkpoints would be mixed; every rank raises
+            it.
+    """
+    with agreed():
+        prints = {source.path.name: fingerprint_of(source) for source in sources_of(model)}
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, prints)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            names = sorted(
+                name for name in theirs.keys() | everyone[0].keys() if theirs.get(name) != everyone[0].get(name)
+            )
+            raise ValueError(
+                f"rank {rank} would read other files than rank 0 ({len(names)} differ, first: {names[0]}): their "
+                "shards would be of different checkpoints. Give every rank the same one."
+            )

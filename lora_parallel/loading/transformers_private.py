@@ -34,10 +34,8 @@ from lora_parallel.lazy.files import INDEX, PickleFile, SafetensorsFile, check_i
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import DEFER, Checkpoint, check_fit, read_whole, remember
-from lora_parallel.loading.transformers_quantisers import check_complete, check_marks, lazily
+from lora_parallel.loading.quantisers import check_complete, check_marks, lazily
 from lora_parallel.quantised.packed_weight import Packed
-
-__all__ = ["claim", "deferred_loading"]
 
 _LOAD = "_load_pretrained_model"
 _own_from_pretrained = PreTrainedModel.__dict__["from_pretrained"]

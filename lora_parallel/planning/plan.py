@@ -15,31 +15,28 @@ from typing import Any
 
 from torch import nn
 
-from lora_parallel.layers.module_names import clean_names, innermost
-from lora_parallel.layers.row_partition import RowPartition
-from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, Style, style_named
-from lora_parallel.planning.completion import (
+from lora_parallel.layers.layer_parameters import clean_names, innermost
+from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition, Style, style_named
+from lora_parallel.planning.entries import PlanBuilder, entries_of_models, set_aside_unshown, take_entries
+from lora_parallel.planning.experts import plan_experts
+from lora_parallel.planning.passes import (
     add_replicated,
+    check_between,
+    check_entries,
     complete,
+    fit_groups,
     keep_small_whole,
     keep_whole,
+    log_plan,
     partition_packed,
+    split_tokens,
 )
-from lora_parallel.planning.entries import entries_of_models, set_aside_unshown, take_entries
-from lora_parallel.planning.expert_pass import plan_experts
-from lora_parallel.planning.first_batch_check import FirstBatchCheck
-from lora_parallel.planning.group_pass import check_between, check_entries, fit_groups
-from lora_parallel.planning.plan_builder import PlanBuilder
-from lora_parallel.planning.plan_checks import check_kinds, check_ties, check_widths
-from lora_parallel.planning.report import log_plan
-from lora_parallel.planning.token_pass import split_tokens
-from lora_parallel.tp.experts import ExpertSharing
+from lora_parallel.planning.plan_checks import FirstBatchCheck, check_kinds, check_ties, check_widths
+from lora_parallel.tp.context import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
+from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.structure import Structure, find_structure
-from lora_parallel.tracing.trace_errors import TraceError
 from lora_parallel.tracing.tracer import traced_models
-
-__all__ = ["Plan", "check_globs", "resolve_plan"]
 
 _WHOLE = "tp_plan={} to compute what no entry names in full on every tp rank"
 

@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.torch_private import placed_as
-from lora_parallel.pp.last_stage_tensor import LastStageTensor
 from lora_parallel.pp.loss import LossCalls
 from lora_parallel.pp.microbatches import Joined, Microbatches
-from lora_parallel.pp.schedule_run import ScheduleRun, Start
-
-__all__ = ["Drain", "Drained", "Held", "Refused"]
+from lora_parallel.pp.schedules import ScheduleRun, Start
+from lora_parallel.pp.stage_model import LastStageTensor
 
 
 class Drains(Protocol):

@@ -20,11 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.gloo import one_gloo_thread
-from lora_parallel.distributed.rank_checks import gather_numbers
+from lora_parallel.distributed.rank_checks import gather_numbers, one_gloo_thread
 from lora_parallel.distributed.torch_private import default_store, is_simulated
-
-__all__ = ["Links", "StageFailedError"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank checks if another rank of its pipeline has failed."""

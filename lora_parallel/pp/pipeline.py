@@ -25,27 +25,19 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.fsdp_private import forward_by_method, last_backward, make_root
-from lora_parallel.distributed.gradient_hooks import PostponedHooks
-from lora_parallel.distributed.gradients import PartialGradients, backward_sync
-from lora_parallel.distributed.pytree import tensors_in
-from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.gradients import PartialGradients, PostponedHooks, backward_sync
+from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root
 from lora_parallel.fsdp.unit_order import ModelOrder
-from lora_parallel.layers.forward_arguments import asks_for, asks_for_cache
+from lora_parallel.layers.layer_parameters import asks_for, asks_for_cache
 from lora_parallel.pp.gradients import Drain, Drained, Held, Refused
 from lora_parallel.pp.links import Links
-from lora_parallel.pp.loss import LossCalls, OwnLoss
-from lora_parallel.pp.loss_factors import LossFactors
-from lora_parallel.pp.microbatches import Joined, Microbatches
-from lora_parallel.pp.other_stages import StageEnd
-from lora_parallel.pp.outputs import Outputs, SharedOutputs
-from lora_parallel.pp.schedule_run import ScheduleRun, Start
-from lora_parallel.pp.schedules import Action, drained, filled, one_forward_one_backward
-from lora_parallel.pp.stage_model import StageModel
+from lora_parallel.pp.loss import LossCalls, LossFactors, OwnLoss
+from lora_parallel.pp.microbatches import Joined, Microbatches, Outputs, SharedOutputs
+from lora_parallel.pp.schedules import Action, ScheduleRun, Start, drained, filled, one_forward_one_backward
+from lora_parallel.pp.stage_model import StageEnd, StageModel
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.sequence import OwnDraws
-
-__all__ = ["Pipeline", "refuse_outputs"]
 
 
 def refuse_outputs(model: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -1,21 +1,262 @@
-"""Take the blocks and layers of other pipeline stages out of a model, in place. Names stay as they are."""
+"""Take the blocks and layers of other pipeline stages out of a model, in place, and stand in for them.
+
+The model's own code runs on every stage, so that masks, rotary tables and position ids are what they are in one
+process. Before the first block of a stage it gets the hidden states that the stage before has sent, and at the first
+block after the stage it ends: `StageEnd`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from lora_parallel.layers.module_names import clean_parameter_name
-from lora_parallel.pp.context import StageContext
-from lora_parallel.pp.other_stages import OtherStageBlock, OtherStageLayer
-from lora_parallel.pp.stage_layers import Bounds, StageLayers
-from lora_parallel.state import StageTensors
+from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
+from lora_parallel.layers.layer_parameters import clean_parameter_name
+from lora_parallel.state import OTHER_STAGE, StageTensors
+from lora_parallel.tp.sequence import first_activations
 
-__all__ = ["StageModel", "check_trained"]
+
+@dataclass(frozen=True)
+class OutputShape:
+    """Say which shape the output of a layer before the blocks has, by that of its first tensor."""
+
+    features: int
+    """The last dim of the output."""
+
+    looks_up: bool
+    """True if the layer is given ids [...], or a mask of them; False if it is given activations [..., features]."""
+
+    def of(self, given: Tensor) -> tuple[int, ...]:
+        """Return the shape of the output, from the layer's first tensor."""
+        return (*(given.shape if self.looks_up else given.shape[:-1]), self.features)
+
+
+class StageEnd(Exception):
+    """Leave a model's forward behind the last block of a stage.
+
+    Args:
+        hidden: The hidden states that the next stage is given.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class StageRun(Protocol):
+    """Say what is computed now, to the modules that stand in for those of other stages."""
+
+    running: bool
+    """True while a stage computes; other calls of the modules are errors."""
+
+    def pass_block(self, index: int, hidden: Tensor) -> Tensor:
+        """Return the output of block `index`, which is on another stage, from its input [rows, tokens, features].
+
+        Raises:
+            StageEnd: The block is the first one behind the stage.
+        """
+
+
+class _OtherStage(nn.Module):
+    """Stand in for a module of another stage, with its plain attributes and without its parameters.
+
+    Args:
+        name: The name of the module, for messages.
+        module: The module.
+        run: Says what is computed now.
+    """
+
+    def __init__(self, name: str, module: nn.Module, run: StageRun) -> None:
+        super().__init__()
+        held = {key: value for key, value in vars(module).items() if key != "training" and not key.startswith("_")}
+        plain = {key: value for key, value in held.items() if not isinstance(value, Tensor) and not callable(value)}
+        self.__dict__ |= {"_name": name, "_run": run, "_plain": plain, OTHER_STAGE: True}
+
+    def __getattr__(self, key: str) -> Any:
+        plain = self.__dict__.get("_plain", {})
+        return plain[key] if key in plain else super().__getattr__(key)
+
+    def __delattr__(self, key: str) -> None:
+        """Delete an attribute, as Trainer does with `neftune_noise_alpha` of the embedding after training."""
+        plain = self.__dict__["_plain"]
+        if key in plain and key not in self.__dict__:
+            del plain[key]
+        else:
+            super().__delattr__(key)
+
+    def check_running(self) -> None:
+        """Check that the parallelized model runs.
+
+        Raises:
+            RuntimeError: The module was called by itself.
+        """
+        if not self.__dict__["_run"].running:
+            raise RuntimeError(
+                f"{self.__dict__['_name']} was called, and is on another pipeline stage than this rank's: call the "
+                "parallelized model, not a module inside of it, nor its forward."
+            )
+
+
+class OtherStageBlock(_OtherStage):
+    """Stand in for a block.
+
+    Args:
+        name: The name of the block.
+        block: The block.
+        run: Says what is computed now.
+        index: The number of the block in its stack.
+        outputs: The number of values that the block returns in a tuple; None if it returns the hidden states.
+    """
+
+    def __init__(self, name: str, block: nn.Module, run: StageRun, index: int, outputs: int | None) -> None:
+        super().__init__(name, block, run)
+        self.__dict__ |= {"_index": index, "_outputs": outputs}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_running()
+        hidden = self.__dict__["_run"].pass_block(self.__dict__["_index"], first_activations(args, kwargs)[1])
+        outputs = self.__dict__["_outputs"]
+        return hidden if outputs is None else (hidden, *[None] * (outputs - 1))
+
+
+class OtherStageLayer(_OtherStage):
+    """Stand in for a layer before the blocks, by zeros, or for one after the blocks, which is never reached.
+
+    Args:
+        name: The name of the layer.
+        layer: The layer.
+        run: Says what is computed now.
+        output: The shape of the layer's output; None for a layer after the blocks.
+        dtype: The dtype of the layer's output.
+        device: The type of device that the layer would be on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        run: StageRun,
+        output: OutputShape | None,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(name, layer, run)
+        self.__dict__["_output"] = output
+        # Models ask an embedding's weight for its device. It has no elements, so that nothing is computed with it.
+        self.__dict__["_plain"]["weight"] = torch.empty(0, dtype=dtype, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherStageLayer:
+        """Follow `model.to(dtype)`, as the layer would."""
+        plain = self.__dict__["_plain"]
+        plain["weight"] = fn(plain["weight"])
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.check_running()
+        output = self.__dict__["_output"]
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if output is None or given is None:
+            raise RuntimeError(f"{self.__dict__['_name']} was called on a pipeline stage that has no part of it.")
+        return torch.zeros(output.of(given), dtype=self.__dict__["_plain"]["weight"].dtype, device=given.device)
+
+
+Bounds = list[tuple[int, int]]
+"""First and last + 1 block of each stage."""
+
+
+@dataclass
+class StageLayers:
+    """List the blocks of a model, and the layers around them that hold parameters."""
+
+    stack: nn.Module
+    """Module whose children are the blocks."""
+
+    blocks: list[nn.Module]
+    """The blocks in order."""
+
+    outputs: list[int | None]
+    """Number of values that each block returns in a tuple; None if it returns the hidden states."""
+
+    before: dict[nn.Module, OutputShape] = field(default_factory=dict)
+    """Layers that are called before the first block, each with the shape of its output."""
+
+    after: list[nn.Module] = field(default_factory=list)
+    """Layers that are called after the last block. A layer may be in `before` too."""
+
+    def of_stage(self, stage: int, bounds: Bounds) -> list[nn.Module]:
+        """Return the modules that a stage computes."""
+        first, last = bounds[stage]
+        found = list(self.blocks[first:last])
+        found += self.before if stage == 0 else []
+        found += [layer for layer in self.after if layer not in found] if stage == len(bounds) - 1 else []
+        return found
+
+    def homes(self, bounds: Bounds) -> dict[nn.Module, frozenset[int]]:
+        """Map each module that only some stages compute, and those in it, to these stages."""
+        stages: dict[nn.Module, set[int]] = {}
+        for stage in range(len(bounds)):
+            for module in self.of_stage(stage, bounds):
+                for inner in module.modules():
+                    stages.setdefault(inner, set()).add(stage)
+        return {module: frozenset(each) for module, each in stages.items()}
+
+
+class Entry(Protocol):
+    """Cut hidden states where they enter blocks, as the model's first block does, and clean up behind the last."""
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return this rank's part of hidden states [rows, tokens, features]."""
+
+    def leave(self, device: torch.device) -> None:
+        """Note that the blocks have been computed."""
+
+
+class StageContext:
+    """Say which stage of this rank computes, and hand its input to it.
+
+    Args:
+        entries: What cuts hidden states of all tokens, in order: context parallelism, sequence parallelism.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.running = False
+        self._entries = entries
+        self._first, self._last = 0, 0
+        self._receive: Callable[[Tensor], Tensor] | None = None
+
+    def begin(self, bounds: tuple[int, int], receive: Callable[[Tensor], Tensor] | None) -> None:
+        """Begin a stage.
+
+        Args:
+            bounds: Its first and last + 1 block.
+            receive: Returns the input of the stage, from a tensor of its shape; None for the first stage.
+        """
+        self.running = True
+        (self._first, self._last), self._receive = bounds, receive
+
+    def end(self, hidden: Tensor | None) -> None:
+        """End a stage, which hands on `hidden`; None if it is the last, or has failed."""
+        self.running, self._receive = False, None
+        if hidden is not None:
+            for entry in reversed(self._entries):
+                entry.leave(hidden.device)
+
+    def pass_block(self, index: int, hidden: Tensor) -> Tensor:
+        """Return the output of block `index`, which is on another stage (see `StageRun`)."""
+        if index >= self._last:
+            raise StageEnd(hidden)
+        if index < self._first - 1:
+            return hidden
+        assert self._receive is not None
+        for entry in self._entries:
+            hidden = entry.enter(hidden)
+        return self._receive(hidden)
 
 
 @dataclass(frozen=True)
@@ -178,3 +419,60 @@ def check_trained(model: nn.Module, layers: StageLayers, bounds: Bounds, pp: int
             f"pp={pp}: nothing trains on the pipeline ranks {idle}, whose optimizers would have no parameters: adapt "
             "layers of all blocks (target_modules, without layers_to_transform), or choose other stages with pp_split."
         )
+
+
+class _Held:
+    """Get a tensor from the last stage once."""
+
+    def __init__(self, fetch: Callable[[], Tensor]) -> None:
+        self._fetch: Callable[[], Tensor] | None = fetch
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            assert self._fetch is not None
+            self._whole, self._fetch = self._fetch(), None
+        return self._whole
+
+
+class LastStageTensor(Tensor):
+    """Stand for an output of the last stage, such as the logits beside a loss.
+
+    The first operation that reads it gets it from the last stage, on all ranks of the pipeline: each of them must run
+    this operation. Reading its shape or dtype, or detaching it, costs nothing.
+
+    Args:
+        held: Gets the tensor.
+        shape: Its shape.
+        dtype: Its dtype.
+        device: The device that it will be on.
+    """
+
+    held: _Held
+
+    @staticmethod
+    def __new__(cls, held: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LastStageTensor:
+        tensor: LastStageTensor = storageless(cls, shape, dtype, device)
+        tensor.held = held if isinstance(held, _Held) else _Held(held)
+        return tensor
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"LastStageTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in MEMORY_READERS:
+            args = tree_map_only(LastStageTensor, lambda each: each.held.whole(), args)
+        return no_torch_function(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            (tensor,) = args
+            return LastStageTensor(tensor.held, tuple(tensor.shape), tensor.dtype, tensor.device)
+        args, kwargs = tree_map_only(LastStageTensor, lambda each: each.held.whole(), (args, kwargs or {}))
+        return func(*args, **kwargs)

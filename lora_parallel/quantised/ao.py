@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
-from lora_parallel.layers.quantised_layer import QuantisedLayer, bytes_of
+from lora_parallel.layers.linear_classes import QuantisedLayer, bytes_of
 from lora_parallel.lazy.graph import Node
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.quantised.packed_weight import Bytes, Encoding, Packed
-
-__all__ = ["LinearAO", "dense_ao", "disagrees", "problem_ao", "stored_ao"]
 
 _WEIGHT = "qdata"
 

@@ -13,21 +13,10 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor
 
-from lora_parallel.layers.quantised_layer import QuantisedLayer, bytes_of, frozen
+from lora_parallel.layers.linear_classes import QuantisedLayer, bytes_of, frozen
 from lora_parallel.lazy.graph import Block, Node, ReadNode, Region, read, whole
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.quantised.packed_weight import Bytes, Encoding, Packed
-
-__all__ = [
-    "Linear4bit",
-    "Linear8bit",
-    "dense_4bit",
-    "dense_8bit",
-    "problem_4bit",
-    "problem_8bit",
-    "stored_4bit",
-    "stored_8bit",
-]
 
 
 class Linear4bit(bitsandbytes.nn.Linear4bit, QuantisedLayer):

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.peft_private import refuse_merge
-from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.layers.linear_classes import QuantisedLayer
 from lora_parallel.lazy.graph import Node
-from lora_parallel.lazy.lazy_parameter import LazyParameter
+from lora_parallel.lazy.lazy_tensor import LazyParameter
 from lora_parallel.quantised.packed_weight import Packed
-
-__all__ = ["bare_states", "check_quantised", "hold_as_bytes", "own_modules"]
 
 _Format = tuple[Callable[[Any], None], Callable[[Any], "str | None"]]
 """Two functions of a format: one changes a layer in place, one returns the reason why it cannot."""

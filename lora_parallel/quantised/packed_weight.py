@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lora_parallel.lazy.graph import Block, Node, Piece, ReadNode, Region, whole
 
-__all__ = ["Bytes", "Encoded", "Encoding", "Packed", "row_chunks"]
-
 _CHUNK = 8 * 2**20
 """Number of elements, in whole rows, that are brought into memory at once to be made smaller."""
 

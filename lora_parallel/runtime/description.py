@@ -1,23 +1,22 @@
-"""Describe a parallelized model in lines of text: versions, mesh, bytes of this rank, tensor-parallel plan."""
+"""Describe a parallelized model in lines of text, and end a script there for `accelerate-lora check`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lora_parallel.distributed.gather import class_of, local
+from lora_parallel.distributed.dtensors import class_of, local
 from lora_parallel.distributed.mesh import axis_rank, mesh_sizes
 from lora_parallel.distributed.torch_private import is_simulated
-from lora_parallel.layers.module_names import count_kinds, innermost
-from lora_parallel.layers.row_partition import partition_of
+from lora_parallel.layers.layer_parameters import count_kinds, innermost
+from lora_parallel.layers.styles import partition_of
 from lora_parallel.sizes import mesh_text, rank_lines
 from lora_parallel.state import ParallelState, state_of
-
-__all__ = ["describe", "description_to_print", "log_description"]
 
 log = logging.getLogger(__name__)
 
@@ -139,3 +138,43 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:  # a clone that is not installed
         return "(not installed)"
+
+
+_checked = False
+
+
+class SetUpIsPossible(SystemExit):
+    """End a script whose set-up is checked, as `parallelize` would have returned the model.
+
+    No `except Exception` of a script or a trainer stops it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(0)
+        self.model = model
+
+
+@contextmanager
+def end_after_set_up() -> Iterator[None]:
+    """Within the context, let `parallelize` read no weights, and raise `SetUpIsPossible` in place of returning."""
+    global _checked
+    _checked = True
+    try:
+        yield
+    finally:
+        _checked = False
+
+
+def is_checked() -> bool:
+    """Return True within `end_after_set_up`: nothing is trained, so no weights are read and nothing is written."""
+    return _checked
+
+
+def end_if_checked(model: nn.Module) -> None:
+    """End the script within `end_after_set_up`; do nothing outside of it.
+
+    Raises:
+        SetUpIsPossible: The set-up is checked.
+    """
+    if _checked:
+        raise SetUpIsPossible(model)

@@ -16,12 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.adapters.inspection import adapter_parameters
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
 from lora_parallel.state import ParallelState, parallelized, state_of
-
-__all__ = ["check_once_it_trains", "check_optimized", "check_values", "verify"]
 
 Ties = Sequence[list[tuple[nn.Module, str]]]
 """Type of a list with one entry per tied weight: the modules that hold the weight, each with its key there."""

@@ -16,12 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.distributed.gradients import refuse_clipping_if
-from lora_parallel.distributed.rendezvous import place_of_call
-from lora_parallel.distributed.stages import over_stages
-from lora_parallel.optimizers.kinds import joins_parameters
+from lora_parallel.distributed.mesh import over_stages
+from lora_parallel.distributed.rank_checks import place_of_call
+from lora_parallel.optimizers import joins_parameters
 from lora_parallel.state import mesh_of, names_elsewhere
-
-__all__ = ["HeldByName", "check_not_stale", "describe_optimizer", "refuse_joined_steps", "refuse_stale_steps"]
 
 _REPLACED, _LIVE = "_lora_parallel_replaced", "_lora_parallel_live"
 _REMEDY = (

@@ -1,8 +1,11 @@
-"""Refuse operations that a sharded model does not support: each raises an error on every rank, with a remedy.
+"""Refuse what a sharded model does not support, and make `model.generate` work on it.
 
 Torch's own errors for these operations ("cannot pickle 'ProcessGroup'", "got mixed torch.Tensor and DTensor") name
 neither the model nor a way out. Some of the operations would even go on without an error, with tensors of another
 rank's size.
+
+`torch.func.functional_call` and assignments put other tensors there, and an assignment of a layer (a new head) puts
+parameters there that nothing shards or reduces.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.peft_private import refuse_adapters
-from lora_parallel.distributed.gather import local, reshard
-from lora_parallel.layers.row_partition import partition_of
-
-__all__ = ["explained", "seal"]
+from lora_parallel.distributed.dtensors import local, reshard
+from lora_parallel.distributed.mesh import dp_size, share_random_state
+from lora_parallel.distributed.rank_checks import collective_call
+from lora_parallel.distributed.torch_private import gathered_parameters
+from lora_parallel.layers.styles import partition_of
 
 
 def seal(model: nn.Module, ranks: int) -> None:
@@ -161,3 +168,121 @@ def _explain(error: RuntimeError) -> None:
     for said, remedy in _REMEDIES.items():
         if said in text and remedy not in text:
             error.args = (f"{text}\n{remedy}", *error.args[1:])
+
+
+def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
+    """Make `generate` of transformers and PEFT, which bypasses the model's own forward, gather the root unit's weights.
+
+    Data-parallel ranks finish their texts at different steps, and a rank that stopped would leave the others waiting
+    for its weights. With more than one such rank `synced_gpus=True` is the default, which keeps all ranks running to
+    the last step. The ranks of one batch draw the same tokens: they begin with the random state of the first of them.
+
+    Args:
+        model: A sharded model.
+        base: The model inside of a `PeftModel`, whose `generate` may be called too; or `model` itself.
+        mesh: The mesh of `model`.
+    """
+    if not isinstance(model, FSDPModule) and mesh.size() == 1:
+        return
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")  # does nothing if FSDP2 does not shard the model
+    for holder in {model, base}:
+        if hasattr(holder, "generate"):
+            _complete(holder, model, mesh)
+
+
+def refuse_generate(model: nn.Module, base: nn.Module) -> None:
+    """Make `generate` an error with the remedy, for a model of which each rank has a pipeline stage.
+
+    Args:
+        model: A sharded model.
+        base: The model inside of a `PeftModel`; or `model` itself.
+    """
+    for holder in {model, base}:
+        if hasattr(holder, "generate"):
+            holder.__dict__["generate"] = _refuse
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "generate does not work under pipeline parallelism (pp > 1), where each rank has some of the blocks: save the "
+        "adapter and generate on a mesh without pp, or with vLLM; or leave it out (predict_with_generate=False)."
+    )
+
+
+def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:
+    own: Any = holder.generate
+    replicated = mesh["dp_replicate"].size() > 1
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if dp_size(mesh) > 1:
+            kwargs.setdefault("synced_gpus", True)
+        try:
+            if replicated and not kwargs["synced_gpus"]:  # a replica needs no weights of other replicas
+                share_random_state(mesh)
+                return own(*args, **kwargs)
+            with collective_call("generate"):
+                share_random_state(mesh)
+                return own(*args, **kwargs)
+        finally:
+            reshard(root)  # as after any forward that no backward follows
+
+    holder.__dict__["generate"] = generate
+
+
+class Substitutes:
+    """Find substitutes: tensors in the place of a model's parameter that are not what FSDP2 gathers of the parameter.
+
+    FSDP2 would compute with the parameters instead, or take the substitutes for its own shards. A tensor parallel layer
+    would take a full tensor for its slice, and would never finish the gradient of a replicated tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self._places = [
+            (module._parameters, key, parameter, f"{name}.{key}" if name else key)
+            for name, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and sharded
+        ]
+        self._modules = [
+            (module, len(module._parameters), dict(module._modules)) for module in model.modules() if sharded
+        ]
+
+    def refuse(self, model: nn.Module) -> None:
+        """Check, as a forward begins, that no parameter of `model` has a substitute, and that no new one trains.
+
+        Raises:
+            RuntimeError: A parameter has a substitute, or the model has a parameter that trains and was not sharded.
+        """
+        if any(len(module._parameters) != count or module._modules != held for module, count, held in self._modules):
+            self._refuse_new(model)
+        odd = [(held.get(key), name) for held, key, parameter, name in self._places if held.get(key) is not parameter]
+        if not odd:
+            return
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        gathered = {id(parameter) for unit in units for parameter in gathered_parameters(unit)}
+        for held, name in odd:
+            if held is not None and id(held) not in gathered:
+                raise RuntimeError(
+                    f"another tensor is in the place of {name} than parallelize left there (torch.func.functional_call "
+                    "does so, load_state_dict(assign=True) and assignments): each rank would compute with what it "
+                    "takes for its shard. Change the parameter in place, or load_adapter; for several adapters on one "
+                    "base, TenantPool."
+                )
+
+    def _refuse_new(self, model: nn.Module) -> None:
+        """Check that modules which have come since do not train. Adapters that a TenantPool adds are the pool's."""
+        known = {id(held): {*held} for held, *_ in self._places}
+        sharded = {module for module, *_ in self._modules}
+        layers = (each for each in model.modules() if isinstance(each, BaseTunerLayer))
+        of_pool = {inner for layer in layers if layer.get_base_layer() in sharded for inner in layer.modules()}
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                before = known.get(id(module._parameters), ())
+                if parameter is not None and parameter.requires_grad and key not in before and module not in of_pool:
+                    raise RuntimeError(
+                        f"{f'{name}.{key}' if name else key} trains, and was put into the model after parallelize: its "
+                        "gradient would not be reduced, so that ranks part. Put the layer in place (a new head, a "
+                        "resized embedding) before the model is sharded."
+                    )

@@ -1,35 +1,130 @@
-"""Run hooks around a model's forward and backward: counting, guards, recovery from a failed step."""
+"""Run hooks around a model's forward and backward: counting, guards, recovery from a failed step.
+
+Each peer computes a slice of every layer: with different batches their sums are of neither batch, and no error says so.
+So these ranks compare the inputs of every forward by one message of two numbers. The first batch for training and the
+first for evaluation are compared before anything is computed, and so is every batch on a CPU. On an accelerator a later
+batch is compared as the next forward begins, so that no rank waits for its device.
+"""
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten
 
-from lora_parallel.distributed.fsdp_private import drop_gathered_gradients
-from lora_parallel.distributed.gradient_hooks import UnfinishedGradients
-from lora_parallel.distributed.gradients import PartialGradients
-from lora_parallel.distributed.mesh import same_batch_groups
-from lora_parallel.distributed.pytree import tensors_in
-from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
-from lora_parallel.distributed.torch_private import backward_pass, in_backward, is_simulated, queue_after_backward
+from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.gradients import PartialGradients, UnfinishedGradients
+from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh, stage_mesh
+from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device, is_rank_zero, wait_for
+from lora_parallel.distributed.torch_private import (
+    backward_pass,
+    drop_gathered_gradients,
+    in_backward,
+    is_simulated,
+    queue_after_backward,
+)
 from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
-from lora_parallel.layers.forward_arguments import asks_for
-from lora_parallel.layers.module_names import innermost
+from lora_parallel.layers.layer_parameters import asks_for, innermost
 from lora_parallel.runtime.guards import check_values
-from lora_parallel.runtime.same_batch import SameBatch
-from lora_parallel.runtime.substitutes import Substitutes
+from lora_parallel.runtime.refusals import Substitutes
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import TPContext
 
-__all__ = ["StepHooks"]
+
+class SameBatch:
+    """Compare the inputs of each forward of one model between the ranks of one batch.
+
+    Args:
+        mesh: The model's mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._device = mesh.device_type
+        self._groups = same_batch_groups(mesh)
+        self._ranks = [
+            rank
+            for stage in mesh.mesh.reshape(axis_size(mesh, "pp"), -1).tolist()
+            for rank in stage[dp_rank(mesh) * same_batch_mesh(mesh).size() :][: same_batch_mesh(mesh).size()]
+        ]
+        self._kinds = [
+            kind
+            for axis, kind in (("pp", "pipeline"), ("cp", "context"), ("tp", "tensor"))
+            if axis_size(mesh, axis) > 1
+        ]
+        together = same_batch_mesh(mesh).size()
+        of_stage = f"rank % {stage_mesh(mesh).size()}" if self._kinds[0] == "pipeline" else "rank"
+        self._formula = f"{of_stage} // {together}" if together > 1 else of_stage
+        self._unchecked = {True, False}
+        self._forwards = 0
+        self._sent: tuple[int, Tensor, Any] | None = None
+        """The number of the last forward, and the result of its message, which holds once a device's event is over."""
+
+    def check(self, inputs: Any, training: bool) -> None:
+        """Check the inputs of a forward as it begins. Collective over these ranks; over all in the first for training.
+
+        Raises:
+            RuntimeError: Ranks of one batch were fed different batches, or make other forwards. Raised on these ranks,
+                and in the first forward for training on every rank.
+        """
+        self._look_at_last()
+        self._forwards += 1
+        first = training in self._unchecked
+        self._unchecked.discard(training)
+        both = self._message(inputs, training)
+        if first or self._device == "cpu":
+            for group in self._groups:
+                work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
+                wait_for(work, f"the model's forward for {'training' if training else 'evaluation'}", self._device)
+            with agreed() if first and training else nullcontext():
+                self._compare(self._forwards, both)
+            return
+        for group in self._groups:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        found = torch.empty(2, dtype=both.dtype, pin_memory=True)
+        found.copy_(both, non_blocking=True)
+        event = torch.get_device_module(self._device).Event()
+        event.record()
+        self._sent = self._forwards, found, event
+
+    def _message(self, inputs: Any, training: bool) -> Tensor:
+        """Return a number of the inputs, and one that falls as the first rises: int64 [2]."""
+        leaves, _ = tree_flatten(dict(enumerate(inputs)))
+        names = sorted(key for each in inputs if isinstance(each, dict) for key in each)
+        plain = [each if isinstance(each, bool | int | float | str) else type(each).__name__ for each in leaves]
+        told = zlib.crc32(repr((training, torch.is_grad_enabled(), names, plain)).encode())
+        total = torch.tensor(told, device=self._device)
+        for tensor in tensors_in(inputs):
+            total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)
+        return torch.stack([total, ~total])
+
+    def _look_at_last(self) -> None:
+        if self._sent is not None:
+            number, found, event = self._sent
+            self._sent = None
+            event.synchronize()
+            self._compare(number, found)
+
+    def _compare(self, number: int, both: Tensor) -> None:
+        highest, lowest = int(both[0]), ~int(both[1])
+        if highest != lowest:
+            raise RuntimeError(
+                f"ranks {self._ranks} are {' and '.join(self._kinds)} parallel peers and were fed different batches in "
+                f"forward {number}, or one of them makes forwards that the others do not: what they compute is of "
+                f"neither batch. Shard the data by data-parallel rank ({self._formula}), not by process; give each "
+                "process the same dataset (random data needs one seed); and call the model on all of these ranks, in "
+                "evaluation too."
+            )
+
 
 log = logging.getLogger(__name__)
 

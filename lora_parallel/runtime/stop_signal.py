@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from lora_parallel.distributed.rank_checks import begin_gather
 
-__all__ = ["StopSignal", "ask_for_largest", "largest_numbers"]
-
 
 class StopSignal:
     """Record a signal that asks this process to end, in place of ending it, and tell all ranks of it after a step.

@@ -13,31 +13,28 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 
 from lora_parallel.adapters.base_fingerprint import base_fingerprints
-from lora_parallel.distributed.gather import local, reshard
+from lora_parallel.distributed.collectives import all_reduce
+from lora_parallel.distributed.dtensors import local, reshard
 from lora_parallel.distributed.mesh import dp_size
-from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
-from lora_parallel.distributed.rendezvous import collective_call
+from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.state import ParallelState
-from lora_parallel.storage.atomic import local_path
-from lora_parallel.tenants.adapter_init import draw, shaped
-from lora_parallel.tenants.adapter_slots import AdapterSlots
-from lora_parallel.tenants.batch_routing import Route, route_samples
-from lora_parallel.tenants.calls import Calls
-from lora_parallel.tenants.factor import gathered_factors
-from lora_parallel.tenants.forward_tracker import ForwardTracker
-from lora_parallel.tenants.memory_budget import Optimizers, check_fits, memory_needs
-from lora_parallel.tenants.optimizer_guard import OptimizerGuard, settings_of
-from lora_parallel.tenants.reduction import finish
+from lora_parallel.storage import local_path
+from lora_parallel.tenants.layer import AdapterSlots, draw, shaped
+from lora_parallel.tenants.routing import Calls, Factor, ForwardTracker, Route, gathered_factors, route_samples
 from lora_parallel.tenants.state import load_tenant, save_tenant
-from lora_parallel.tenants.tenant import Tenant
-from lora_parallel.tenants.validation import (
+from lora_parallel.tenants.tenant import (
+    OptimizerGuard,
+    Optimizers,
+    Tenant,
     batch_norms,
     check_base,
     check_budget,
     check_dtype,
+    check_fits,
     check_layers,
     check_lora_config,
     check_name,
@@ -45,10 +42,73 @@ from lora_parallel.tenants.validation import (
     check_rows_apart,
     check_samples,
     describe_config,
+    memory_needs,
     seed_of,
+    settings_of,
 )
 
-__all__ = ["TenantPool"]
+
+def finish(tenants: Sequence[Tenant], mesh: DeviceMesh) -> None:
+    """Sum the gradients of tenants over all ranks, and add them to those that wait for a step. Collective.
+
+    Args:
+        tenants: The tenants whose gradients have not been summed, the same on every rank and in the same order.
+        mesh: The mesh of the model.
+    """
+    sums = iter(_summed([factor for tenant in tenants for factor in tenant.factors], mesh))
+    for tenant in tenants:
+        tenant.add_sums([next(sums) for _ in tenant.factors])
+
+
+@torch.no_grad()
+def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
+    """Take the gradients of factors that have accumulated since the last call, and sum them over all ranks. Collective.
+
+    Gradients of the parameters themselves, which every rank has in full, are added without a sum over ranks.
+
+    Args:
+        factors: The factors, the same on every rank and in the same order.
+        mesh: The mesh of the model.
+
+    Returns:
+        The summed gradient of each factor, placed as its parameter is; None where no rank has a gradient.
+    """
+    taken = [factor.take_gradients() for factor in factors]
+    gradients = [part for part, _ in taken]
+    rank = mesh.get_local_rank("dp_shard")
+    sums: list[Tensor | None] = [None] * len(factors)
+    dtypes = list(dict.fromkeys(factor.parameter.dtype for factor in factors))
+    for dtype in dtypes:
+        of_dtype = [index for index, factor in enumerate(factors) if factor.parameter.dtype == dtype]
+        # Gradients that are partial over tp come first: the front of the message is summed over tp, all of it over dp.
+        order = sorted(of_dtype, key=lambda index: not factors[index].partial)
+        held = [_or_zeros(factors[index], gradients[index]) for index in order]
+        there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=held[0].device)
+        flat = torch.cat([there, *(each.reshape(-1) for each in held)])
+        partial = sum(each.numel() for index, each in zip(order, held, strict=True) if factors[index].partial)
+        if mesh["tp"].size() > 1 and partial:
+            front = slice(len(there), len(there) + partial)
+            flat[front] = all_reduce(flat[front], mesh.get_group("tp"), "gradients", "tenants")
+        for axis in ("dp_shard", "dp_replicate"):
+            if mesh[axis].size() > 1:
+                flat = all_reduce(flat, mesh.get_group(axis), "gradients", "tenants")
+        found, values = flat[: len(there)].tolist(), flat[len(there) :].split([each.numel() for each in held])
+        for index, present, value, each in zip(order, found, values, held, strict=True):
+            if present:
+                sums[index] = factors[index].placed(value.view_as(each), rank)
+    # The gradient of a loss term of the parameter itself is complete on every rank: it is added without a sum.
+    for index, (_, own) in enumerate(taken):
+        if own is not None:
+            known = sums[index]
+            sums[index] = own if known is None else known + own
+    return sums
+
+
+def _or_zeros(factor: Factor, gradient: Tensor | None) -> Tensor:
+    if gradient is not None:
+        return gradient
+    return torch.zeros(factor.shape, dtype=factor.parameter.dtype, device=factor.device)
+
 
 log = logging.getLogger(__name__)
 

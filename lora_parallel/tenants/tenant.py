@@ -1,21 +1,207 @@
-"""Hold the data of one tenant of a pool."""
+"""Hold the data of one tenant of a pool, and check what a pool is asked to train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from operator import index
+from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from lora_parallel.distributed.gather import local
-from lora_parallel.tenants.factor import Factor
-from lora_parallel.tenants.layer import TenantLayer
-from lora_parallel.tenants.memory_budget import MemoryNeeds, state_bytes
-from lora_parallel.tenants.optimizer_guard import OptimizerGuard
+from lora_parallel.adapters.injection import has_adapters
+from lora_parallel.adapters.peft_private import DRAWN
+from lora_parallel.distributed.dtensors import local
+from lora_parallel.distributed.gradients import clip_grad_norm_, refuse_clipping_if
+from lora_parallel.layers.layer_parameters import clean_names
+from lora_parallel.optimizers import StepsOn, steps_on
+from lora_parallel.state import ParallelState, state_of
+from lora_parallel.tenants.layer import TenantLayer, adapted_layers
+from lora_parallel.tenants.routing import Factor
 
-__all__ = ["Tenant"]
+
+class OptimizerGuard:
+    """Step a tenant's optimizer with the gradients that a pool has finished, and refuse steps by anybody else.
+
+    While gradients wait in the pool, clipping the tenant's parameters from outside is refused as well, since it would
+    miss these gradients.
+
+    Args:
+        tenant: The name of the tenant.
+        made: The object that the user's function made of the parameters, which should be an optimizer.
+        parameters: The parameters of the tenant.
+        waits: A method that returns True if gradients wait for the tenant's step.
+
+    Raises:
+        ValueError: `made` is no optimizer of these parameters, or its step computes the loss anew.
+    """
+
+    def __init__(self, tenant: str, made: Any, parameters: Sequence[nn.Parameter], waits: Callable[[], bool]) -> None:
+        _check_made(made, parameters)
+        self.optimizer: Optimizer = made
+        self._tenant, self._parameters, self._steps = tenant, parameters, False
+        self._waits, this = weakref.WeakMethod(waits), weakref.ref(self)  # no reference cycle: removal frees at once
+
+        def check_driven(*_: Any) -> None:
+            if (guard := this()) is not None:
+                guard._check_driven()
+
+        made.register_step_pre_hook(check_driven)
+        for parameter in parameters:
+            refuse_clipping_if(parameter, lambda: None if (guard := this()) is None else guard._not_clipped())
+
+    @property
+    def gathers(self) -> bool:
+        """Return True if a step of the optimizer gathers parameters, so that all ranks step it at the same time."""
+        sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        return sharded and steps_on(self.optimizer) is StepsOn.FULL
+
+    def step(self, gradients: Sequence[Tensor | None], max_norm: float | None) -> Tensor | None:
+        """Step the optimizer with `gradients`; without any gradient it takes no step.
+
+        Args:
+            gradients: The gradient of each parameter, or None. They are not changed, so that a failed step can be
+                tried again.
+            max_norm: Clip the gradients to this norm first; None: do not clip.
+
+        Returns:
+            The norm of the gradients before clipping; None without `max_norm`.
+        """
+        self._steps = True
+        try:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient if gradient is None or max_norm is None else gradient.clone()
+            norm = None if max_norm is None else clip_grad_norm_(self._parameters, max_norm)
+            if any(gradient is not None for gradient in gradients):
+                self.optimizer.step()
+        finally:
+            self._steps = False
+            for parameter in self._parameters:
+                parameter.grad = None  # the caller still has the gradients if the step failed
+        return norm
+
+    def _check_driven(self) -> None:
+        if not self._steps:
+            raise RuntimeError(
+                f"the optimizer of the tenant {self._tenant!r} was told to step, but gradients are in the pool: call "
+                f"pool.step({self._tenant!r})."
+            )
+
+    def _not_clipped(self) -> str | None:
+        waits = self._waits()
+        if self._steps or waits is None or not waits():
+            return None
+        return f"gradients of {self._tenant!r} wait in the pool: clip with pool.step({self._tenant!r}, max_norm=...)."
+
+
+def _check_made(made: Any, parameters: Sequence[nn.Parameter]) -> None:
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"optimizer(...) gave a {type(made).__name__}: let it return a torch.optim.Optimizer.")
+    held = {parameter for group in made.param_groups for parameter in group["params"]}
+    if not held or not held <= set(parameters):
+        raise ValueError(
+            f"optimizer(...) gave a {type(made).__name__} of other parameters than it was given: let it make a new one "
+            "of these, or of some of them, each time that it is called (with a budget that is twice)."
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer(...) gave a {type(made).__name__}, whose step computes the loss anew: a pool's step does not. "
+            "Give one that steps with the gradients."
+        )
+
+
+def settings_of(optimizer: Optimizer) -> str:
+    """Describe the class and the plain settings of an optimizer as text, which must be the same on every rank."""
+    plain = (bool, int, float, str, Tensor, type(None))
+    groups = [
+        {key: each for key, each in group.items() if all(isinstance(leaf, plain) for leaf in tree_leaves(each))}
+        for group in [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    ]
+    return f"{type(optimizer).__name__}({groups})"
+
+
+Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""A function that makes an optimizer of parameters."""
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Hold the most bytes that a tenant takes at one time on this rank."""
+
+    total: int
+    state: int
+    """Bytes of `total` that the state of the tenant's optimizer takes."""
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of bytes that an optimizer's state takes on this rank."""
+    return sum(local(leaf).nbytes for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
+
+
+def memory_needs(factors: Sequence[Factor], optimizer: Optimizers) -> MemoryNeeds:
+    """Compute the most bytes that a tenant takes at one time on this rank.
+
+    Counted are its parameters; the state of their optimizer; their gradients that have been summed over ranks; the
+    gradients of a later backward that wait for their sum; and, for an adapter that is sharded over dp_shard, the values
+    that a step gathers. The size of the optimizer's state is found by one step on parameters without values.
+
+    Args:
+        factors: The tenant's factors, placed as they will be; they need no values.
+        optimizer: Makes an optimizer of parameters.
+
+    Raises:
+        ValueError: The optimizer fails on parameters without values.
+    """
+    bare = [nn.Parameter(torch.empty_like(local(factor.parameter), device="meta")) for factor in factors]
+    try:
+        tried = optimizer(bare)
+        for parameter in bare:
+            parameter.grad = torch.empty_like(parameter)
+        tried.step()
+        state = state_bytes(tried)
+    except Exception as error:  # an optimizer may raise anything on tensors without values
+        raise ValueError(
+            f"the optimizer cannot be tried on parameters without values ({type(error).__name__}: {error}), so that "
+            "nobody knows what it takes: leave the pool's budget out."
+        ) from error
+    held = sum(parameter.nbytes for parameter in bare)
+    whole = sum(prod(factor.shape) * factor.parameter.dtype.itemsize for factor in factors)
+    gathered = whole if any(factor.cut is not None for factor in factors) else 0
+    return MemoryNeeds(state + 2 * held + whole + gathered, state)
+
+
+def check_fits(name: str, needs: MemoryNeeds, others: Sequence[MemoryNeeds | None], budget: int) -> None:
+    """Check that a new tenant fits into the budget beside the other tenants.
+
+    Args:
+        name: The name of the new tenant.
+        needs: The memory that the new tenant takes.
+        others: The memory that each tenant of the pool takes.
+        budget: The bytes that all tenants together may take on a rank.
+
+    Raises:
+        ValueError: The new tenant takes more than is left of the budget.
+    """
+    left = budget - sum(each.total for each in others if each is not None)
+    if needs.total > left:
+        raise ValueError(
+            f"the tenant {name!r} takes up to {needs.total:,} bytes on a rank (adapter, gradients, optimizer "
+            f"state), and {max(left, 0):,} of the budget of {budget:,} are left: remove a "
+            "tenant, lower r, share adapters out with shard=True, or raise the budget."
+        )
 
 
 @dataclass(eq=False)
@@ -126,3 +312,238 @@ class Tenant:
         norm = self.guard.step(self.finished, max_norm)
         self.steps += self.has_sums
         return norm
+
+
+def describe_config(config: Any) -> str:
+    """Describe a config by its values that are not the defaults, as text that is the same in every process.
+
+    Sets are sorted, since their order differs between processes.
+    """
+    if not isinstance(config, LoraConfig):
+        return repr(config)
+    ordered = {key: sorted(value) if isinstance(value, set) else value for key, value in _said(config).items()}
+    return f"LoraConfig({', '.join(f'{key}={value!r}' for key, value in sorted(ordered.items()))})"
+
+
+def check_name(name: Any, base: nn.Module) -> None:
+    """Check that PEFT can use a tenant's name for its modules and in the names of parameters.
+
+    Raises:
+        ValueError: The name has other characters than letters, digits, "_" and "-", or is a name inside the model too.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name, re.ASCII):
+        raise ValueError(f"a tenant's name is {name!r}: give letters, digits, underscores and hyphens.")
+    inside = {part for each, _ in base.named_parameters() for part in each.split(".")}
+    if name in inside or name.startswith("lora_") or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"a tenant's name is {name!r}, which is a name inside of the model too: give another.")
+
+
+_TAKEN = {
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *(
+        "task_type",
+        "peft_type",
+        "peft_version",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+}
+"""Fields of a LoraConfig that tenants support; a config that sets any other field is refused."""
+
+_FILLED_IN = {"target_parameters", "modules_to_save"}
+"""Fields that PEFT fills with an empty value for some models, instead of None."""
+
+_LINEAR = "tenants are plain LoRA on linear layers: name those in target_modules."
+
+
+def check_lora_config(config: Any) -> None:
+    """Check that a config asks for plain LoRA with random initial values.
+
+    Raises:
+        ValueError: The config sets a field that tenants do not support, or computes initial values from base weights.
+    """
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"config is a {type(config).__name__}: give a peft.LoraConfig.")
+    for key, asked in _said(config).items():
+        if key not in _TAKEN and (asked or key not in _FILLED_IN):
+            raise ValueError(f"LoraConfig({key}={asked!r}): {_LINEAR}")
+    if config.init_lora_weights not in DRAWN:
+        raise ValueError(
+            f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) is computed from the base weights, which are "
+            "sharded: load a saved adapter instead."
+        )
+
+
+def _said(config: LoraConfig) -> dict[str, Any]:
+    """Return the fields of a config whose values are not the defaults."""
+    usual = LoraConfig().to_dict()
+    return {key: value for key, value in config.to_dict().items() if value != usual.get(key)}
+
+
+def check_dtype(dtype: Any) -> None:
+    """Check that an adapter can be stored in a dtype.
+
+    Raises:
+        ValueError: The dtype is neither None nor a floating-point dtype of 16 bits or more.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(f"dtype={dtype!r}: give a floating-point torch.dtype of 16 bits or more, or None for PEFT's.")
+
+
+def seed_of(init_seed: Any) -> int:
+    """Return a seed as a Python int.
+
+    Raises:
+        ValueError: The seed is no whole number, or `torch.manual_seed` does not take it.
+    """
+    whole = hasattr(init_seed, "__index__") and not isinstance(init_seed, (bool, torch.Tensor))
+    if not whole or not -(2**63) <= index(init_seed) < 2**64:  # what torch.manual_seed takes
+        raise ValueError(f"init_seed={init_seed!r}: give a whole number of 64 bits.")
+    return index(init_seed)
+
+
+def _lengths_of(lengths: Sequence[Any]) -> list[int]:
+    """Return numbers of tokens as Python ints.
+
+    Raises:
+        ValueError: A number is not whole, or negative.
+    """
+    try:
+        found = [index(each) for each in lengths]
+    except TypeError:
+        found = [-1]
+    if any(each < 0 for each in found):
+        raise ValueError(f"route has the lengths {list(lengths)}: give the tokens of each sample, whole numbers.")
+    return found
+
+
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the batch norm layers of a model by name: in training they mix the rows of a batch."""
+    return {where: layer for layer, where in clean_names(model).items() if isinstance(layer, _BatchNorm)}
+
+
+def check_rows_apart(layers: Mapping[str, nn.Module]) -> None:
+    """Check that none of these batch norm layers is in training, where it mixes rows and updates its statistics.
+
+    Raises:
+        ValueError: A layer is in training.
+    """
+    for where, layer in layers.items():
+        if layer.training:
+            raise ValueError(
+                f"{where} is a {type(layer).__name__} in training: it mixes the rows of all tenants, and its "
+                "statistics are the base's. Put it in evaluation (model.train() undoes that)."
+            )
+
+
+def check_layers(adapted: Any, name: str, config: LoraConfig) -> None:
+    """Check that PEFT has put an adapter on linear layers only, and on each that the config targets.
+
+    The config alone does not tell: the layers that it selects depend on the model.
+
+    Args:
+        adapted: The copy of the base on meta with the adapter, from `adapter_init.shaped`.
+        name: The name of the adapter.
+        config: The config as the user gave it.
+
+    Raises:
+        ValueError: A target is missing from the base or excluded; a field that PEFT has filled in is not supported; or
+            the adapter is on a layer that is not linear, or that the model has under several names.
+    """
+    layers = adapted_layers(adapted)
+    if isinstance(config.target_modules, (list, set, tuple)):
+        lacking = [t for t in config.target_modules if not any(f".{where}".endswith(f".{t}") for where in layers)]
+        if lacking:
+            raise ValueError(
+                f"LoraConfig(target_modules=...): the base lacks {sorted(lacking)}, or the config excludes them: the "
+                f"adapter would be on {sorted({where.rpartition('.')[2] for where in layers})} alone. Correct them, or "
+                "leave them out."
+            )
+    check_lora_config(adapted.peft_config[name])  # PEFT fills in what it knows of the model
+    places = Counter(child for parent in adapted.modules() for child in parent._modules.values() if child is not None)
+    for where, layer in layers.items():
+        plain = name in layer.lora_A and isinstance(layer.lora_A[name], nn.Linear)
+        if isinstance(layer, ParamWrapper) or not plain:
+            kind = type(layer.get_base_layer()).__name__
+            raise ValueError(f"the adapter {name!r} would be on {where}, which is a {kind}: {_LINEAR}")
+        if places[layer.get_base_layer()] > 1:  # PEFT adapts the layer under one of its names only
+            raise ValueError(
+                f"the adapter {name!r} would be on {where}, which the model has under another name too: leave it out "
+                "of target_modules."
+            )
+
+
+def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
+    """Check that a model can be the base of a pool; return the model's state, and its copy without values.
+
+    Raises:
+        ValueError: The model was not parallelized, has adapters or a pool, cannot be copied, or uses sequence or
+            context parallelism.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+    if state.stage is not None:
+        raise ValueError("a TenantPool needs the whole base on each rank of a mesh without a pp axis: use pp=1.")
+    if state.bare is None:
+        raise ValueError(
+            "the model has adapters of its own, or was told to need some: parallelize the bare base with "
+            "ParallelConfig(require_adapters=False)."
+        )
+    if state.pool is not None or has_adapters(model):
+        raise ValueError("the model has a TenantPool, or adapters of its own, already: a base has one pool.")
+    if isinstance(state.bare, Exception):
+        raise ValueError(
+            f"the base cannot be copied ({type(state.bare).__name__}: {state.bare}), and adapters are drawn on a "
+            "copy without values: let its modules be copied by copy.deepcopy."
+        )
+    if state.config.sequence_parallel:
+        raise ValueError("tenants need all tokens of a sample on one rank: leave sequence_parallel=False.")
+    if state.config.cp > 1:
+        raise ValueError(f"tenants need all tokens of a sample on one rank: leave cp=1 (it is cp={state.config.cp}).")
+    return state, state.bare
+
+
+def check_budget(budget: Any) -> None:
+    """Check that a budget is a positive number of bytes, or None.
+
+    Raises:
+        ValueError: The budget is anything else.
+    """
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
+        raise ValueError(f"budget={budget!r}: give a positive number of bytes, or None for no limit.")
+
+
+def check_samples(names: Sequence[str], lengths: Sequence[int] | None) -> list[int] | None:
+    """Check the arguments of `TenantPool.route`; return the lengths as Python ints, or None.
+
+    Raises:
+        ValueError: There are no names, not as many lengths as names, or lengths that are no numbers of tokens.
+    """
+    if isinstance(names, str) or not len(names):
+        raise ValueError(f"route({names!r}) names no samples: give a list with the tenant of each row.")
+    if lengths is None:
+        return None
+    counted = _lengths_of(lengths)
+    if len(counted) != len(names):
+        raise ValueError(f"route names {len(names)} samples, and gives {len(counted)} lengths: one for each.")
+    return counted
+
+
+def check_one_active(model: nn.Module) -> None:
+    """Check that exactly one of the tenants on a base is active.
+
+    Raises:
+        ValueError: No tenant is active, or several are, whose sum would be merged.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    tenants = sorted({name for layer in layers for name in layer.lora_A})
+    active = sorted({name for layer in layers for name in layer.active_adapters} & {*tenants})
+    if layers and len(active) != 1:
+        raise ValueError(
+            f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), which "
+            "makes one of them active."
+        )

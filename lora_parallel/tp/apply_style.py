@@ -17,17 +17,14 @@ from transformers.pytorch_utils import Conv1D
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import refuse_merge, sum_weight_norm
 from lora_parallel.distributed.collectives import all_reduce, unless_compiled
-from lora_parallel.distributed.gather import sharded_as
+from lora_parallel.distributed.dtensors import sharded_as
 from lora_parallel.distributed.torch_private import local_region
-from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, layer_tensors
-from lora_parallel.layers.row_partition import RowPartition, set_partition
-from lora_parallel.layers.styles import Style
+from lora_parallel.layers.layer_parameters import LayerTensor, base_of, layer_tensors
+from lora_parallel.layers.linear_classes import features_dim
+from lora_parallel.layers.styles import RowPartition, Style, set_partition
 from lora_parallel.lazy.tracking import rearrange_lazy
-from lora_parallel.tp.context import TPContext
-from lora_parallel.tp.experts import ExpertSharing, adapter_cuts
+from lora_parallel.tp.context import ExpertSharing, TPContext, adapter_cuts
 from lora_parallel.tp.layer import Rows, TPLayer, partition_in_layer, placement_of, set_tp_layer
-
-__all__ = ["apply_style"]
 
 
 def apply_style(

@@ -30,14 +30,11 @@ from lora_parallel.distributed.collectives import (
     sum_over_tp,
     unless_compiled,
 )
-from lora_parallel.fsdp.submodule_calls import is_at_rest
-from lora_parallel.layers.layer_parameters import LayerTensor, base_of, features_dim, is_linear
-from lora_parallel.layers.row_partition import RowPartition, partition_of
-from lora_parallel.layers.styles import Style
-from lora_parallel.tp.context import TPContext
-from lora_parallel.tp.experts import ExpertSharing
-
-__all__ = ["AllUsed", "Rows", "TPLayer", "partition_in_layer", "placement_of", "set_tp_layer", "shadow", "tp_layer_of"]
+from lora_parallel.fsdp.wrapping import is_at_rest
+from lora_parallel.layers.layer_parameters import LayerTensor, base_of
+from lora_parallel.layers.linear_classes import features_dim, is_linear
+from lora_parallel.layers.styles import RowPartition, Style, partition_of
+from lora_parallel.tp.context import ExpertSharing, TPContext
 
 _TP_LAYER = "_lora_parallel_tp_layer"
 

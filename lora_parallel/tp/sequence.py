@@ -20,20 +20,9 @@ from torch.distributed import ProcessGroup
 
 from lora_parallel.distributed.collectives import gather_tokens, split_tokens, whole_tokens
 from lora_parallel.distributed.torch_private import in_backward
-from lora_parallel.layers.forward_arguments import asks_for, check_between_blocks
+from lora_parallel.layers.layer_parameters import asks_for, check_between_blocks
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import Tokens
-
-__all__ = [
-    "NoActivationsError",
-    "OwnDraws",
-    "Sequence",
-    "block_output",
-    "first_activations",
-    "run_on_chunks",
-    "with_activations",
-    "with_output",
-]
 
 
 class NoActivationsError(ValueError):

@@ -1,4 +1,13 @@
-"""Let a tensor stand for all logits, of which each rank holds a slice: `SlicedTensor`.
+"""Let a tensor stand for all logits, of which each rank holds a slice: `SlicedTensor`, and the loss from slices.
+
+With x the logits of a token and t its label, the loss is log(sum(exp(x))) - x[t]. Each rank computes both terms for its
+slice of the vocabulary. One all-gather of these two numbers a token gives all ranks the terms of all slices, and hence
+the loss; an all-reduce for the maximum and another for the sums (Megatron-LM, https://arxiv.org/abs/1909.08053, section
+3) would take two messages for the same. Backward needs no message: the gradient of a slice is softmax(x), from the sum
+over all slices, minus one at the label.
+
+Tokens are computed in chunks, in forward and in backward, so that logits of a wider dtype than the model's never exist
+for all tokens at once.
 
 A slice is over the vocabulary, among tp ranks (`loss_parallel=True`), or over the tokens, among cp ranks, or both. Two
 rules hold, whatever code of a model, a trainer or a user computes with the tensor:
@@ -19,21 +28,202 @@ on one rank, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lora_parallel.distributed.collectives import chunk_bounds, chunks_over_tp, gather_last_dim, stacked_over
+from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
-from lora_parallel.tp.slicing import Slicing
-from lora_parallel.tp.vocabulary_loss import check_labels, cross_entropy_of_slices
+from lora_parallel.layers.layer_parameters import embeddings_of, innermost
+from lora_parallel.tp.layer import tp_layer_of
 
-__all__ = ["SlicedTensor", "part_of", "sliced_tensor"]
+log = logging.getLogger(__name__)
+
+
+class Slicing:
+    """Say which slice of a tensor [rows, tokens, features] this rank has.
+
+    Args:
+        features: The number of all features of a token: of logits, the size of the vocabulary.
+        group: The process group of the tp axis, whose ranks have slices of the features; None if this rank has all.
+        name: The name of the layer that computed the slice, for messages.
+        chunks: The chunks of the tokens that cp ranks have; None if this rank has all tokens.
+        tokens: The number of all tokens of a row, if there are chunks.
+        plain_loss: Compute the cross entropy of a chunk by torch's own function, to which it equals bit by bit.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        group: ProcessGroup | None,
+        name: str,
+        chunks: TokenChunks | None = None,
+        tokens: int = 0,
+        plain_loss: bool = False,
+    ) -> None:
+        self.features, self.group, self.name, self.chunks, self.tokens = features, group, name, chunks, tokens
+        self.plain_loss = plain_loss
+        self.start, self.end = (0, features) if group is None else chunk_bounds(features, group.size(), group.rank())
+        self._told: set[str] = set()
+
+    def over_tokens(self, chunks: TokenChunks, tokens: int) -> Slicing:
+        """Return the same slicing of a chunk of the tokens."""
+        found = Slicing(self.features, self.group, self.name, chunks, tokens, self.plain_loss)
+        found._told = self._told  # once, for all forwards
+        return found
+
+    def equals(self, other: Slicing) -> bool:
+        """Return True if the slices of two tensors are of the same features and tokens."""
+        mine, theirs = ((each.features, each.start, each.end, each.tokens) for each in (self, other))
+        return mine == theirs
+
+    def shape(self, part: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor that `part` is a slice of."""
+        lead = part.shape[:-1] if self.chunks is None else (part.shape[0], self.tokens)
+        return (*lead, self.features)
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a whole tensor."""
+        if self.chunks is not None:
+            whole = self.chunks.mine(whole.reshape(-1, self.tokens, whole.shape[-1]))
+        return whole[..., self.start : self.end]
+
+    def gathered(self, part: Tensor, function: Any) -> Tensor:
+        """Return the whole tensor, of which each rank has `part`; tell the user once which operation asked for it."""
+        if self.group is not None:
+            if not self._told and dist.get_rank() == 0:
+                self._told.add(self.name)
+                log.warning(
+                    "loss_parallel=True: %s reads the logits of %s in training, so that they are gathered as without "
+                    "loss_parallel. The result is right, if all tp ranks do the same.",
+                    function,
+                    self.name,
+                )
+            part = chunks_over_tp(part, self.features, self.group, self.name)
+        if self.chunks is not None:
+            return self.chunks.whole(part, self.tokens, self.name)
+        # A copy: an operation may change it in place, and other logits may hold the slice.
+        return part if self.group is not None else part.clone()
+
+
+CHUNK_ELEMENTS = 2**22
+"""Number of logits that are computed at a time: 16 MiB in float32."""
+
+
+def _chunks(part: Tensor) -> Iterator[slice]:
+    """Yield slices of the tokens of `part` [tokens, features], as many at a time as make `CHUNK_ELEMENTS` logits."""
+    step = max(CHUNK_ELEMENTS // max(part.shape[1], 1), 1)
+    yield from (slice(start, start + step) for start in range(0, part.shape[0], step))
+
+
+class _CrossEntropyOfSlices(torch.autograd.Function):
+    """Return the loss of each token; its backward is that of the slice of one rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part: Tensor,
+        labels: Tensor,
+        ignored: Tensor,
+        start: int,
+        dtype: torch.dtype,
+        group: ProcessGroup | None,
+        where: str,
+    ) -> Tensor:
+        tokens, width = part.shape
+        places = labels - start
+        outside = (places < 0) | (places >= width) | ignored
+        places = places.masked_fill(outside, 0)
+        terms = torch.full((2, tokens), -torch.inf, dtype=dtype, device=part.device)  # log of the sum; the label's
+        terms[1] = 0
+        if width:
+            for chunk in _chunks(part):
+                x = part[chunk].to(dtype)
+                terms[0, chunk] = x.logsumexp(-1)
+                terms[1, chunk] = x.gather(-1, places[chunk, None]).squeeze(-1)
+            terms[1] = terms[1].masked_fill(outside, 0)
+        if group is not None:
+            stacked = stacked_over(terms, group, "sums of exponentials and logits of labels", where)
+            terms = torch.stack([stacked[:, 0].logsumexp(0), stacked[:, 1].sum(0)])
+        ctx.save_for_backward(part, places, outside, ignored, terms[0])
+        return (terms[0] - terms[1]).masked_fill(ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        part, places, outside, ignored, log_sums = ctx.saved_tensors
+        losses = grads[0].masked_fill(ignored, 0)
+        at_labels = losses.masked_fill(outside, 0)
+        grad = torch.empty_like(part)
+        for chunk in _chunks(part) if part.shape[1] else ():
+            p = (part[chunk].to(log_sums.dtype) - log_sums[chunk, None]).exp_()
+            p *= losses[chunk, None]
+            p.scatter_add_(-1, places[chunk, None], -at_labels[chunk, None])
+            grad[chunk] = p
+        return grad, None, None, None, None, None, None
+
+
+def cross_entropy_of_slices(
+    part: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    vocabulary: int,
+    start: int,
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+    where: str,
+) -> Tensor:
+    """Return the cross entropy of each token, [tokens], 0 for ignored ones. Collective over tp.
+
+    Args:
+        part: This rank's slice of the logits, [tokens, features of this rank].
+        labels: Index of each token's label in the whole vocabulary, int64 [tokens], the same on every rank.
+        ignore_index: Label of the tokens that have no loss.
+        vocabulary: Number of logits of a token on all ranks together.
+        start: Index of this rank's first logit in the vocabulary.
+        dtype: Dtype that the logits are cast to. The loss is computed, and returned, in float32 at least.
+        group: The process group of the tp axis; None if this rank has all logits.
+        where: The layer's name, for error messages.
+
+    Raises:
+        IndexError: A label that is not ignored is outside of the vocabulary. On an accelerator it is an assertion of
+            the device, as in torch's `cross_entropy`.
+        RuntimeError: The collective failed.
+    """
+    ignored = check_labels(labels, ignore_index, vocabulary, where)
+    dtype = torch.promote_types(dtype, torch.float32)
+    return _CrossEntropyOfSlices.apply(part, labels, ignored, start, dtype, group, where)
+
+
+def check_labels(labels: Tensor, ignore_index: int, vocabulary: int, where: str) -> Tensor:
+    """Check that every label that is not ignored is in the vocabulary, and return which labels are ignored.
+
+    Raises:
+        IndexError: One is not. On an accelerator it is an assertion of the device, as in torch's `cross_entropy`.
+    """
+    ignored = labels == ignore_index
+    valid = (ignored | ((labels >= 0) & (labels < vocabulary))).all()
+    if labels.device.type != "cpu":
+        torch._assert_async(valid)  # the CPU need not wait
+    elif not valid:
+        raise IndexError(
+            f"the labels of {where} go from {int(labels.min())} to {int(labels.max())}, outside of its vocabulary of "
+            f"{vocabulary} and other than ignore_index={ignore_index}."
+        )
+    return ignored
+
 
 aten = torch.ops.aten
 
@@ -355,3 +545,49 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten._to_copy.default: _cast,
 }
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the layer that computes a model's logits.
+
+    Raises:
+        ValueError: The model names no output embeddings.
+    """
+    inner = innermost(model)
+    head = embeddings_of(inner, "output")
+    if not isinstance(head, nn.Module):
+        raise ValueError(
+            f"loss_parallel=True: {type(inner).__name__} names no language-model head, so that nothing shows which "
+            "layer computes logits: give it a method get_output_embeddings that returns the layer, or use "
+            "loss_parallel=False."
+        )
+    return head
+
+
+def keep_logits_sliced(head: nn.Module) -> None:
+    """Make a head return `SlicedTensor` in training, in place. `apply_style` has been called if tp is above 1.
+
+    A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
+    """
+    layers = [module for module in head.modules() if tp_layer_of(module) is not None]
+    for layer in layers or [head]:
+        _keep_output_sliced(layer)
+
+
+def _keep_output_sliced(layer: nn.Module) -> None:
+    own, unit = layer.forward, tp_layer_of(layer)
+    split: Slicing | None = None
+    if unit is not None and unit.style.leave == "gather":
+        assert unit.out_features is not None
+        split = Slicing(unit.out_features, unit.context.group, unit.name)
+        unit.style = replace(unit.style, leave="keep")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        y = own(*args, **kwargs)
+        if self.training and torch.is_grad_enabled():
+            return sliced_tensor(y, split or Slicing(y.shape[-1], None, "the head"))
+        if split is None or split.group is None:
+            return y
+        return gather_last_dim(y, split.features, split.group, split.name)
+
+    layer.forward = MethodType(forward, layer)

@@ -17,17 +17,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_parallel.adapters.inspection import peft_configs
-from lora_parallel.distributed.gather import persistent_buffers
-from lora_parallel.layers.module_names import block_of, innermost
-from lora_parallel.pp.other_stages import OtherStageBlock, OtherStageLayer, OutputShape, StageEnd
-from lora_parallel.pp.stage_layers import Bounds, StageLayers
+from lora_parallel.distributed.dtensors import persistent_buffers
+from lora_parallel.layers.layer_parameters import block_of, innermost
+from lora_parallel.pp.stage_model import Bounds, OtherStageBlock, OtherStageLayer, OutputShape, StageEnd, StageLayers
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations
-from lora_parallel.tracing.inner_model import check_outside, tracer_of
+from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.rank_simulation import same
-from lora_parallel.tracing.trace_errors import TraceError
-from lora_parallel.tracing.tracer import Call, Tracer
-
-__all__ = ["StageTrace"]
+from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
 
 
 class StageTrace:

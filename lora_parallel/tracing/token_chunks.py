@@ -1,14 +1,43 @@
-"""Find where the tokens of a model may be split, and run its blocks on a chunk of them to prove it."""
+"""Find where the tokens of a model can be cut, for sequence and context parallelism, and prove it on chunks of them.
+
+The model is run without its weights, once on all tokens, and then as each of some ranks would run it: blocks are given
+a chunk of the tokens, and attention returns the chunk of what it computed from all of them. Every layer must be fed the
+chunk of what it was fed before. What mixes tokens elsewhere in a block (a convolution, linear attention) fails this.
+Each attention is also computed for every share of its heads, as a rank would, and compared with that of all heads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import Parameter, signature
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from lora_parallel.adapters.inspection import peft_configs
+from lora_parallel.cp.attention import (
+    ATTENTION,
+    AttentionCall,
+    attend_from_tokens,
+    attend_with_share,
+    check_heads,
+    check_method,
+    with_repeated_heads,
+    wrap_registry,
+)
+from lora_parallel.cp.regions import (
+    Places,
+    changed_arguments,
+    first_output,
+    has_tokens,
+    refuse_outputs,
+    with_first_output,
+)
 from lora_parallel.distributed.collectives import chunk_bounds
-from lora_parallel.layers.module_names import block_of
+from lora_parallel.distributed.token_chunks import TokenChunks
+from lora_parallel.layers.layer_parameters import block_of, innermost
 from lora_parallel.tp.sequence import (
     NoActivationsError,
     Sequence,
@@ -17,13 +46,10 @@ from lora_parallel.tp.sequence import (
     with_activations,
     with_output,
 )
-from lora_parallel.tracing.layer_group import LayerGroup
-from lora_parallel.tracing.rank_simulation import same
-from lora_parallel.tracing.structure import Structure
-from lora_parallel.tracing.trace_errors import TraceError
-from lora_parallel.tracing.tracer import Call, Tracer
-
-__all__ = ["find_sequence"]
+from lora_parallel.tracing.inputs import FailedError, TraceError
+from lora_parallel.tracing.rank_simulation import LayerGroup, same
+from lora_parallel.tracing.structure import Structure, layers_after, replicated_layers
+from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
 
 
 def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int) -> Sequence:
@@ -179,3 +205,282 @@ def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp:
     if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
         return "what the model returns changes"
     return None
+
+
+_RANKS = 3
+"""Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one."""
+
+
+@torch.random.fork_rng(devices=[])
+def find_places(
+    model: nn.Module, names: Mapping[nn.Module, str], cp: int, tp: int, method: Literal["ulysses", "all_gather"]
+) -> Places:
+    """Return the places where the tokens of a model are cut, proven by running the model. The model is not changed.
+
+    Args:
+        model: A model in full shapes, with its adapters injected.
+        names: Names of the model's layers (see `clean_names`).
+        cp: Size of the cp axis.
+        tp: Size of the tp axis.
+        method: How attention gets all tokens.
+
+    Raises:
+        ValueError: The model cannot be run without its weights, its attention does not go through transformers'
+            registry, it mixes tokens outside of attention, or the method does not fit its attention.
+    """
+    kind, config = type(innermost(model)).__name__, getattr(innermost(model), "config", None)
+    refuse_outputs(innermost(model), {})
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"cp={cp}: {kind} is an encoder and a decoder, of which each has its own tokens: use cp=1.")
+    for name, adapter in peft_configs(model).items():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"cp={cp}: adapter {name!r} has alora_invocation_tokens, after which it acts on the tokens of a row, "
+                "and each rank has a chunk of them: use cp=1."
+            )
+    try:
+        tracer = tracer_of(model, names)
+        if method == "all_gather":
+            check_method(getattr(getattr(tracer.model, "config", None), "_attn_implementation", None))
+        check_outside(model, tracer)
+        return _Proof(tracer, cp, tp, method).places()
+    except (TraceError, NoActivationsError) as error:
+        raise ValueError(
+            f"cp={cp}: the tokens of {kind} cannot be cut: {error}. Use cp=1, with tp, sequence_parallel or "
+            "activation_checkpointing for the memory."
+        ) from error
+
+
+class _Proof:
+    """Run the copy of a model that a tracer holds, on all tokens and on chunks.
+
+    Args:
+        tracer: Holds the copy.
+        cp: Size of the cp axis.
+        tp: Size of the tp axis.
+        method: How attention gets all tokens.
+    """
+
+    def __init__(self, tracer: Tracer, cp: int, tp: int, method: str) -> None:
+        self._tracer = tracer
+        self._cp, self._tp, self._method = cp, tp, method
+        self._real_of = {twin: real for real, twin in tracer.twin_of.items()}
+        self._calls: list[tuple[AttentionCall, Tensor]] = []
+        """Computations of attention on all tokens, and their outputs [rows, tokens, heads, features]."""
+
+        self._cut: dict[nn.Module, set[str]] = {}
+        """Names of the arguments of each block that are cut."""
+
+        self._inputs: dict[nn.Module, Tensor] = {}
+        self._trunk_output: Tensor | None = None
+        self._last_output: Tensor | None = None
+
+    def places(self) -> Places:
+        """Return the places, with the model's own modules.
+
+        Raises:
+            TraceError, ValueError: The tokens cannot be cut.
+        """
+        wrap_registry()
+        self._note_attention()
+        blocks, trunk = self._stack()
+        if self._method == "ulysses":
+            for call, _ in self._calls:
+                check_heads(call.heads // self._tp if call.heads % self._tp == 0 else call.heads, self._cp)
+        self._note_outputs(blocks, trunk)
+        problem = self._on_chunks(blocks, trunk, norm_on_chunks=True)
+        norm_on_chunks = problem is None
+        if problem is not None:
+            problem = self._on_chunks(blocks, trunk, norm_on_chunks=False)
+        if problem is not None:
+            raise TraceError(problem)
+        attentions = {self._real_of[call.module]: self._tracer.paths[call.module] for call, _ in self._calls}
+        after, ends = layers_after(self._tracer, blocks, trunk)
+        return Places(
+            [self._real_of[block] for block in blocks],
+            {self._real_of[block]: _positional(block) for block in blocks},
+            attentions,
+            self._real_of[trunk],
+            norm_on_chunks,
+            {self._real_of[block]: frozenset(self._cut.get(block, ())) for block in blocks},
+            after,
+            replicated_layers(self._tracer, {self._real_of[block] for block in blocks}, {*after, *ends}),
+        )
+
+    # -------------------------------------------------------------------- the run on all tokens
+
+    def _note_attention(self) -> None:
+        def note(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = AttentionCall.of(own, module, *args, **kwargs)
+            output = call.compute()
+            self._calls.append((call, output.clone()))
+            return output, None
+
+        with self._attention_by(note):
+            self._tracer.run_again(lambda index, call, fed: call.output())
+        if not self._calls:
+            raise TraceError("its attention does not go through transformers' registry of attention functions")
+
+    def _stack(self) -> tuple[list[nn.Module], nn.Module]:
+        """Return the blocks of the stack that computes the last attention, and the module around the stack."""
+        tracer = self._tracer
+        last = tracer.paths[self._calls[-1][0].module]
+        block = block_of(last)
+        path = block.rpartition(".")[0]
+        if not block:
+            raise TraceError(f"{last} computes attention, and is in no block")
+        blocks = list(tracer.twin.get_submodule(path).children())
+        inside = {module for each in blocks for module in each.modules()}
+        self._calls = [each for each in self._calls if each[0].module in inside]
+        return blocks, tracer.twin.get_submodule(path.rpartition(".")[0])
+
+    def _note_outputs(self, blocks: list[nn.Module], trunk: nn.Module) -> None:
+        """Note what the first block is fed, and what the last block and the trunk return."""
+
+        def fed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inputs[module] = first_activations(args, kwargs)[1]
+
+        def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if module is trunk:
+                self._trunk_output = first_output(output)
+            else:
+                self._last_output = block_output(output)
+
+        hooks = [
+            blocks[0].register_forward_pre_hook(fed, with_kwargs=True),
+            blocks[-1].register_forward_hook(returned),
+            trunk.register_forward_hook(returned),
+        ]
+        try:
+            self._tracer.run_again(lambda index, call, fed: call.output())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        hidden, output = self._inputs.get(blocks[0]), self._trunk_output
+        if hidden is None or output is None or self._last_output is None:
+            raise TraceError("its blocks are not called one after the other")
+        if not isinstance(output, Tensor) or output.shape[:2] != hidden.shape[:2]:
+            raise TraceError(f"{self._tracer.paths[trunk] or 'it'} does not return activations of all tokens")
+
+    # -------------------------------------------------------------------- the runs on chunks
+
+    def _on_chunks(self, blocks: list[nn.Module], trunk: nn.Module, norm_on_chunks: bool) -> str | None:
+        """Run the model as each of some ranks, and return the first problem, or None."""
+        for rank in range(_RANKS):
+            try:
+                self._as_rank(TokenChunks(_RANKS, rank), blocks, trunk, norm_on_chunks)
+            except FailedError as error:
+                return f"its own code fails on a chunk of them ({error}), as if it mixed tokens outside of attention"
+            except (TraceError, NoActivationsError) as error:
+                return str(error)
+        return None
+
+    def _as_rank(self, chunks: TokenChunks, blocks: list[nn.Module], trunk: nn.Module, norm_on_chunks: bool) -> None:
+        tracer, remaining = self._tracer, iter(self._calls)
+        rows, tokens = self._inputs[blocks[0]].shape[:2]
+        inside = {"block": False, "trunk": False}
+
+        def chunk(x: Tensor) -> Tensor:
+            """Return the chunk of activations [rows, ..., tokens, features] or [rows * tokens, features]."""
+            if x.dim() == 2 and x.shape[0] == rows * tokens and x.is_floating_point():
+                return chunks.mine(x.unflatten(0, (rows, tokens))).flatten(0, 1)
+            dim = next((dim for dim in range(1, x.dim()) if x.shape[dim] == tokens), None)
+            return x if dim is None else chunks.mine(x, dim)
+
+        def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
+            in_chunks = inside["block"] or inside["trunk"]
+            if not same(fed, chunk(call.fed) if in_chunks else call.fed):
+                raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
+            return chunk(call.output()) if in_chunks else call.output()
+
+        def attend(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call, output = next(remaining, (None, None))
+            name = tracer.paths[module]
+            if call is None or output is None or call.module is not module:
+                raise TraceError(f"the attention of {name} was computed out of turn, as in a model of several stacks")
+            for got, want in zip(args[:3], call.tensors, strict=True):
+                if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
+                    raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
+            if chunks.rank == 0:
+                self._check_attention(call, output)
+            return chunks.mine(output), None
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inside["block"] = True
+
+            def change(name: str, x: Tensor) -> Tensor:
+                if not has_tokens(name, x, tokens):
+                    return x
+                self._cut.setdefault(module, set()).add(name)
+                return chunks.mine(x)
+
+            return changed_arguments(_positional(module), args, kwargs, change)
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            inside["block"] = False
+            if module is not blocks[-1]:
+                return None
+            assert self._last_output is not None
+            if not same(block_output(output), chunks.mine(self._last_output)):
+                raise TraceError(f"{tracer.paths[module]} does not return a chunk of the tokens")
+            inside["trunk"] = norm_on_chunks
+            return None if norm_on_chunks else with_output(output, self._last_output)
+
+        def leave_trunk(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            inside["trunk"] = False
+            assert self._trunk_output is not None
+            want = chunks.mine(self._trunk_output) if norm_on_chunks else self._trunk_output
+            if not same(first_output(output), want):
+                raise TraceError(f"{tracer.paths[module] or 'it'} does not return a chunk of the tokens")
+            return with_first_output(output, self._trunk_output)
+
+        hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
+        hooks += [block.register_forward_hook(leave) for block in blocks]
+        hooks.append(trunk.register_forward_hook(leave_trunk))
+        try:
+            with self._attention_by(attend):
+                outputs = tracer.run_again(stand_in)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
+            raise TraceError("what the model returns changes")
+
+    def _check_attention(self, call: AttentionCall, output: Tensor) -> None:
+        """Check that attention can be computed as the ranks of the cp axis will."""
+        name, (query, key, value) = self._tracer.paths[call.module], call.tensors
+        if self._method == "all_gather":
+            for rank in range(_RANKS):
+                chunks = TokenChunks(_RANKS, rank, balanced=True)
+                if not same(attend_from_tokens(call, (chunks.mine(query, 2), key, value), chunks), chunks.mine(output)):
+                    raise TraceError(f"the attention of {name} of some tokens to all is not what it is among all")
+            return
+        repeated = with_repeated_heads(call.tensors, self._cp)
+        for rank in range(self._cp):
+            start, end = chunk_bounds(call.heads, self._cp, rank)
+            parts = [each.chunk(self._cp, 1)[rank] for each in repeated]
+            if not same(attend_with_share(call, parts, (start, end)), output[:, :, start:end]):
+                raise TraceError(f"the attention of {name} for a share of its heads is not what it is among all")
+
+    @contextmanager
+    def _attention_by(self, compute: Callable[..., Any]) -> Iterator[None]:
+        """Compute the attention of all modules of the copy by a function, within the context."""
+        modules = list(self._tracer.twin.modules())
+        for module in modules:
+            module.__dict__[ATTENTION] = compute
+        try:
+            yield
+        finally:
+            for module in modules:
+                del module.__dict__[ATTENTION]
+
+
+def _positional(block: nn.Module) -> list[str]:
+    """Return the names of the positional arguments of a block's forward."""
+    kinds: Any = type(block).__mro__
+    for kind in kinds:
+        if "forward" in kind.__dict__:
+            found = list(signature(kind.forward).parameters.values())[1:]
+            if not any(each.kind is Parameter.VAR_POSITIONAL for each in found):
+                return [each.name for each in found if each.kind is not Parameter.VAR_KEYWORD]
+    return []

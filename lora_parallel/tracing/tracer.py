@@ -21,16 +21,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
-from lora_parallel.distributed.pytree import tensors_in
-from lora_parallel.layers.layer_parameters import base_of, features_dim, is_linear
-from lora_parallel.layers.row_partition import Range
-from lora_parallel.pp.other_stages import StageEnd
-from lora_parallel.tp.experts import expert_stacks, holds_experts
-from lora_parallel.tracing.model_inputs import likely_inputs
-from lora_parallel.tracing.stand_in import stand_in_for, without_own_attention
-from lora_parallel.tracing.trace_errors import FailedError, TraceError, brief
-
-__all__ = ["Call", "Tracer", "traced_models"]
+from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.layers.layer_parameters import base_of, innermost
+from lora_parallel.layers.linear_classes import features_dim, is_linear
+from lora_parallel.layers.styles import Range
+from lora_parallel.pp.stage_model import StageEnd
+from lora_parallel.tp.context import expert_stacks, holds_experts
+from lora_parallel.tracing.inputs import (
+    FailedError,
+    TraceError,
+    brief,
+    likely_inputs,
+    stand_in_for,
+    without_own_attention,
+)
 
 _SHAPE, _MORE_ROWS, _OTHER_SHAPE = (1, 8), (2, 8), (2, 12)
 """Rows and tokens of a run. `_SHAPE` is the first run's; it is small because the graph of the whole model is in memory,
@@ -381,3 +385,38 @@ def _looks_up(base: nn.Module) -> bool:
     The forward of a subclass may do more than look up rows: it may count positions, for example.
     """
     return isinstance(base, nn.Embedding) and type(base).forward is nn.Embedding.forward
+
+
+def tracer_of(model: nn.Module, names: Mapping[nn.Module, str]) -> Tracer:
+    """Return what runs the outermost model inside of `model` that can be run, without autograd's graph.
+
+    A forward that was put in the place of a whole model's own, as by TRL, cannot be copied. Then the trunk is run.
+
+    Raises:
+        TraceError: No model inside of `model` can be run.
+    """
+    problem = TraceError("it holds no model that can be run")
+    for inner in traced_models(model):
+        try:
+            tracer = Tracer(inner, dict(names))
+        except TraceError as error:
+            problem = error if inner is traced_models(model)[0] else problem
+            continue
+        tracer.drop_graph()
+        return tracer
+    raise problem
+
+
+def check_outside(model: nn.Module, tracer: Tracer) -> None:
+    """Check that nothing trains outside of the model that is run, where nobody knows how it is used.
+
+    Raises:
+        TraceError: A parameter does.
+    """
+    inside = {id(parameter) for parameter in tracer.model.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise TraceError(
+                f"{name} trains, and {type(innermost(model)).__name__} cannot be run without its weights to see how it "
+                "is used"
+            )

@@ -14,7 +14,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from accelerate_plugin import cli, config_file, early_checks
+from accelerate_plugin import cli, config_file
 from tests.accelerate_plugin.harness import environment, launched
 from tests.accelerate_plugin.test_launch import written
 from tests.oracle import Case
@@ -122,17 +122,17 @@ def test_a_file_that_cannot_work(tmp_path, name):
         checked(path)
     if name in REFUSED:
         with pytest.raises(ValueError, match=re.escape(message)) as early:
-            early_checks.check_early([str(path)])
+            config_file.check_early([str(path)])
         assert str(early.value) == str(late.value)
         assert str(early.value).startswith(str(path))
         assert "\n" not in str(early.value)
     else:
-        early_checks.check_early([str(path)])
+        config_file.check_early([str(path)])
 
 
 def test_num_processes_of_the_command_line(tmp_path):
     path = written(tmp_path, **GOOD)
-    for check in (early_checks.check_early, lambda words: checked(*words)):
+    for check in (config_file.check_early, lambda words: checked(*words)):
         with pytest.raises(ValueError, match="the world size is 8"):
             check([str(path), "--num_processes", "8"])
 
@@ -143,7 +143,7 @@ def test_num_processes_of_the_command_line(tmp_path):
 )
 def test_a_file_that_is_not_there(arguments, message):
     with pytest.raises(FileNotFoundError, match=message):
-        early_checks.check_early(arguments)
+        config_file.check_early(arguments)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_file_that_is_something_else(tmp_path, content, message):
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"config.yaml {message}\b.*\Z"):
-        early_checks.check_early([str(path)])
+        config_file.check_early([str(path)])
 
 
 def test_the_options_in_the_source_are_those_of_the_parser():
@@ -166,7 +166,7 @@ def test_without_a_parallelism_config_all_processes_shard(tmp_path, capsys):
     content = yaml.safe_load(path.read_text())
     del content["parallelism_config"]
     path.write_text(yaml.safe_dump(content))
-    early_checks.check_early([str(path)])
+    config_file.check_early([str(path)])
     checked(path)
     assert "dp_shard 6, 6 ranks\n" in capsys.readouterr().out
 
@@ -176,7 +176,7 @@ def test_a_file_that_can_work(tmp_path, capsys):
     path = written(
         tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2}, mixed_precision=False
     )
-    early_checks.check_early([str(path)])
+    config_file.check_early([str(path)])
     capsys.readouterr()
     checked(path)
     out = capsys.readouterr().out
@@ -341,13 +341,13 @@ def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
 def test_where_a_script_stands_in_the_command_line():
     """Hold that options behind the script are the script's own, also where `check` has one of the name."""
     own = ["--lr", "1", "--seq", "8", "--config_file", "b.yaml", "-m", "--num_processes", "2", "rest"]
-    given = early_checks.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
+    given = config_file.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
     assert (given.module, given.script, given.config_file) == (True, "package.train", "a.yaml")
     assert (given.seq, given.num_processes, given.rest) == (None, None, own)
     for more in (["--seq", "16"], ["train.py"], ["--lr", "1"]):
         with pytest.raises(SystemExit):
-            early_checks.read_arguments(["a.yaml", *more])
-    assert Path(early_checks.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
+            config_file.read_arguments(["a.yaml", *more])
+    assert Path(config_file.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
 
 
 @pytest.mark.parametrize(
@@ -361,4 +361,4 @@ def test_where_a_script_stands_in_the_command_line():
 )
 def test_what_launch_does_not_refuse_without_torch(tmp_path, words):
     path = str(written(tmp_path, **{**GOOD, "main_process_port": 29500}))
-    early_checks.check_launch_early([path if each == "FILE" else each for each in words])
+    config_file.check_launch_early([path if each == "FILE" else each for each in words])

@@ -11,7 +11,7 @@ from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo.utils import counters
 
 from accelerate_plugin import detect
-from lora_parallel.runtime import whole_compile
+from lora_parallel.runtime import compiled_blocks
 from tests.accelerate_plugin.harness import environment, launched, plugin, trains
 from tests.logs import listening
 from tests.oracle import Case, reference, relative_error
@@ -50,7 +50,7 @@ def ways() -> dict[str, Any]:
     for way in (by_launch, by_argument, compiled_before):
         torch.compiler.reset()
         counters.clear()
-        with listening(whole_compile.__name__) as told:
+        with listening(compiled_blocks.__name__) as told:
             run = way()
         found[way.__name__] = run, counters["stats"]["unique_graphs"], told
     return found

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from accelerate_plugin import cli, plan_command
+from accelerate_plugin import cli, commands
 from accelerate_plugin.config_file import check_config
 from lightning_lora import LoRAParallelStrategy
 from lora_parallel import MemoryPlan, MeshCost
-from lora_parallel.cost.hardware import GPUS
+from lora_parallel.cost.mesh_cost import GPUS
 
 SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 OPTIONS = {"activation_checkpointing": True, "loss_parallel": True}
@@ -58,7 +58,7 @@ def test_json_holds_every_mesh(model, capsys):
 
 
 def test_no_mesh_fits_is_said_with_remedies(capsys):
-    plan_command._print(planned(replace(COST, fits=False, total=90 * 2**30)), None)
+    commands._print(planned(replace(COST, fits=False, total=90 * 2**30)), None)
     assert "No mesh fits. The smallest needs 90.0 GiB of 80 GiB" in capsys.readouterr().out
 
 
@@ -67,7 +67,7 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     """Without a pipeline all parameters train."""
     cost = COST if pipeline else replace(COST, sizes={**SIZES, "pp": 1}, options={"activation_checkpointing": False})
     plan = planned(cost) if pipeline else replace(planned(cost), training="all parameters")
-    texts = plan_command.snippets(plan)
+    texts = commands.snippets(plan)
     path = tmp_path / "mesh.yaml"
     path.write_text(texts["mesh.yaml"])
     assert check_config(path)["parallelism_config"]["parallelism_config_cp_size"] == 2

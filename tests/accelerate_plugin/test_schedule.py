@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler as lr
 from transformers import get_linear_schedule_with_warmup
 
-from accelerate_plugin.scheduler import check_schedule, resume_schedule
+from accelerate_plugin.checkpoint import check_schedule, resume_schedule
 
 UPDATES = 12
 # A schedule for `unit` steps an update.

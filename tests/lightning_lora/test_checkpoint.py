@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lora_parallel.adapters import save_adapter as adapter_writer
+from lora_parallel import storage
+from lora_parallel.adapters import adapter_folder as adapter_writer
 from lora_parallel.adapters.inspection import adapter_parameters
-from lora_parallel.storage import atomic
 from tests.cases import cases
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
@@ -337,7 +337,7 @@ def test_a_requeued_job(pool, tmp_path):
 
 def requeued_after_a_kill(folder: str) -> dict[str, Any]:
     """A save in one file that was killed while the file was written, and the job that comes after it."""
-    one_file, own = {"save_distributed_checkpoint": False}, atomic.Scratch.discard
+    one_file, own = {"save_distributed_checkpoint": False}, storage.Scratch.discard
     with tidy():
         first = Scheduled()
         run = trainer("2x1", one_file, max_epochs=1, default_root_dir=folder, **DOUBLE)
@@ -345,11 +345,11 @@ def requeued_after_a_kill(folder: str) -> dict[str, Any]:
         run.save_checkpoint(run._checkpoint_connector.hpc_save_path(folder))
         real = torch.save
         torch.save = FullDisk(real, "packed")  # type: ignore[assignment]
-        atomic.Scratch.discard = atomic.Scratch._release  # type: ignore[method-assign]
+        storage.Scratch.discard = storage.Scratch._release  # type: ignore[method-assign]
         try:
             killed = attempt(run.save_checkpoint, run._checkpoint_connector.hpc_save_path(folder))
         finally:
-            torch.save, atomic.Scratch.discard = real, own  # type: ignore[method-assign]
+            torch.save, storage.Scratch.discard = real, own  # type: ignore[method-assign]
         dist.barrier()
         left = sorted(os.listdir(folder))
         again = Scheduled(seed=8)
@@ -678,7 +678,7 @@ def failing(what: str) -> Iterator[None]:
         "adapter": (adapter_writer, "save_file", FullDisk(adapter_writer.save_file, "adapter_model.safetensors")),
         "state": (FileSystemWriter, "write_data", full_on_the_last_rank),
         "extra": (Path, "write_bytes", no_space_for_extra),
-        "rename": (atomic, "_exchanged", FullDisk(atomic._exchanged, "kept.ckpt")),
+        "rename": (storage, "_exchanged", FullDisk(storage._exchanged, "kept.ckpt")),
     }[what]
     real = getattr(owner, name)
     setattr(owner, name, stand_in)

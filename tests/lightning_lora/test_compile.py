@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import trainer as lightning_trainer
 from torch._dynamo.utils import counters
 
-from lora_parallel.runtime import whole_compile
+from lora_parallel.runtime import compiled_blocks
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
     ROWS,
@@ -67,7 +67,7 @@ def ways() -> dict[str, Any]:
     for name, run in kinds.items():
         torch.compiler.reset()
         counters.clear()
-        with listening(whole_compile.__name__) as told:
+        with listening(compiled_blocks.__name__) as told:
             outcome = attempt(run)
         found[name] = outcome, counters["stats"]["unique_graphs"], told
     with tidy():

@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from tests.cases import cases
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, fabric, global_means, loader, tidy, trainer, tuner

@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from lightning_lora.loader_position import moved_position
+from lightning_lora.data import moved_position
 
 SAMPLERS = (DistributedSampler, StatefulDistributedSampler)
 

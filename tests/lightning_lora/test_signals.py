@@ -106,7 +106,7 @@ def terminated(mesh: str, folder: str, ranks: tuple[int, ...], accumulate: int, 
         made.fit(module, loader(Tokens(9 * ROWS), mesh, kind=Resumable), ckpt_path=ckpt_path)
         return {name: full(p) for name, p in trained(module).items()}
 
-    with tidy(), listening("lightning_lora.signals") as lines:
+    with tidy(), listening("lightning_lora.callbacks") as lines:
         whole = run((), [])
         keep = [ModelCheckpoint(folder, "stopped", save_on_exception=not warns, save_top_k=0)]
         handler = signal.getsignal(signal.SIGTERM)

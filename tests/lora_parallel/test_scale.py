@@ -30,7 +30,7 @@ def simulate(rank: int, world_size: int, tp: int) -> dict[str, int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize, read_plan
-    from lora_parallel.distributed.gather import local
+    from lora_parallel.distributed.dtensors import local
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     config = ParallelConfig(tp=tp)

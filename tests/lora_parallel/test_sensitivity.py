@@ -13,9 +13,8 @@ from torch import nn
 
 from lora_parallel import parallelize
 from lora_parallel.distributed import gradients
-from lora_parallel.layers.module_names import clean_names
-from lora_parallel.layers.row_partition import RowPartition
-from lora_parallel.layers.styles import STYLES
+from lora_parallel.layers.layer_parameters import clean_names
+from lora_parallel.layers.styles import STYLES, RowPartition
 from lora_parallel.planning import plan
 from lora_parallel.tp import context
 from lora_parallel.tp.layer import TPLayer

@@ -146,7 +146,7 @@ def keep_plans() -> None:
     parallelize: Any = import_module("lora_parallel.parallelize")
     resolve = parallelize.resolve_plan
     plans: dict[Any, tuple[bytes, list[logging.LogRecord]]] = {}
-    logger = logging.getLogger("lora_parallel.planning.report")
+    logger = logging.getLogger("lora_parallel.planning.passes")
 
     @wraps(resolve)
     def resolve_plan(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lora_parallel import load_adapter, load_checkpoint, parallelize, save_adapter, save_checkpoint
-from lora_parallel.adapters import peft_format
-from lora_parallel.adapters import save_adapter as adapter_writer
+from lora_parallel.adapters import adapter_folder as adapter_writer
+from lora_parallel.adapters import inspection
 from lora_parallel.adapters.inspection import adapter_parameters
-from lora_parallel.distributed.gather import region_of
+from lora_parallel.distributed.dtensors import region_of
 from tests.cases import cases
 from tests.oracle import causal_lm, differing, fill_adapters, full, lora_config, on_mesh, ranks_of
 from tests.oracle.workers import Failure, attempt
@@ -761,12 +761,12 @@ def test_without_a_process_group(tmp_path):
 
 
 def test_a_tensor_that_peft_has_no_key_for_is_an_error(tmp_path, monkeypatch):
-    own = peft_format.get_peft_model_state_dict
+    own = inspection.get_peft_model_state_dict
 
     def all_but_one(*args, **kwargs):
         return dict(list(own(*args, **kwargs).items())[1:])
 
-    monkeypatch.setattr(peft_format, "get_peft_model_state_dict", all_but_one)
+    monkeypatch.setattr(inspection, "get_peft_model_state_dict", all_but_one)
     with pytest.raises(RuntimeError, match="PEFT does not name 1 tensors of 'default'"):
         save_adapter(built("task type"), tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -12,7 +12,7 @@ from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file
 
 from lora_parallel import load_adapter, save_adapter
-from lora_parallel.adapters.config_check import _SAME_FUNCTION, check_config
+from lora_parallel.adapters.inspection import _SAME_FUNCTION, check_config
 from tests.oracle import causal_lm
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lora_parallel import load_checkpoint, save_checkpoint, wait_for_save
-from lora_parallel.checkpoint.integrity import _share
+from lora_parallel.checkpoint.files import _share
 from tests.lora_parallel.checkpoint.test_save_load import made, same, snapshot
 from tests.oracle.workers import Failure, attempt
 

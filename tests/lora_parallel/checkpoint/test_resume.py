@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lora_parallel.checkpoint import rng_state
+from lora_parallel.checkpoint import states
 from tests.cases import cases
 from tests.lora_parallel.checkpoint.resume import OPTIMIZERS, STEPS, Job, Trained
 from tests.oracle import Case, ranks_of, relative_error
@@ -142,15 +142,15 @@ def seeded(job: Job, mesh: str, folder: Path, seed: int) -> Trained:
 
 
 def test_ranks_that_a_larger_mesh_adds_draw_numbers_of_their_own(monkeypatch):
-    before = rng_state._capture("cpu")
+    before = states._capture("cpu")
     drawn = []
     try:
         for rank in (1, 2):
-            monkeypatch.setattr(rng_state, "dp_rank", lambda mesh, rank=rank: rank)
-            rng_state.restore_random_state([before], None)
+            monkeypatch.setattr(states, "dp_rank", lambda mesh, rank=rank: rank)
+            states.restore_random_state([before], None)
             drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
     finally:
-        rng_state._put(before, "cpu")
+        states._put(before, "cpu")
     assert all(one != other for one, other in zip(*drawn, strict=True))
 
 

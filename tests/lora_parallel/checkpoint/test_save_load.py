@@ -34,11 +34,11 @@ from lora_parallel import (
     parallelize,
     save_adapter,
     save_checkpoint,
+    storage,
     wait_for_save,
 )
-from lora_parallel.checkpoint.optimizer_state import check_optimizer, group_names, optimizer_state, restored
-from lora_parallel.distributed.gather import local
-from lora_parallel.storage import progress
+from lora_parallel.checkpoint.states import check_optimizer, group_names, optimizer_state, restored
+from lora_parallel.distributed.dtensors import local
 from tests.cases import cases
 from tests.oracle import Case, causal_lm, fill_adapters, lora_config, on_mesh, ranks_of, trained
 from tests.oracle.rows import rows
@@ -260,7 +260,7 @@ def test_the_layout(pool, tmp_path):
 def shown(path: Path) -> str:
     """Return what a save prints that takes as long as one of many bytes."""
     model, optimizer = made("2x1", Case(dtype=torch.float32))
-    with patch.object(progress, "_SHORT", 0.0), redirect_stderr(io.StringIO()) as said:
+    with patch.object(storage, "_SHORT", 0.0), redirect_stderr(io.StringIO()) as said:
         save_checkpoint(model, optimizer, path)
     return said.getvalue()
 

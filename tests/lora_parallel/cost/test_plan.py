@@ -11,11 +11,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from lora_parallel import ParallelConfig, plan_memory
-from lora_parallel.cost.blocks import find_stack, shorten
-from lora_parallel.cost.described_model import DescribedModel
-from lora_parallel.cost.hardware import GPUS, Hardware, predicted_seconds
-from lora_parallel.cost.meshes import possible_meshes
-from lora_parallel.cost.simulated_rank import cost_of_a_step
+from lora_parallel.cost.described_model import DescribedModel, find_stack, shorten
+from lora_parallel.cost.mesh_cost import GPUS, Hardware, possible_meshes, predicted_seconds
+from lora_parallel.cost.simulated_step import cost_of_a_step
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.loading.meta_init import meta_init
 from tests.cases import cases

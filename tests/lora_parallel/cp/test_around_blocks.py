@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from lora_parallel import parallelize
-from lora_parallel.cp import replicated
+from lora_parallel.cp import regions
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ids
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained
@@ -294,7 +294,7 @@ def test_what_is_around_the_blocks_equals_one_process_or_is_refused(pool, mesh, 
 
 
 def undivided() -> dict[str, Any]:
-    with patch.object(replicated, "scale_gradient", lambda x, factor: x):
+    with patch.object(regions, "scale_gradient", lambda x, factor: x):
         return {
             name: on_ranks(CASES[name], "1x1cp2") for name in ("embeddings past the blocks", "attention of its own")
         }

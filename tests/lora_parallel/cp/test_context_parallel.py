@@ -25,8 +25,8 @@ from lora_parallel import (
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp import attention
 from lora_parallel.distributed import token_chunks
+from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.mesh import dp_rank, dp_size
-from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.fsdp import wrapping
 from lora_parallel.state import state_of

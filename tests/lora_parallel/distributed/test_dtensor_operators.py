@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lora_parallel import parallelize
-from lora_parallel.distributed.dtensor_operators import guard_dtensor_operators
+from lora_parallel.distributed.dtensors import guard_dtensor_operators
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.torch_private import local_region
 from tests.cases import cases
@@ -216,9 +216,7 @@ def test_an_overflow_in_any_gradient_of_any_rank_is_all_ranks(pool):
 
 
 def test_a_torch_without_the_table_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(
-        "lora_parallel.distributed.dtensor_operators.compute_for_dtensors", lambda operator, function: False
-    )
+    monkeypatch.setattr("lora_parallel.distributed.dtensors.compute_for_dtensors", lambda operator, function: False)
     guard_dtensor_operators()
     assert "use ShardedGradScaler" in caplog.text
 

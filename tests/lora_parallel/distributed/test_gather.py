@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import lora_parallel.distributed.gather
+import lora_parallel.distributed.dtensors
 from lora_parallel import parallelize
-from lora_parallel.distributed.gather import gather_on_rank_zero, reshard
+from lora_parallel.distributed.dtensors import gather_on_rank_zero, reshard
 from tests.oracle import Case, mesh_of, on_mesh
 
 
@@ -52,12 +52,12 @@ def distributed(mesh):
 
 
 def gathered(mesh_text, bucket_bytes):
-    before = lora_parallel.distributed.gather._BUCKET_BYTES
-    lora_parallel.distributed.gather._BUCKET_BYTES = bucket_bytes
+    before = lora_parallel.distributed.dtensors._BUCKET_BYTES
+    lora_parallel.distributed.dtensors._BUCKET_BYTES = bucket_bytes
     try:
         return gather_on_rank_zero(distributed(mesh_of(mesh_text)))
     finally:
-        lora_parallel.distributed.gather._BUCKET_BYTES = before
+        lora_parallel.distributed.dtensors._BUCKET_BYTES = before
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])

@@ -7,16 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lora_parallel import ParallelConfig, build_mesh
-from lora_parallel.distributed.mesh import (
-    AXES,
-    axis_rank,
-    dp_mesh,
-    dp_rank,
-    dp_size,
-    mesh_axes,
-    mesh_sizes,
-    same_batch_mesh,
-)
+from lora_parallel.distributed.mesh import axis_rank, dp_mesh, dp_rank, dp_size, mesh_sizes, same_batch_mesh
+from lora_parallel.sizes import AXES, mesh_axes
 from tests.oracle import mesh_of
 from tests.oracle.workers import Failure, attempt
 

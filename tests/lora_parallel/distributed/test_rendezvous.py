@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lora_parallel import load_adapter, parallelize, save_adapter
-from lora_parallel.distributed import rendezvous
-from lora_parallel.distributed.rendezvous import is_done, limit_waiting, meet, wait_for
+from lora_parallel.distributed import rank_checks
+from lora_parallel.distributed.rank_checks import is_done, limit_waiting, meet, wait_for
 from lora_parallel.distributed.torch_private import default_store
 from tests.cases import cases
 from tests.logs import listening
@@ -32,12 +32,12 @@ MESHES = cases("2x2", matrix=["2x1", "1x2"])
 @contextmanager
 def impatient() -> Iterator[None]:
     """Tell at once, and wait for a short time only."""
-    before, rendezvous.TELL_SECONDS = rendezvous.TELL_SECONDS, (0.2, 0.4)
+    before, rank_checks.TELL_SECONDS = rank_checks.TELL_SECONDS, (0.2, 0.4)
     limit_waiting(1.5)
     try:
         yield
     finally:
-        rendezvous.TELL_SECONDS = before
+        rank_checks.TELL_SECONDS = before
         limit_waiting(60)
 
 
@@ -50,7 +50,7 @@ def calls(mesh_text: str, folder: Path) -> dict[str, Any]:
     def generate() -> None:
         model.generate(input_ids=ids, max_new_tokens=1, pad_token_id=0)
 
-    with listening(rendezvous.__name__) as told:
+    with listening(rank_checks.__name__) as told:
         save_adapter(model, folder / "normal")
         generate()
         if rank == 0:
@@ -69,7 +69,7 @@ def calls(mesh_text: str, folder: Path) -> dict[str, Any]:
         load_adapter(model, folder / "normal")  # the numbers are in step all the same
         meet("the end")
         found["told otherwise"] = told[:]
-    meetings = rendezvous._current()
+    meetings = rank_checks._current()
     assert meetings is not None
     keys = [
         f"lora_parallel/{number}/{key}"
@@ -121,7 +121,7 @@ def test_calls_that_a_rank_makes_alone_or_that_differ(pool, tmp_path, mesh):
 def collective() -> tuple[list[str], bool]:
     """Rank 0 waits in a collective, and rank 1 in a call; once both have told, rank 1 joins the collective."""
     rank, store = dist.get_rank(), default_store()
-    with listening(rendezvous.__name__) as told, impatient():
+    with listening(rank_checks.__name__) as told, impatient():
         limit_waiting(60)
         if rank == 0:
             wait_for(dist.all_reduce(torch.ones(1), async_op=True), "pool.step", "cpu")
@@ -148,7 +148,7 @@ def test_alone_in_a_job_of_one_process_nothing_waits():
 
 
 def test_reminders_become_sparse():
-    reminders = rendezvous._reminders()
+    reminders = rank_checks._reminders()
     assert [next(reminders) for _ in range(6)] == [10, 30, 60, 300, 600, 1200]
 
 

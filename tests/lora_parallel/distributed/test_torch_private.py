@@ -14,7 +14,7 @@ from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from lora_parallel.distributed import fsdp_private, torch_private
+from lora_parallel.distributed import torch_private
 from tests.oracle import mesh_of
 from tests.oracle.workers import COLLECTIVE_TIMEOUT, Failure, attempt
 
@@ -286,9 +286,9 @@ def test_passes_for_given_tensors_are_seen(monkeypatch):
 
 def gathered_and_sharded():
     layer = fully_shard(nn.Linear(3, 4), mesh=mesh_of("2x1")["dp_shard"])
-    before = fsdp_private.gathered_parameters(layer)
+    before = torch_private.gathered_parameters(layer)
     layer.unshard()
-    found = {id(parameter) for parameter in fsdp_private.gathered_parameters(layer)}
+    found = {id(parameter) for parameter in torch_private.gathered_parameters(layer)}
     return before, found == {id(parameter) for parameter in layer.parameters()}
 
 
@@ -308,14 +308,14 @@ def gathered_around_a_method():
         return model[1](model[0](x))
 
     model.inside = inside
-    fsdp_private.forward_by_method(model, "inside")
-    fsdp_private.make_root(model)
+    torch_private.forward_by_method(model, "inside")
+    torch_private.make_root(model)
     model.forward = lambda x: seen.append(not isinstance(model[0].weight, DTensor))
     model(torch.ones(2, 4))
     outputs = [model.inside(torch.ones(2, 4)) for _ in range(2)]
     for last, output in zip((False, True), outputs, strict=True):
         model.set_requires_gradient_sync(last)
-        with fsdp_private.last_backward(model, last, keeps_gathered=True):
+        with torch_private.last_backward(model, last, keeps_gathered=True):
             output.sum().backward()
     return seen, model[1].weight.grad.full_tensor()
 

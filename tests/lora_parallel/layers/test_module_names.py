@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_parallel.layers.module_names import block_of, clean_parameter_name, without_block_numbers
+from lora_parallel.layers.layer_parameters import block_of, clean_parameter_name, without_block_numbers
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_parallel.layers.row_partition import RowPartition, partition_of, set_partition
+from lora_parallel.layers.styles import RowPartition, partition_of, set_partition
 
 FUSED = RowPartition.of([[0, 1, 4, 6], [2, 3, 5, 7]], 8)
 SHARED = RowPartition.of([[0, 1], [0, 1], [2, 3], [2, 3]], 4)  # two key heads on four ranks

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from lora_parallel import meta_init
-from lora_parallel.lazy.lazy_parameter import LazyParameter
+from lora_parallel.lazy.lazy_tensor import LazyParameter
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, settle
 from lora_parallel.loading.meta_init import defer_from_pretrained

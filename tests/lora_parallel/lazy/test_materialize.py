@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertModel, LlamaForCausalLM
 
 from lora_parallel import attach_checkpoint, meta_init, parallelize, read_plan
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.torch_private import local_region
-from lora_parallel.layers.row_partition import partition_of
+from lora_parallel.layers.styles import partition_of
 from lora_parallel.lazy import files
 from lora_parallel.lazy.tracking import checkpoints_in
 from tests.cases import cases

@@ -10,7 +10,7 @@ from peft import get_peft_model
 from torch import nn
 
 from lora_parallel import parallelize
-from lora_parallel.loading.sync_module_states import adopt_rank_zero, tensors_of
+from lora_parallel.loading.meta_init import adopt_rank_zero, tensors_of
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, mesh_of, on_mesh
 from tests.oracle.workers import Failure, attempt

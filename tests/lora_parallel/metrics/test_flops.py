@@ -9,8 +9,7 @@ from peft import get_peft_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lora_parallel.metrics.device_peaks import device_peak
-from lora_parallel.metrics.flops import TokenFlops, token_flops
+from lora_parallel.metrics import TokenFlops, device_peak, token_flops
 from tests.oracle import causal_lm, lora_config
 from tests.oracle.families import FAMILIES
 

@@ -12,9 +12,7 @@ from torch.autograd import DeviceType
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
-from lora_parallel.metrics.communication import covered
-from lora_parallel.metrics.flops import token_flops
-from lora_parallel.metrics.meter import MeshMeter, tokens_of
+from lora_parallel.metrics import MeshMeter, covered, token_flops, tokens_of
 from tests.cases import cases
 from tests.oracle import Case, on_mesh
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_parallel import parallelize
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.cases import cases
 from tests.oracle import full, on_mesh, ranks_of, relative_error, trained

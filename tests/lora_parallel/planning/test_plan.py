@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-from lora_parallel.layers.module_names import clean_names
+from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, style_named
-from lora_parallel.planning.entries import _SHOWN_BY_RUNNING
-from lora_parallel.planning.family_plans import family_plan
+from lora_parallel.planning.entries import _SHOWN_BY_RUNNING, family_plan
 from lora_parallel.planning.plan import check_globs, resolve_plan
 from tests.oracle import SEVEN, causal_lm, lora_config
 from tests.oracle.rows import base_model

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank
-from lora_parallel.layers.module_names import clean_names
-from lora_parallel.pp.loss_factors import LossFactors
-from lora_parallel.pp.other_stages import OtherStageLayer, OutputShape
+from lora_parallel.layers.layer_parameters import clean_names
+from lora_parallel.pp.loss import LossFactors
+from lora_parallel.pp.stage_model import OtherStageLayer, OutputShape
 from lora_parallel.state import state_of
 from lora_parallel.tracing.stage_layers import StageTrace
 from tests.cases import cases

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from lora_parallel import clip_grad_norm_, meta_init, no_sync, parallelize, read_plan
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.pp import links
-from lora_parallel.pp.last_stage_tensor import LastStageTensor
 from lora_parallel.pp.links import Links
-from lora_parallel.pp.schedule_run import ScheduleRun
+from lora_parallel.pp.schedules import ScheduleRun
+from lora_parallel.pp.stage_model import LastStageTensor
 from lora_parallel.state import state_of
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ids, language

@@ -24,9 +24,9 @@ from lora_parallel import (
     save_adapter,
     save_checkpoint,
 )
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
-from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.layers.linear_classes import QuantisedLayer
 from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.quantised.conversion import check_quantised, hold_as_bytes
 from tests.cases import cases

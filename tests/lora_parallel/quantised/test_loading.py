@@ -29,12 +29,12 @@ from transformers import (
 )
 
 from lora_parallel import export_merged, meta_init, parallelize, read_plan
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
-from lora_parallel.layers.quantised_layer import QuantisedLayer
+from lora_parallel.layers.linear_classes import QuantisedLayer
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import checkpoints_in, settle
-from lora_parallel.loading.transformers_quantisers import check_loaded
+from lora_parallel.loading.quantisers import check_loaded
 from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.quantised import packed_weight
 from lora_parallel.quantised.conversion import check_quantised, hold_as_bytes

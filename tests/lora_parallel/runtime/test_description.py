@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lora_parallel import parallelize
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.torch_private import fake_process_group
 from lora_parallel.integration import describe
 from lora_parallel.runtime import description

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lora_parallel import parallelize
+from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.mesh import dp_rank
-from lora_parallel.distributed.pytree import tensors_in
 from lora_parallel.runtime.guards import verify
 from lora_parallel.state import state_of
 from tests.cases import cases

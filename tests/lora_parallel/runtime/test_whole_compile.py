@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lora_parallel import parallelize
-from lora_parallel.runtime.whole_compile import unwrap_compiled
+from lora_parallel.runtime.compiled_blocks import unwrap_compiled
 from tests.cases import cases
 from tests.oracle import Case, on_mesh
 from tests.oracle.workers import Failure, attempt

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_parallel.storage import atomic
-from lora_parallel.storage.atomic import Scratch, remove_folder, sweep
+from lora_parallel import storage
+from lora_parallel.storage import Scratch, remove_folder, sweep
 
 
 def written(target: Path, text: str, replace: bool = False) -> None:
@@ -39,7 +39,7 @@ def test_a_folder_is_there_when_it_is_placed(tmp_path):
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "empty folder"])
 def test_what_is_there_is_replaced_if_asked(tmp_path, monkeypatch, kind, exchange):
     if not exchange:
-        monkeypatch.setattr(atomic, "_exchanged", lambda *names: False)
+        monkeypatch.setattr(storage, "_exchanged", lambda *names: False)
     target = tmp_path / "target"
     if kind == "folder":
         written(target, "old")
@@ -64,7 +64,7 @@ def test_what_is_there_is_replaced_if_asked(tmp_path, monkeypatch, kind, exchang
 
 def test_a_failed_rename_leaves_the_old(tmp_path, monkeypatch):
     written(tmp_path / "target", "old")
-    monkeypatch.setattr(atomic, "_exchanged", lambda *names: False)
+    monkeypatch.setattr(storage, "_exchanged", lambda *names: False)
     real = os.replace
 
     def replace(source, target):

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lora_parallel import clip_grad_norm_, export_merged, meta_init, parallelize
-from lora_parallel.distributed.gather import local
+from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.tenants.pool import TenantPool
-from lora_parallel.tenants.validation import describe_config
+from lora_parallel.tenants.tenant import describe_config
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import causal_lm, differing, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained

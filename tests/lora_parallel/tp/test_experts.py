@@ -21,10 +21,10 @@ from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.adapters.peft_private import keep_factored
 from lora_parallel.distributed.gradients import PartialGradients
 from lora_parallel.distributed.mesh import dp_rank, dp_size
-from lora_parallel.layers.row_partition import RowPartition
-from lora_parallel.planning.expert_sharing import share_experts
+from lora_parallel.layers.styles import RowPartition
+from lora_parallel.planning.experts import share_experts
 from lora_parallel.planning.plan import resolve_plan
-from lora_parallel.tp.experts import ExpertSharing
+from lora_parallel.tp.context import ExpertSharing
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import differing, full, lora_config, on_mesh, ranks_of, relative_error, trained
@@ -345,14 +345,14 @@ def step(config: dict[str, Any], mistake: str | None = None) -> Any:
 
 
 def changed(patch: pytest.MonkeyPatch, change: Callable[[ExpertSharing], ExpertSharing]) -> None:
-    from lora_parallel.planning import expert_pass
+    from lora_parallel.planning import experts
 
-    own = expert_pass.share_experts
+    own = experts.share_experts
 
     def share(*args: Any) -> Any:
         return change(own(*args))
 
-    patch.setattr(expert_pass, "share_experts", share)
+    patch.setattr(experts, "share_experts", share)
 
 
 def cut_in_chunks(patch: pytest.MonkeyPatch) -> None:

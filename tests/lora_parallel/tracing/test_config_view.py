@@ -7,7 +7,7 @@ import torch
 from transformers import Phi3Config
 
 from lora_parallel import parallelize
-from lora_parallel.tracing.config_view import ConfigView, viewed_with
+from lora_parallel.tracing.inputs import ConfigView, viewed_with
 from tests.oracle import causal_lm, on_mesh
 
 

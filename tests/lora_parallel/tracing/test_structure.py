@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from lora_parallel.layers.module_names import clean_names
+from lora_parallel.layers.layer_parameters import clean_names
+from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.structure import find_structure
-from lora_parallel.tracing.trace_errors import TraceError
 from tests.oracle import causal_lm
 from tests.oracle.rows import base_model
 

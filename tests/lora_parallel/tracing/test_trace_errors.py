@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_parallel.tracing.trace_errors import brief
+from lora_parallel.tracing.inputs import brief
 
 
 def test_the_first_line_in_whole_words():

@@ -1,0 +1,439 @@
+"""Run `accelerate-lora check` (what rank 0 would hold) and `accelerate-lora plan` (what each mesh would cost)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate.utils import DistributedType, prepare_multi_gpu_env
+from peft import LoraConfig
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import PretrainedConfig
+
+from accelerate_plugin import launch
+from accelerate_plugin.config_file import mesh_sections
+from accelerate_plugin.detect import requested_parallelism
+from lora_parallel import MemoryPlan, MeshCost, plan_memory
+from lora_parallel.integration import (
+    SetUpIsPossible,
+    axes_text,
+    describe,
+    end_after_set_up,
+    fake_process_group,
+    mesh_sizes,
+    mesh_text,
+    peft_configs,
+    rank_lines,
+    state_of,
+)
+
+_OWN_FOLDERS = [Path(__file__).parents[1] / name for name in ("accelerate_plugin", "lightning_lora", "lora_parallel")]
+
+
+def check_set_up(options: argparse.Namespace, script: list[str], sequence_length: int | None) -> None:
+    """Check what `accelerate launch` would start. This process takes the place of rank 0, and should end afterwards.
+
+    Args:
+        options: The options of `accelerate launch`, with a configuration file.
+        script: The arguments of `accelerate_plugin.launch`; empty to check the file alone.
+        sequence_length: Tokens of a row of the step whose memory is predicted; None to predict none.
+
+    Raises:
+        ValueError: The set-up cannot work.
+        SystemExit: The script ended before a model was sharded, or the set-up of its model cannot work.
+    """
+    _become_rank_zero(options)
+    processes = int(options.num_processes)
+    parallelism = requested_parallelism({})
+    assert parallelism is not None
+    if not script:
+        sizes = mesh_sizes(parallelism.config, processes)
+        print(mesh_text(sizes), *(f"  {line}" for line in rank_lines(sizes)), sep="\n")
+        print(f"{options.config_file} can work. Given a script too, check says what rank 0 would hold.")
+        return
+    with fake_process_group(processes, 0):
+        model = _sharded_by(script)
+        print(describe(model))
+    if sequence_length is not None:
+        _print_prediction(model, processes, sequence_length)
+    print(f"The set-up can work: {processes} processes would train this model. Nothing was trained.")
+
+
+def _become_rank_zero(options: argparse.Namespace) -> None:
+    """Put into this process's environment what `accelerate launch` would put into that of rank 0.
+
+    `_validate_launch_command` completes the options from the file. It is private, and there is no public way to learn
+    what a file means but to launch a process.
+    """
+    from accelerate.commands.launch import _validate_launch_command
+
+    options, _, _ = _validate_launch_command(options)
+    options.main_process_port = 0  # nothing listens, and a port that is taken at the moment is no matter
+    os.environ.update(prepare_multi_gpu_env(options))
+    world = str(options.num_processes)
+    local = str(int(options.num_processes) // int(options.num_machines or 1))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world, LOCAL_WORLD_SIZE=local)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.main_process_port))
+
+
+def _sharded_by(script: list[str]) -> nn.Module:
+    """Run a script up to where its first model has been sharded, and return the model.
+
+    An error that this library raises ends the process with a line, one of the script's own with its traceback.
+    """
+    said = f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared."
+    try:
+        with end_after_set_up(), _joined():
+            launch.main(script)
+    except SetUpIsPossible as found:
+        return found.model
+    except SystemExit as ended:
+        if ended.code in (None, 0):
+            sys.exit(said)
+        raise
+    except Exception as error:
+        place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if not any(folder in place.parents for folder in _OWN_FOLDERS):
+            raise
+        sys.exit(f"accelerate-lora check: {error}")
+    sys.exit(said)
+
+
+@contextmanager
+def _joined() -> Iterator[None]:
+    """Within the context, `init_process_group` does nothing: a loop of torchrun's makes the process group by itself."""
+    own = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        dist.init_process_group = own
+
+
+def _print_prediction(model: nn.Module, processes: int, sequence_length: int) -> None:
+    """Print the predicted peak of a step, with a forward of one row on each data-parallel rank.
+
+    What the script does to recompute activations by itself is not known here; the options of the file are.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        raise ValueError(f"--seq is for models of transformers; this is a {type(model).__name__}: leave it out.")
+    adapters = [each for each in peft_configs(model).values() if isinstance(each, LoraConfig)]
+    state = state_of(model)
+    assert state is not None
+    sizes = mesh_sizes(state.config, processes)
+    plan = plan_memory(
+        config,
+        state.config,
+        gpus=processes,
+        sequence_length=sequence_length,
+        batch_size=sizes["dp_replicate"] * sizes["dp_shard"] * state.config.pp_microbatches,
+        lora_config=adapters[0] if adapters else None,
+        full=not adapters,
+        dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
+    )
+    print(
+        f"predicted peak of a step on the rank that holds most, {sequence_length} tokens in each forward: "
+        f"{plan.meshes[0].total / 2**20:.2f} MiB"
+    )
+
+
+_QUANTIZATIONS = {
+    "4bit": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    },
+    "8bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "none": {},
+}
+_SHOWN = 12
+"""Number of meshes in the printed table; `--all` prints every one."""
+
+_MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_process_port": 29500}
+"""Hold the place of what lets processes of several machines find each other: a plan does not know the machines."""
+
+
+def plan(arguments: list[str]) -> None:
+    """Print a plan for a model.
+
+    Args:
+        arguments: The command line after `plan`.
+
+    Raises:
+        ValueError, OSError: An argument cannot work, there is no config, or each mesh is refused.
+    """
+    given = _parser().parse_args(arguments)
+    if given.plot is not None:
+        _check_picture(Path(given.plot))
+    if not Path(given.model).exists():
+        print(f"There is no folder {given.model} here: the model hub is asked for it.", file=sys.stderr)
+    found = plan_memory(
+        given.model,
+        gpus=given.gpus,
+        gpu_memory=given.gpu_memory,
+        sequence_length=given.seq,
+        batch_size=given.batch,
+        rows=given.rows,
+        hardware=given.hardware,
+        full=given.full,
+        lora_config=None
+        if given.full
+        else LoraConfig(r=given.r, target_modules=given.target_modules or "all-linear", task_type="CAUSAL_LM"),
+        quantization_config=_QUANTIZATIONS.get(given.quantization),
+        dtype=getattr(torch, given.dtype),
+        optimizer=given.optimizer,
+    )
+    if given.json:
+        print(json.dumps({**found.to_json(), "recommended": _json_of(found)}, indent=2))
+    else:
+        _print(found, None if given.all else _SHOWN)
+    if all(each.refused for each in found.meshes):
+        raise ValueError(f"No mesh is possible: {found.meshes[0].refused}")
+    if given.plot is not None:
+        _plot(found, Path(given.plot))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelerate-lora plan",
+        description="Predict, from a model's config alone, what each mesh costs a GPU in bytes, messages and time, and "
+        "recommend one. Nothing is downloaded but the config, and no GPU is needed.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name on the model hub")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of a GPU (that of --hardware)")
+    parser.add_argument("--seq", type=int, required=True, help="tokens of a row")
+    parser.add_argument("--batch", type=int, help="rows of a step, over all GPUs (one for each GPU)")
+    parser.add_argument("--rows", type=int, default=1, help="rows of one forward on one GPU (%(default)s)")
+    parser.add_argument(
+        "--hardware", default="H100", help="name of the GPU (%(default)s); an unknown one lists those that are known"
+    )
+    parser.add_argument("--r", type=int, default=16, help="rank of the adapter (%(default)s)")
+    parser.add_argument("--target-modules", nargs="+", help="layers that the adapter is on (all linear layers)")
+    parser.add_argument("--full", action="store_true", help="train all parameters, without an adapter")
+    parser.add_argument(
+        "--quantization",
+        choices=sorted(_QUANTIZATIONS),
+        help="hold the base in 4 or 8 bits (QLoRA), or not quantised (what its config says)",
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="dtype of the weights")
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (%(default)s)")
+    parser.add_argument("--all", action="store_true", help=f"print every mesh, not the first {_SHOWN}")
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, every mesh")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory of each mesh (needs matplotlib)")
+    return parser
+
+
+# --------------------------------------------------------------------- as text
+
+
+def _print(plan: MemoryPlan, shown: int | None) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    memory = plan.hardware.gpu_memory
+    table = Table(
+        title=f"{plan.model}, {plan.training}: {plan.batch_size} rows of {plan.sequence_length} tokens a step on "
+        f"{plan.gpus} GPUs of {memory:g} GiB",
+        caption="Of the GPU that holds most, in GiB: trained parameters with gradients and optimizer; what forward and "
+        "backward of the blocks add; what logits and loss add. Forwards, seconds (a rough guide) and GiB sent are of a "
+        "step. ! does not fit.",
+    )
+    table.add_column("mesh", min_width=24)
+    for name in ("forwards", "weights", "trained", "blocks", "logits", "total", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("sent")
+    costs = [each for each in plan.meshes if not each.refused]
+    for each in costs[:shown]:
+        mesh, *sizes, sent, seconds = cost_text(each)
+        sizes[-1] += "" if each.fits else " !"
+        table.add_row(mesh, str(each.microbatches), *sizes, seconds, sent, style="" if each.fits else "dim")
+    if costs:
+        console.print(table)
+    if shown is not None and len(costs) > shown:
+        console.print(f"{len(costs) - shown} more meshes: --all prints them.")
+    refusals = {each.refused: _mesh_text(each.sizes) for each in plan.meshes if each.refused}
+    for text, mesh in refusals.items():
+        console.print(f"not possible, {mesh}: {text}", style="dim")
+    if not costs:
+        return
+    if plan.recommended is None:
+        least = min(each.total for each in costs)
+        console.print(
+            f"No mesh fits. The smallest needs {_gib(least)} GiB of {memory:g} GiB, of which 8 % are left free: take "
+            "more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
+        )
+        return
+    best = plan.recommended
+    console.print(f"\nRecommended: {_mesh_text(best.sizes)} {_options_text(best.options)}".rstrip(), style="bold")
+    for title, text in snippets(plan).items():
+        console.print(f"\n{title}", style="bold")
+        print(text)
+
+
+def _mesh_text(sizes: Mapping[str, int]) -> str:
+    return axes_text(sizes) or "one GPU"
+
+
+def cost_text(cost: MeshCost) -> list[str]:
+    """Return a mesh's cost as text: mesh, weights, trained, blocks, logits, total, sent and seconds."""
+    sizes = (cost.weights, cost.trained + cost.gradients + cost.states, cost.activations, cost.logits, cost.total)
+    sent = ", ".join(f"{axis} {_gib(size)}" for axis, size in cost.sent.items())
+    mesh = f"{_mesh_text(cost.sizes)} {_options_text(cost.options)}".rstrip()
+    return [mesh, *map(_gib, sizes), sent, f"{cost.seconds:.1f}" if cost.seconds >= 10 else f"{cost.seconds:.2f}"]
+
+
+def _options_text(options: Mapping[str, Any]) -> str:
+    short = {"activation_checkpointing": "recompute"}
+    return ", ".join(short.get(name, name) for name, value in options.items() if value)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}" if size >= 2**30 / 10 else f"{size / 2**30:.2f}"
+
+
+def _json_of(plan: MemoryPlan) -> Any:
+    return None if plan.recommended is None else plan.meshes.index(plan.recommended)
+
+
+# ------------------------------------------------------- what a user writes for it
+
+
+def snippets(plan: MemoryPlan) -> dict[str, str]:
+    """Return what to write for the recommended mesh: options, a file and Python, each under its title."""
+    best = plan.recommended
+    assert best is not None
+    sizes, options = best.sizes, {name: value for name, value in best.options.items() if value}
+    pipeline = sizes["pp"] > 1
+    batch = best.rows * (best.microbatches if pipeline else 1)
+    accumulation = 1 if pipeline else best.microbatches
+    trainer = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
+    machines = _machines(plan)
+    flags = f"accelerate-lora config --config_file mesh.yaml --num_processes {plan.gpus} --num_machines {machines}"
+    flags += f" --tp_size {sizes['tp']} --dp_replicate_size {sizes['dp_replicate']} --mixed_precision no"
+    flags += f" --cp_size {sizes['cp']}" if sizes["cp"] > 1 else ""
+    if pipeline:
+        flags += f" --pp_size {sizes['pp']} --pp_microbatches {best.microbatches}"
+    recompute = options.pop("activation_checkpointing", False)
+    flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
+    flags += " --require_adapters no" if plan.trains_all else ""
+    if machines > 1:
+        flags += "".join(f" --{name} {value}" for name, value in _MEETING.items()) + f"   # rank 0..{machines - 1}"
+    if options:  # which no key of the file stands for
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({given}))"
+    return {
+        "Commands": f"{flags}\naccelerate-lora launch --config_file mesh.yaml train.py {trainer}",
+        "mesh.yaml": yaml.safe_dump(_yaml(plan), sort_keys=False)
+        .replace("machine_rank: 0", f"machine_rank: 0  # 0..{machines - 1}, on each machine its own")
+        .rstrip(),
+        "Python": _python(plan),
+    }
+
+
+def _yaml(plan: MemoryPlan) -> dict[str, Any]:
+    best = plan.recommended
+    assert best is not None
+    machines = _machines(plan)
+    meeting = {**_MEETING, "rdzv_backend": "static", "same_network": True} if machines > 1 else {}
+    pipeline = {"size": best.sizes["pp"], "microbatches": best.microbatches} if best.sizes["pp"] > 1 else {}
+    recompute = bool(best.options.get("activation_checkpointing", False))
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": DistributedType.FSDP.value,
+        "mixed_precision": "no",
+        "num_machines": machines,
+        **meeting,
+        "num_processes": plan.gpus,
+        **mesh_sections(best.sizes, pipeline, recompute, not plan.trains_all),
+    }
+
+
+def _machines(plan: MemoryPlan) -> int:
+    return max(1, plan.gpus // plan.hardware.gpus_per_node)
+
+
+def _python(plan: MemoryPlan) -> str:
+    best = plan.recommended
+    assert best is not None
+    sizes = best.sizes
+    given = {
+        "tensor_parallel_size": sizes["tp"],
+        "replicate_size": sizes["dp_replicate"],
+        "context_parallel_size": sizes["cp"],
+        "pipeline_parallel_size": sizes["pp"],
+        "pipeline_microbatches": best.microbatches if sizes["pp"] > 1 else 1,
+    }
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value > 1}
+    changed |= {name: value for name, value in best.options.items() if value}
+    changed |= {"require_adapters": False} if plan.trains_all else {}
+    strategy = f"LoRAParallelStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+    accumulation = 1 if sizes["pp"] > 1 else best.microbatches
+    trainer = f"Trainer(devices={min(plan.gpus, plan.hardware.gpus_per_node)}"
+    machines = _machines(plan)
+    trainer += f", num_nodes={machines}" if machines > 1 else ""
+    trainer += f", accumulate_grad_batches={accumulation}" if accumulation > 1 else ""
+    return (
+        "from lightning import Trainer\nfrom lightning_lora import LoRAParallelStrategy\n\n"
+        f"{trainer}, strategy={strategy})"
+    )
+
+
+def _check_picture(path: Path) -> None:
+    """Check, before the work, that a picture can be drawn and written.
+
+    Raises:
+        ValueError: matplotlib is missing, or does not know such a file.
+        OSError: There can be no file in this place.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("--plot draws with matplotlib, which is not installed: pip install matplotlib.") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {path}: give the name of a file that ends in .{', .'.join(sorted(kinds))}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise OSError(f"--plot {path}: no file can be written there.")
+
+
+def _plot(plan: MemoryPlan, path: Path) -> None:
+    """Draw the memory of the meshes that were printed, as stacked bars."""
+    from matplotlib import pyplot as plt
+
+    costs = [each for each in plan.meshes if not each.refused][:_SHOWN][::-1]
+    names = [f"{_mesh_text(each.sizes)}\n{_options_text(each.options)}".strip() for each in costs]
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.5 * len(costs)), layout="constrained")
+    left = [0.0] * len(costs)
+    parts = {
+        "weights": [each.weights for each in costs],
+        "adapters": [each.trained for each in costs],
+        "optimizer": [each.states for each in costs],
+        "activations, gradients": [each.activations for each in costs],
+        "logits": [each.logits for each in costs],
+    }
+    for name, sizes in parts.items():
+        widths = [size / 2**30 for size in sizes]
+        axis.barh(names, widths, left=left, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.axvline(plan.hardware.gpu_memory, color="black", linestyle="--", label="a GPU's memory")
+    axis.set(xlabel="GiB on the GPU that holds most", title=f"{plan.model}, {plan.training}, {plan.gpus} GPUs")
+    axis.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

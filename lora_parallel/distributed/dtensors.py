@@ -1,0 +1,249 @@
+"""Gather sharded tensors, and replace operators that torch computes from one rank's part of a DTensor alone.
+
+`.item()` of a value that is spread over the ranks (a norm of a sharded gradient) returns the part of the calling rank.
+`GradScaler` looks for infs in the parts of one rank, and then asks other ranks only over the mesh axes that the *first*
+gradient is sharded over. If the first gradient is that of a `lora_A`, which tp replicates, a rank whose `lora_B`
+overflowed skips the step alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.distributed.torch_private import compute_for_dtensors, local_region
+from lora_parallel.storage import saving_bar
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in a nest of mappings (such as transformers' model outputs), lists, tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`, detached from autograd; it shares the memory of `tensor`."""
+    with torch.no_grad():  # autograd would note it as an operation on a DTensor, which costs more than all the rest
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def sharded_as(part: Tensor, tensor: DTensor) -> DTensor:
+    """Return a DTensor with the shape and layout of `tensor`, of which this rank holds `part`, without a copy."""
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every FSDP unit's sharded parameters back in place, if a forward has left gathered ones there."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def region_of(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the region of the full tensor that this rank's part of `tensor` covers, one slice a dim."""
+    data = tensor.detach()
+    return local_region(data) if isinstance(data, DTensor) else tuple(slice(0, size) for size in data.shape)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Map the name of each buffer that a state dict of `module` contains to the buffer."""
+    return {
+        f"{prefix}.{key}" if prefix else key: buffer
+        for prefix, inner in module.named_modules()
+        for key, buffer in inner._buffers.items()
+        if buffer is not None and key not in inner._non_persistent_buffers_set
+    }
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class before `fully_shard`, which puts a subclass of its own in the place of the class."""
+    kind = type(module)
+    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Describe a tensor, and what one rank holds of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    """Type of the device that its bytes are sent from."""
+
+    region: tuple[slice, ...]
+
+    @property
+    def whole_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Return the number of bytes that the rank holds."""
+        return prod(part.stop - part.start for part in self.region) * self.dtype.itemsize
+
+
+def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full copies of `tensors` on the CPU of rank 0, and an empty dict on other ranks. Collective.
+
+    Each rank announces which region of each tensor it holds, and sends this region; rank 0 puts the regions in place.
+    So any placement of FSDP2 and tensor parallelism is gathered in one message per bucket of tensors, where
+    `DTensor.full_tensor` takes one message per mesh axis and leaves the result on every rank. A tensor may be on some
+    of the ranks only, as those of a pipeline stage are: the others send nothing of it.
+
+    Args:
+        tensors: The tensors that this rank holds a part of, by name.
+    """
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everyone: list[dict[str, _Held]] = [{} for _ in range(world)]
+    dist.all_gather_object(everyone, {name: _held(tensor) for name, tensor in detached.items()})
+    union = {name: held for theirs in everyone for name, held in theirs.items()}
+    gathered: dict[str, Tensor] = {}
+    sizes = {name: held.whole_bytes for name, held in union.items()}
+    progress = saving_bar("Saving", sum(sizes.values()))
+    for bucket in _buckets(union):
+        parts = [_bytes_to_send(detached[name]) for name in bucket if name in detached]
+        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)
+        counts = [sum(held[name].bytes for name in bucket if name in held) for held in everyone]
+        padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
+        received = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
+        dist.gather(padded, received, dst=0)
+        if received is None:
+            continue
+        for name in bucket:
+            gathered[name] = torch.empty(union[name].shape, dtype=union[name].dtype)
+        for part, held in zip(received, everyone, strict=True):
+            start, flat = 0, part.cpu()
+            for name in bucket:
+                if name not in held:
+                    continue
+                end = start + held[name].bytes
+                target = gathered[name][held[name].region]
+                target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
+                start = end
+        progress.update(sum(sizes[name] for name in bucket))
+    progress.close()
+    return gathered
+
+
+def _held(tensor: Tensor) -> _Held:
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    return _Held(tuple(tensor.shape), tensor.dtype, device, region_of(tensor))
+
+
+def _bytes_to_send(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor` as bytes, on the device of its mesh.
+
+    An offloaded part is in the CPU's memory, for which the process group may have no backend.
+    """
+    raw = local(tensor).reshape(-1).view(torch.uint8)
+    return raw.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else raw
+
+
+def _buckets(tensors: Mapping[str, _Held]) -> Iterator[list[str]]:
+    bucket: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        whole = tensor.whole_bytes  # ranks must agree on the buckets
+        if bucket and size + whole > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += whole
+    if bucket:
+        yield bucket
+
+
+log = logging.getLogger(__name__)
+
+
+def guard_dtensor_operators() -> None:
+    """Replace torch's `item` and the operators of `GradScaler.unscale_` and `detect_anomaly`, for DTensors.
+
+    They are replaced in this process. Results that torch computes correctly stay the same.
+    """
+    aten = torch.ops.aten
+    replaced = {
+        aten._local_scalar_dense: _item,
+        aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+        aten._is_any_true: _is_any_true,
+    }
+    if not all(compute_for_dtensors(operator.default, function) for operator, function in replaced.items()):
+        log.warning(
+            "torch %s does not let the operators of DTensors be replaced: .item() of a sharded value gives this rank's "
+            "part, and ranks may part under torch.amp.GradScaler: use ShardedGradScaler.",
+            torch.__version__,
+        )
+
+
+def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute `tensor.item()`, `float(tensor)`, `int(tensor)` or `bool(tensor)`; refuse a value spread over the ranks.
+
+    A reduction would give the right value, and would hang if one rank logs the value alone.
+    """
+    tensor: DTensor = args[0]
+    mesh = tensor.device_mesh
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate() and mesh.size(axis) > 1:
+            over = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
+            raise RuntimeError(
+                f"item() of a DTensor that is {placement!r} over the mesh axis {over}: each rank has a part of the "
+                "value, and would return that (as float(), int() and bool() do). Call .full_tensor().item() on every "
+                "rank; to clip gradients, lora_parallel.clip_grad_norm_."
+            )
+    return operator(local(tensor))
+
+
+def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Say whether this rank's part holds a True, for `torch.autograd.detect_anomaly`, which looks for NaN by it.
+
+    torch has no sharding rule for it. The rank whose part holds the NaN raises the error, as for a plain tensor.
+    """
+    return operator(local(args[0]))
+
+
+def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Divide gradients by the scale, and note whether one is not finite, for `GradScaler.unscale_` and `step`.
+
+    Every rank of every mesh that a gradient is on learns if a gradient is not finite, by one all-reduce of a number for
+    each mesh axis; a run without a scaler has none of them. All ranks then step or skip together, and change the scale
+    alike.
+    """
+    gradients: list[Tensor] = args[0]
+    found_inf: Tensor = args[1]
+    operator([local(gradient) for gradient in gradients], *args[1:], **kwargs)
+    groups: dict[str, ProcessGroup] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            for axis in range(gradient.device_mesh.ndim):
+                group = gradient.device_mesh.get_group(axis)
+                if group.size() > 1:
+                    groups[group.group_name] = group
+    for group in groups.values():
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

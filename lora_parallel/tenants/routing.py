@@ -1,0 +1,553 @@
+"""Tell which tenant each sample of a forward belongs to, and which forward a layer takes part in.
+
+A route holds for the forwards that are computed in its context (`train()` or `route()`), also when a backward after the
+context recomputes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lora_parallel.distributed.dtensors import local, tensors_in
+from lora_parallel.distributed.gradients import scale_gradient
+from lora_parallel.distributed.mesh import dp_rank
+from lora_parallel.distributed.rank_checks import agreed, gather_numbers
+from lora_parallel.distributed.torch_private import backward_pass, in_backward, queue_after_backward
+from lora_parallel.tenants.state import Cut, gather
+
+
+@dataclass(eq=False)
+class Factor:
+    """Hold one factor, `lora_A` or `lora_B`, of a tenant's adapter on one layer."""
+
+    parameter: nn.Parameter
+    """Parameter that the optimizer gets."""
+
+    rows: Tensor | None
+    """Rows that this rank computes with, int64 [rows], of a factor that is stored whole; None: all of its rows."""
+
+    partial: bool
+    """True if the gradient on one rank is a partial sum over tp."""
+
+    cut: Cut | None = None
+    """Layout of the factor's chunks over dp_shard; None if it is not sharded over dp_shard."""
+
+    gathered: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
+    """Gathered copies of the factor that are still alive, for instance in the graph of a forward."""
+
+    waiting: Tensor | None = None
+    """Gradient of the values that forwards computed with, before its sum over ranks; None if there is none.
+
+    `parameter.grad` is another gradient: that of terms of a loss that use the parameter itself, such as a penalty.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the parameter."""
+        return local(self.parameter).device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the part that this tp rank has, before it is sharded over dp_shard."""
+        return tuple(local(self.parameter).shape) if self.cut is None else self.cut.shape
+
+    def compute(self, gathered: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
+        """Return the values that this rank computes with; their gradient is multiplied by `weight` on its way back.
+
+        Args:
+            gathered: The gathered values, if the factor is sharded over dp_shard; else None.
+            weight: The share of the tenant's samples that is on this rank (`Route.weights`).
+            dtype: Dtype to compute in; None: the stored one.
+        """
+        held: Tensor = self.parameter if gathered is None else gathered
+        if gathered is None and torch.is_grad_enabled():
+            held = self.lend(local(self.parameter))
+        elif isinstance(held, DTensor):
+            held = held.to_local()
+        held = scale_gradient(held, weight)
+        if self.rows is not None:
+            held = held.index_select(0, self.rows.to(held.device))
+        return held if dtype is None else held.to(dtype)
+
+    def lend(self, whole: Tensor) -> Tensor:
+        """Return `whole`, the part of the factor that this tp rank has, prepared to compute with.
+
+        A hook on it adds its gradient to `waiting`, whenever a backward brings one.
+        """
+        whole.requires_grad_().register_post_accumulate_grad_hook(self._keep)
+        if self.cut is not None:
+            self.gathered.add(whole)
+        return whole
+
+    def _keep(self, whole: Tensor) -> None:
+        grad, whole.grad = whole.grad, None
+        assert grad is not None
+        self.waiting = grad if self.waiting is None else self.waiting + grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """Return True if a gradient waits for its sum over ranks."""
+        return self.waiting is not None or self.parameter.grad is not None
+
+    def take_gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return both gradients, and drop them here.
+
+        Returns:
+            The gradient of this tp rank's part, to be summed over ranks (`waiting`); and the gradient of the parameter
+            itself, which is complete on every rank. None where there is no such gradient.
+        """
+        found = self.waiting, self.parameter.grad
+        self.drop_gradients()
+        return found
+
+    def drop_gradients(self) -> None:
+        """Drop both gradients."""
+        self.parameter.grad = self.waiting = None
+
+    def placed(self, values: Tensor, dp_shard_rank: int) -> Tensor:
+        """Return a tensor placed as the parameter is, from values of the part that this tp rank has."""
+        like = torch.zeros_like(self.parameter, requires_grad=False)
+        local(like).copy_(values if self.cut is None else self.cut.of(values, dp_shard_rank))
+        return like
+
+
+def gathered_factors(factors: Sequence[Factor], mesh: DeviceMesh) -> dict[Factor, Tensor]:
+    """Gather factors that are sharded over dp_shard, to compute with. Collective.
+
+    Returns:
+        The gathered values of each factor: the part that this tp rank has. Their gradients go to `Factor.waiting`.
+    """
+    cuts = [factor.cut for factor in factors if factor.cut is not None]
+    gathered = gather([factor.parameter for factor in factors], cuts, mesh)
+    return {factor: factor.lend(whole) for factor, whole in zip(factors, gathered, strict=True)}
+
+
+class Calls:
+    """Keep a number of the calls made so far, which is equal on all ranks as long as they make the same calls.
+
+    Args:
+        device: Type of the device that messages between ranks go by.
+        tenants: Returns the names of the pool's tenants, for error messages.
+    """
+
+    def __init__(self, device: str, tenants: Callable[[], Sequence[str]]) -> None:
+        self._device, self._tenants = device, tenants
+        self._before = 0
+        self._alone: list[str] = []
+        """Calls noted by `apart` since the last `together`."""
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """Run checks without collectives, and check that every rank makes the same call after the same calls.
+
+        Sends one message of two numbers, however many tenants there are.
+
+        Args:
+            call: The call with its arguments, as text.
+
+        Raises:
+            ValueError: A rank makes another call, or has made other calls before; on every rank that makes a call.
+            Exception: A check in the block failed on some rank; on every rank.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        after = number_of(f"{self._before} {call}")
+        numbers = gather_numbers([after, error is not None], self._device, f"TenantPool.{call.partition('(')[0]}")
+        if len(numbers[:, 0].unique()) > 1:
+            everyone = [""] * len(numbers)
+            said = " and then ".join([*self._alone, call])
+            dist.all_gather_object(everyone, f"{said}, with tenants {list(self._tenants())}")
+            other = int((numbers[:, 0] != numbers[0, 0]).nonzero()[0])
+            raise ValueError(
+                f"ranks make different calls of the pool: rank 0 {everyone[0]}; rank {other} {everyone[other]}. Make "
+                "the same calls in the same order on every rank."
+            )
+        if numbers[:, 1].any():
+            with agreed():
+                if error is not None:
+                    raise error
+        self._before, self._alone = after, []
+
+    @contextmanager
+    def apart(self, call: str) -> Iterator[None]:
+        """Note a call without a message to the other ranks.
+
+        The next `together` finds out if a rank has made another call.
+        """
+        yield
+        self._before = number_of(f"{self._before} {call}")
+        self._alone.append(call)
+
+
+def number_of(text: str) -> int:
+    """Return a 56-bit hash of a text, which is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+@dataclass(frozen=True)
+class TenantTokens:
+    """Hold the places of one tenant's n tokens in the input of a layer, flattened to [tokens, features]."""
+
+    place: Tensor
+    """Index of each token in the flattened input, int64 [n]."""
+
+    row: Tensor
+    """Number of each token's sample, among the tenant's samples on all data-parallel ranks, int32 [n]."""
+
+    token: Tensor
+    """Number of each token within its sample, int32 [n].
+
+    Where a model feeds the layer its rows flattened, each token counts as a sample of its own: `row` numbers the tokens
+    of all samples, and `token` is 0.
+    """
+
+
+@dataclass
+class Route:
+    """Hold what all layers share in the forwards of one context: the tenants, their samples and their weights."""
+
+    tenants: tuple[str, ...]
+    """Tenants that have samples on at least one rank."""
+
+    names: tuple[str, ...] | None
+    """Tenant of each sample of this rank's batch.
+
+    None: all samples belong to one tenant, and every data-parallel rank has the same number of them.
+    """
+
+    lengths: tuple[int, ...] | None
+    """Number of tokens of each sample, where samples are segments of packed rows; else None."""
+
+    weights: dict[str, float]
+    """Share of each tenant's samples that is on this rank: the weight of this rank's mean in the mean over ranks."""
+
+    first_sample: dict[str, int]
+    """Number of each tenant's first sample on this rank, counted over all data-parallel ranks."""
+
+    removed: Callable[[], list[str]]
+    """Function that returns those of `tenants` that have been removed from the pool since the route was made."""
+
+    gathered: dict[Factor, Tensor] = field(default_factory=dict)
+    """Gathered values of each factor whose adapter is sharded over dp_shard: the part that this tp rank has."""
+
+    _tokens_by_shape: dict[tuple[int, ...], dict[str, TenantTokens]] = field(default_factory=dict)
+
+    def tokens(
+        self, shape: Sequence[int], device: torch.device, layer: str, widths: set[int]
+    ) -> dict[str, TenantTokens]:
+        """Return the tokens of each tenant in the input of a layer.
+
+        Tenants without samples on this rank are left out.
+
+        Args:
+            shape: Shape of the layer's input without its last dim: [rows, tokens, ...], or [all tokens].
+            device: Device of the layer's input.
+            layer: Name of the layer, for messages.
+            widths: Numbers of tokens that a row of this forward is known to have.
+
+        Raises:
+            ValueError: The input does not fit the number of samples that were named, or their lengths.
+        """
+        assert self.names is not None
+        key = tuple(shape)
+        if key not in self._tokens_by_shape:
+            if self.lengths is None and len(key) == 1 and widths and key[0] not in self._flat(widths):
+                raise ValueError(
+                    f"route: {layer} is fed {key[0]} tokens in one dim, which are not those of {len(self.names)} rows "
+                    f"of {' or '.join(map(str, sorted(widths)))}: nobody knows whose they are. Leave it out of "
+                    "target_modules."
+                )
+            self._tokens_by_shape[key] = self._place(key, device, layer)
+        return self._tokens_by_shape[key]
+
+    def _flat(self, widths: set[int]) -> set[int]:
+        """Return the lengths that an input in one dim may have: all tokens of all rows, or one (pooled) of each row."""
+        assert self.names is not None
+        return {len(self.names) * width for width in (1, *widths)}
+
+    @torch.inference_mode(False)  # a training forward in the same context must be able to use these tensors
+    def _place(self, shape: tuple[int, ...], device: torch.device, layer: str) -> dict[str, TenantTokens]:
+        assert self.names is not None
+        total = prod(shape)
+        lengths = self.lengths
+        if lengths is None:
+            samples = len(self.names)
+            if total % samples or (len(shape) > 1 and shape[0] != samples):
+                raise ValueError(f"route names {samples} samples, and {layer} is fed {shape[0]} rows: name each row.")
+            lengths = (total // samples,) * samples
+        if sum(lengths) != total:
+            raise ValueError(
+                f"route: the lengths of the segments add up to {sum(lengths)} tokens, and {layer} is fed {total}."
+            )
+        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        flattened = self.lengths is None and len(shape) == 1
+        found = {}
+        for tenant in self.tenants:
+            mine = [index for index, name in enumerate(self.names) if name == tenant]
+            if not mine:
+                continue
+            row = [
+                torch.full((lengths[i],), self.first_sample[tenant] + n, dtype=torch.int32) for n, i in enumerate(mine)
+            ]
+            token = [torch.arange(lengths[i], dtype=torch.int32) for i in mine]
+            if flattened:
+                row = [sample * lengths[0] + place for sample, place in zip(row, token, strict=True)]
+                token = [torch.zeros_like(each) for each in token]
+            place = [torch.arange(starts[i], starts[i + 1]) for i in mine]
+            found[tenant] = TenantTokens(*(torch.cat(each).to(device) for each in (place, row, token)))
+        return found
+
+
+@dataclass
+class Forward:
+    """Hold the state of one forward of the model in a route."""
+
+    route: Route
+    counts: dict[str, int]
+    """Number of this forward among each tenant's training forwards; empty in evaluation and outside of the model's own
+    forward.
+    """
+
+    trains: bool = False
+    """True if gradients were enabled when the model's forward began."""
+
+    widths: set[int] = field(default_factory=set)
+    """Numbers of tokens that a row is known to have, by the inputs of the model and of layers that keep rows apart."""
+
+    agrees: bool = False
+    """True while the model's own forward is computed with named samples: every rank then reaches `end`."""
+
+    training: dict[str, bool] = field(default_factory=dict)
+    """Training mode of each layer that took part: True for training, by the layer's name."""
+
+    _problem: Exception | None = None
+
+    def tokens(self, shape: Sequence[int], device: torch.device, layer: str) -> dict[str, TenantTokens] | None:
+        """Return the result of `Route.tokens`; None if the input does not fit the samples and `end` will raise."""
+        if len(shape) > 1:
+            self.widths.add(prod(shape[1:]))
+        try:
+            return self.route.tokens(shape, device, layer, self.widths)
+        except ValueError as error:
+            self.refuse(error)
+            return None
+
+    def refuse(self, error: Exception) -> None:
+        """Raise `error`, or keep it for `end` if all ranks come there.
+
+        If the error were raised at once, the other ranks would wait for this one in the next collective.
+        """
+        if not self.agrees or in_backward():
+            raise error
+        self._problem = self._problem or error
+
+    def end(self, device: str) -> None:
+        """Raise on every rank if any rank has kept an error with `refuse`. Collective.
+
+        Args:
+            device: Type of the device that messages between ranks go by.
+        """
+        if not self.agrees:
+            return
+        self.agrees = False
+        if gather_numbers([self._problem is not None], device).any():
+            with agreed():
+                if self._problem is not None:
+                    raise self._problem
+
+
+def route_samples(
+    tenants: Sequence[str],
+    names: Sequence[str],
+    lengths: Sequence[int] | None,
+    mesh: DeviceMesh,
+    removed: Callable[[Sequence[str]], Callable[[], list[str]]],
+) -> Route:
+    """Make the route of a batch: its tenants, and each one's weight and first sample on this rank. Collective.
+
+    Args:
+        tenants: All tenants of the pool.
+        names: The tenant of each sample of this rank's batch.
+        lengths: The number of tokens of each sample, if rows are packed; else None.
+        mesh: The model's mesh.
+        removed: Given tenants, returns a function that returns those of them that have been removed since.
+    """
+    counts = _count_samples(tenants, names, lengths, mesh)
+    mine, total = dp_rank(mesh), counts.sum(0)
+    there = [name for name, number in zip(tenants, total.tolist(), strict=True) if number]
+    index = {name: number for number, name in enumerate(tenants)}
+    return Route(
+        tuple(there),
+        tuple(names),
+        lengths if lengths is None else tuple(lengths),
+        {name: int(counts[mine, index[name]]) / int(total[index[name]]) for name in there},
+        {name: int(counts[:mine, index[name]].sum()) for name in there},
+        removed(there),
+    )
+
+
+def _count_samples(
+    tenants: Sequence[str], names: Sequence[str], lengths: Sequence[int] | None, mesh: DeviceMesh
+) -> Tensor:
+    """Count the samples of each tenant on each data-parallel rank, int64 [data-parallel ranks, tenants]. Collective.
+
+    Args:
+        tenants: All tenants of the pool.
+        names: The tenant of each sample of this rank's batch.
+        lengths: The number of tokens of each sample, if rows are packed; else None.
+        mesh: The model's mesh.
+
+    Raises:
+        ValueError: The tp ranks of one data-parallel rank name different samples.
+    """
+    digest = number_of(f"{list(names)} {None if lengths is None else list(lengths)}")
+    own = [list(names).count(name) for name in tenants]
+    everyone = gather_numbers([digest, *own], mesh.device_type)
+    tp = mesh["tp"].size()
+    everyone = everyone.view(-1, tp, everyone.shape[1])
+    for rank, peers in enumerate(everyone):
+        if len(peers[:, 0].unique()) > 1:
+            raise ValueError(
+                f"route: the tp ranks of data-parallel rank {rank} name other samples: give them the same batch."
+            )
+    return everyone[:, 0, 1:]
+
+
+class ForwardTracker:
+    """Follow the forwards and backwards of a model by hooks, and tell its layers which forward they take part in.
+
+    When a gradient reaches the output of a module, layers that are recomputed after it belong to the forward that made
+    this output. All modules have a hook, since a loss may be computed from a hidden state.
+
+    Args:
+        model: The model.
+        device: Type of the device that messages between ranks go by.
+        count: Counts a training forward in a route, and returns its number for each tenant of the route.
+    """
+
+    def __init__(self, model: nn.Module, device: str, count: Callable[[Route], dict[str, int]]) -> None:
+        self._device, self._count = device, count
+        self.route: Route | None = None
+        """Route of the context that is open; None outside of any."""
+
+        self._forward: Forward | None = None
+        self._begun: dict[int, list[Forward | None]] = {}
+        """Forwards whose backward has begun, by the number of the backward pass.
+
+        Holds the passes that are running (several, if a hook starts one inside another) and those that ended with an
+        error.
+        """
+
+        self.trained: set[str] = set()
+        """Tenants of forwards whose backward has begun, until their gradients are summed or dropped.
+
+        The set is the same on all ranks, also if a backward reached a tenant's layers on some ranks only.
+        """
+
+        model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        model.register_forward_hook(self._forward_ends)
+        for module in list(model.modules()):
+            module.register_forward_hook(self._made)
+
+    @contextmanager
+    def within(self, route: Route) -> Iterator[None]:
+        """Run the forwards of a block in a route."""
+        self.route, self._forward = route, Forward(route, {})
+        try:
+            yield
+        finally:
+            self.route = self._forward = None
+
+    def current(self, layer: str) -> Forward | None:
+        """Return the forward that is computed, or that a backward recomputes; None outside of any route.
+
+        Args:
+            layer: The name of the layer that asks, for messages.
+
+        Raises:
+            RuntimeError: The layer runs in a reentrant checkpoint, so that its forward cannot be found out when it is
+                recomputed; or a tenant of the recomputed forward has been removed.
+        """
+        if not in_backward():
+            if self._forward is not None and self._forward.trains and not torch.is_grad_enabled():
+                raise RuntimeError(f"{layer} is computed without gradients in a training forward. {_REENTRANT}")
+            return self._forward
+        if backward_pass() not in self._begun:
+            raise RuntimeError(f"{layer} is recomputed, and it cannot be told in which forward it was. {_REENTRANT}")
+        forward = self._begun[backward_pass()][-1]
+        removed = [] if forward is None else forward.route.removed()
+        if removed:
+            raise RuntimeError(
+                f"{layer} is recomputed for the tenants {removed}, which were removed after the forward: remove a "
+                "tenant when the backwards of its forwards are over."
+            )
+        return forward
+
+    def died(self) -> set[str]:
+        """Return the tenants of backward passes that ended with an error, and forget these passes.
+
+        Inside a backward the result is empty.
+        """
+        if in_backward():
+            return set()
+        forwards = [each for begun in self._begun.values() for each in begun if each is not None]
+        names = {name for each in forwards for name in each.route.tenants}
+        self._begun.clear()
+        return names
+
+    def _forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward() or self.route is None:
+            return
+        rows = len(self.route.names or ())
+        fed = [x for x in tensors_in([args, kwargs]) if x.dim() in (2, 3) and x.shape[0] == rows]  # not images
+        counts = self._count(self.route) if model.training else {}
+        widths = {x.shape[1] for x in fed}
+        self._forward = Forward(self.route, counts, torch.is_grad_enabled(), widths, self.route.names is not None)
+
+    def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward() and self._forward is not None:
+            self._forward.end(self._device)
+
+    def _made(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or in_backward():  # what a graph returns is the output of a block
+            return
+        this = self._forward
+
+        def backward_begins(grad: Tensor) -> None:
+            this_pass = backward_pass()
+            if this_pass not in self._begun:
+                self._begun[this_pass] = []
+                queue_after_backward(partial(self._ended, this_pass))
+            begun = self._begun[this_pass]
+            if not begun or begun[-1] is not this:
+                begun.append(this)
+                self.trained.update(() if this is None else this.route.tenants)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+
+    def _ended(self, this_pass: int) -> None:
+        self._begun.pop(this_pass, None)
+
+
+_REENTRANT = (
+    "Under a TenantPool checkpoint activations with use_reentrant=False (activation_checkpointing=True does), and "
+    "leave out of target_modules what the model computes under no_grad."
+)
