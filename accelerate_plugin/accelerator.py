@@ -62,7 +62,7 @@ from lora_parallel.integration import clip_grad_value_ as clip_value_
 class AcceleratorOverrides(Accelerator):
     """Mix overrides into the class of an Accelerator that trains with `lora_parallel`.
 
-    The comment at each method gives the reason. `accelerator_init.py` changes the class of the Accelerator.
+    The comment at each method gives the reason. `_make_ours` changes the class of the Accelerator.
     """
 
     replaced_config: DataLoaderConfiguration | None = None

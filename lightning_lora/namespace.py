@@ -3,8 +3,8 @@
 `lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base, with separate classes.
 Private names of Lightning are imported here; `tests/lightning_lora/test_namespace.py` checks that each does what is
 assumed here. Four other files use private names: `loading` wraps two functions for `load_from_checkpoint`,
-`compiled_modules` two for modules that arrive compiled, `signals` replaces the handlers of two signals, and
-`loader_position` reads the states of dataloaders.
+`trainer_strategy` two for modules that arrive compiled, `callbacks` replaces the handlers of two signals, and `data`
+reads the states of dataloaders.
 """
 
 from __future__ import annotations

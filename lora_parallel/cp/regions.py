@@ -9,7 +9,7 @@ blocks, norm and head compute on the chunk too, and the logits stand for those o
 the loss is computed from chunks, and what reads them otherwise gathers them.
 
 Gradients in blocks are those of this rank's tokens, and FSDP2 adds the gradients of cp ranks up. All other layers
-compute the same on every cp rank (`cp/replicated.py`).
+compute the same on every cp rank (`cp/regions.py`).
 """
 
 from __future__ import annotations

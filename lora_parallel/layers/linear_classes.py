@@ -300,7 +300,7 @@ def cut_problem(module: nn.Module, style: Style) -> str | None:
 
     Returns:
         None if the layer can be cut, if the style leaves it whole, or if the style is one of experts, which
-        `planning/expert_sharing.py` checks.
+        `planning/experts.py` checks.
     """
     if style is STYLES["replicate"] or style.enter == "experts":
         return None

@@ -14,7 +14,7 @@ rules hold, whatever code of a model, a trainer or a user computes with the tens
 
 1. What models do between head and loss keeps the slices: products, sums and tanh of each logit, a change of dtype, a
    view or a choice of tokens. `torch.nn.functional.cross_entropy` computes the loss from them (see
-   `tp/vocabulary_loss.py`), so that every loss that calls it is served as it is: transformers' with all its arguments,
+   `tp/sliced_tensor.py`), so that every loss that calls it is served as it is: transformers' with all its arguments,
    and a user's own.
 2. Any other operation gathers the logits first. So its result is that of one process, at the cost that every step has
    without `loss_parallel`.
