@@ -29,7 +29,7 @@ from tests.oracle.cost_rows import KINDS, MESHES, RANKS, measure
 from tests.oracle.workers import Failure, WorkerPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
-MARK = "<!-- written by make memory-table -->"
+MARK = "<!-- written by make table NAME=memory -->"
 BOUND = 0.05
 
 

@@ -27,7 +27,7 @@ from tests.oracle.optimizer_rows import CASE, MAKES, MORE, STEPS, bound, on_rank
 from tests.oracle.workers import Failure, WorkerPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
-MARK = "<!-- written by make optimizer-table -->"
+MARK = "<!-- written by make table NAME=optimizer -->"
 FIRST, SECOND = "2x2", "1x2"
 
 

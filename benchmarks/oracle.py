@@ -46,7 +46,7 @@ INTRODUCTION = """# The oracle table
 What is held against one process, model family by model family and feature by feature. It is written by
 
 ```
-make oracle-table
+make table NAME=oracle
 ```
 
 One process of plain PEFT computes the gradients of one step over a global batch of eight rows; the processes of a mesh

@@ -23,7 +23,7 @@ from benchmarks.tables import write_between
 from lora_parallel import MemoryPlan, plan_memory
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
-MARK = "<!-- written by make plan-tables -->"
+MARK = "<!-- written by make table NAME=plan -->"
 CLUSTERS = (1, 4, 8, 64)
 BATCH, TOKENS = 64, 4096
 

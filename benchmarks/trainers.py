@@ -28,7 +28,7 @@ from tests.oracle.trainer_rows import ROWS, STEPS, errors, tuned, write_base
 from tests.oracle.workers import FRONT_ENDS, Failure, WorkerPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
-MARK = "<!-- written by make trainer-table -->"
+MARK = "<!-- written by make table NAME=trainer -->"
 
 
 def table(names: list[str]) -> tuple[str, bool]:

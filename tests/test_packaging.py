@@ -17,7 +17,7 @@ REPOSITORY = "https://example.org/someone/project"
 
 @pytest.fixture(scope="module")
 def release():
-    spec = importlib.util.spec_from_file_location("prepare", ROOT / "release" / "prepare.py")
+    spec = importlib.util.spec_from_file_location("prepare", ROOT / "tools" / "release" / "prepare.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights 
 reference = cache(one_process)
 
 
-# One row a mechanism; `make oracle-table` has all of them, on five meshes.
+# One row a mechanism; `make table NAME=oracle` has all of them, on five meshes.
 ONE_EACH = {
     "llama, one kv head",  # a plan of the model's own, and fewer heads than ranks
     "phi3",  # fused layers

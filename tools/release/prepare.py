@@ -1,6 +1,6 @@
 """Copy the project for a release, with links that work on a package index.
 
-    python release/prepare.py https://github.com/someone/lightning-lora build/source
+    python tools/release/prepare.py https://github.com/someone/lightning-lora build/source
 
 The README links to files beside it. A package index shows the README without these files, so the copy's links lead to
 the repository instead, at the tag of this version ("v0.2.0"), and its pyproject.toml names the repository under
@@ -15,7 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "build", "dist", "site", "outputs", "__pycache__", "*.egg-info", "lightning_logs", "checkpoints")
 _LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^()<\s][^()\s]*)\)")
 _OTHER_FORMS = re.compile(r"""^\[[^\]]+\]:\s*(\S+)|\b(?:src|href)=["']([^"']+)|\]\(<([^>]+)>""", re.M)
