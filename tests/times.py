@@ -54,7 +54,6 @@ PLACES: list[tuple[str, str, set[str] | None]] = [
     (FILES, "/torch/distributed/checkpoint/", None),
     (FILES, "/safetensors/", None),
     (FILES, "/lora_parallel/adapters/adapter_folder.py", None),
-    (FILES, "/lora_parallel/adapters/adapter_folder.py", None),
     (SET_UP, "/lora_parallel/parallelize.py", None),
     (SET_UP, "/lora_parallel/fsdp/wrapping.py", None),
     (SET_UP, "/peft/mapping_func.py", None),
