@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,6 +67,14 @@ def test_options(name):
     options, kind, text = OPTIONS[name]
     with pytest.raises(kind, match=text):
         construct(**options)
+
+
+def test_a_checkpoint_of_more_optimizers_is_refused():
+    strategy = LoRAParallelStrategy()
+    strategy._optimizers_from = SimpleNamespace(path="saved", optimizers={"0": {}, "1": {}})  # type: ignore[assignment]
+    strategy.optimizers = [torch.optim.SGD([torch.ones(1)])]
+    with pytest.raises(ValueError, match="saved holds 2 optimizer states; configure_optimizers made 1"):
+        strategy.load_optimizer_state_dict({})
 
 
 def test_registered_name_with_devices_that_do_not_fit():

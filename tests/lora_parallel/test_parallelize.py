@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lora_parallel import clip_grad_norm_, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.fsdp import unit_order
 from lora_parallel.state import state_of
 from tests.cases import cases
 from tests.oracle import (
@@ -101,6 +103,19 @@ def run_case(case, mesh, config):
 
 
 BF16 = Case(dtype=torch.float32, steps=2)
+
+
+def dtypes_of_reductions() -> set[torch.dtype]:
+    model = parallelize(BF16.model(), *on_mesh("2x1", param_dtype=torch.bfloat16))
+    ids = BF16.batches()[0]
+    with patch.object(unit_order, "_reduce_scatter", wraps=unit_order._reduce_scatter) as reduces:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return {call.args[1].dtype for call in reduces.call_args_list}
+
+
+def test_gradients_of_bfloat16_compute_are_added_up_in_float32(pool):
+    for found in pool.run(2, dtypes_of_reductions):
+        assert found == {torch.float32}
 
 
 def test_bfloat16_compute_equals_our_own_single_rank(pool):

@@ -207,4 +207,11 @@ BREAKAGES = [
         "clip_value_([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)",
         "pass",
     ),
+    Mutant(
+        "checkpoint",
+        "A run that resumes in mid-epoch shuffles anew: some rows are seen twice, others never.",
+        f"{CHECKPOINT}::test_shuffling_goes_on_in_mid_epoch",
+        """dealer.sampler = _Resumable(sampler)""",
+        """pass""",
+    ),
 ]

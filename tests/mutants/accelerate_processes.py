@@ -180,4 +180,20 @@ BREAKAGES = [
         "if not even and self._parallelism.dp_size > 1:",
         "if False:",
     ),
+    Mutant(
+        "guard",
+        "Processes whose optimizers differ train apart under Accelerate.",
+        "tests/accelerate_plugin/test_refusals.py::test_bad_input_is_one_error_on_every_rank",
+        """check_alike(optimizers=[describe_optimizer(each, nn.ModuleList(models)) for each in fresh])""",
+        """pass""",
+    ),
+    Mutant(
+        "replaced",
+        "Under pp TRL's trainers are given the loss of one micro-batch.",
+        "tests/accelerate_plugin/test_pipeline.py::test_trainers_of_trl",
+        """        _leave_out_fused_loss(model)
+""",
+        """        pass
+""",
+    ),
 ]

@@ -128,4 +128,14 @@ BREAKAGES = [
         """if (prints[:, index] != prints[0, index]).any()]""",
         """if prints[-1, index] != prints[0, index]]""",
     ),
+    Mutant(
+        "guard",
+        "Gradients of gradients through a sum over tp lack what other ranks have of them.",
+        f"{DISTRIBUTED}/test_collectives.py::test_gradients_of_gradients_are_refused",
+        """@once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None""",
+        """def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None""",
+    ),
 ]

@@ -107,4 +107,62 @@ BREAKAGES = [
         """raise TraceError("its attention does not go through transformers' registry of attention functions")""",
         """pass""",
     ),
+    Mutant(
+        "style",
+        "Under cp attention in both directions is causal.",
+        f"{CP}::test_attention_of_gathered_keys_looks_where_that_of_all_tokens_does",
+        """if call.mask is not None or not _is_causal(call):""",
+        """if call.mask is not None:""",
+    ),
+    Mutant(
+        "style",
+        "Under cp attention is causal although its call says that it is not.",
+        f"{CP}::test_attention_of_gathered_keys_looks_where_that_of_all_tokens_does",
+        """causal = call.kwargs.get("is_causal")""",
+        """causal = None""",
+    ),
+    Mutant(
+        "collective",
+        "Under cp a block computes with a part of a table that was changed in place since.",
+        f"{CP}::test_a_table_that_changes_between_blocks_is_cut_anew",
+        """if found is None or found[0] is not x or found[1] != x._version:""",
+        """if found is None or found[0] is not x:""",
+    ),
+    Mutant(
+        "guard",
+        "Under cp an attention that is set after parallelize computes without the mask that it is given.",
+        f"{CP}::test_an_attention_that_is_set_afterwards_is_refused",
+        """        check_method(implementation)
+        return _with""",
+        """        return _with""",
+    ),
+    Mutant(
+        "style",
+        "Under cp attention sinks of other heads are used.",
+        GRADIENTS,
+        """self.__dict__[name] = held[share[0] : share[1]] if of_heads else held""",
+        """self.__dict__[name] = held""",
+    ),
+    Mutant(
+        "guard",
+        "Under cp a block that is called by itself trains on a multiple of its gradient.",
+        REFUSED,
+        """            refuse_gradients(type(self).__name__)
+            return own""",
+        """            return own""",
+    ),
+    Mutant(
+        "guard",
+        "Under cp a trained tensor that enters the blocks in whole gets this rank's part of its gradient.",
+        AROUND,
+        """if name not in cut and x.requires_grad and context.sums_gradients and torch.is_grad_enabled():""",
+        """if False:""",
+    ),
+    Mutant(
+        "collective",
+        "Under cp tokens whose labels are ignored count in the mean of the loss.",
+        GRADIENTS,
+        """ignored = torch.where(target == ignore_index, -100, 0)""",
+        """ignored = torch.zeros_like(target)""",
+    ),
 ]

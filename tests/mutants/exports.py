@@ -42,4 +42,20 @@ BREAKAGES = [
         """tensor.copy_(staged)""",
         """pass""",
     ),
+    Mutant(
+        "checkpoint",
+        "from_pretrained reads the weights of an earlier save from a folder that was saved to again.",
+        "tests/lora_parallel/export/test_save_pretrained.py::test_what_users_call",
+        """            path.unlink()
+""",
+        """            pass
+""",
+    ),
+    Mutant(
+        "checkpoint",
+        "A merged export lacks the settings of generation.",
+        SAME,
+        """generation.save_pretrained(folder)  # type: ignore[union-attr]""",
+        """pass""",
+    ),
 ]

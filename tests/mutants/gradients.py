@@ -93,4 +93,63 @@ BREAKAGES = [
         """if not accumulate and each in self._partial:""",
         """if False:""",
     ),
+    Mutant(
+        "collective",
+        "A loss term of a parameter itself, whose layer no rank used, is lost.",
+        "tests/lora_parallel/fsdp/test_unused_parameters.py::test_a_loss_term_of_the_parameters_reaches_them_all",
+        """index in self._used or self._has_more(index) for index""",
+        """index in self._used for index""",
+    ),
+    Mutant(
+        "collective",
+        "After a failed step parameters that no rank reached get zeros, and weight decay.",
+        "tests/lora_parallel/fsdp/test_unused_parameters.py::test_what_was_accumulated_before_a_failure_is_dropped",
+        """        self._used.clear()
+""",
+        """""",
+    ),
+    Mutant(
+        "collective",
+        "Each rank clips by the norm of its own shards, so that the parts of a tensor are scaled differently.",
+        CLIPPING,
+        """dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)""",
+        """pass""",
+    ),
+    Mutant(
+        "collective",
+        "A parameter that an earlier step reached gets zeros, and weight decay.",
+        "tests/lora_parallel/fsdp/test_unused_parameters.py::test_ranks_that_reach_other_layers_of_a_block_train_as_one_process",
+        """self._used -= reduced""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "torch.autograd.grad of a parameter under FSDP2 gives no gradient.",
+        "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
+        """if each in self._elsewhere:""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A hook of register_hook on a parameter is never called, or is given one rank's part.",
+        "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
+        """if gradient_hooks(parameter):
+                what =""",
+        """if False:
+                what =""",
+    ),
+    Mutant(
+        "replaced",
+        "Under torch.amp.GradScaler a rank whose gradient overflowed skips the step alone, and ranks part.",
+        "tests/lora_parallel/distributed/test_dtensor_operators.py::test_all_ranks_skip_a_step_together",
+        """dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)""",
+        """pass""",
+    ),
+    Mutant(
+        "collective",
+        "Gradients of layers that compute in bfloat16 are added up in bfloat16.",
+        "tests/lora_parallel/test_parallelize.py::test_gradients_of_bfloat16_compute_are_added_up_in_float32",
+        """reduce_dtype=_reduce_dtype(model, config)""",
+        """reduce_dtype=None""",
+    ),
 ]

@@ -50,4 +50,18 @@ BREAKAGES = [
         """refuse_clipping_if(parameter, partial(_gradient_elsewhere, ref(parameter)))""",
         """pass""",
     ),
+    Mutant(
+        "pass",
+        "With an adapter that prepare injects, all of it has the settings of the optimizer's first group.",
+        f"{STALE}::test_an_injected_adapter_is_in_the_groups_of_its_layers",
+        """taken[found].append(parameter)""",
+        """taken[0].append(parameter)""",
+    ),
+    Mutant(
+        "pass",
+        "Adagrad under Accelerate or Fabric has the state of parameters that sharding has replaced.",
+        f"{STALE}::test_an_injected_adapter_is_in_the_groups_of_its_layers",
+        """self._has_state = bool(optimizer.state)""",
+        """self._has_state = False""",
+    ),
 ]

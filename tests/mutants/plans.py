@@ -134,4 +134,18 @@ BREAKAGES = [
         """return None if right else "what its forward""",
         """return None if True else "what its forward""",
     ),
+    Mutant(
+        "style",
+        "What a subclass of nn.Linear adds to its output is added on each tp rank.",
+        "tests/lora_parallel/layers/test_linear_classes.py::test_roles_of_what_a_subclass_adds",
+        """mine[name] = values[name] * (part == 0)""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
+        "A layer that cannot be cut in training is cut, as it can be in evaluation.",
+        "tests/lora_parallel/layers/test_linear_classes.py::test_whether_a_subclass_can_be_cut",
+        """for training in (True, False)):""",
+        """for training in (False,)):""",
+    ),
 ]

@@ -136,4 +136,32 @@ BREAKAGES = [
         """if fed.dtype == torch.float64:""",
         """if False:""",
     ),
+    Mutant(
+        "guard",
+        "A block of quantised features is cut in two, and dequantised with another's scale.",
+        "tests/lora_parallel/quantised/test_conversion.py::test_a_cut_through_a_block_is_refused_with_what_works",
+        """if style.weight != Shard(1) or of_rows or self.in_features % (self.block * tp) == 0:""",
+        """if True:""",
+    ),
+    Mutant(
+        "guard",
+        "A DoRA adapter on a quantised layer computes as plain LoRA.",
+        "tests/lora_parallel/quantised/test_conversion.py::test_what_cannot_be_sharded_is_refused_by_name",
+        """if variants := getattr(layer, "lora_variant", None):""",
+        """if variants := None:""",
+    ),
+    Mutant(
+        "pass",
+        "A slice that begins in the middle of a block is quantised with another scale.",
+        f"{QUANTISED}::test_each_rank_has_its_shard_of_what_a_load_in_memory_gives",
+        """slice(first // self.block * self.block,""",
+        """slice(first,""",
+    ),
+    Mutant(
+        "replaced",
+        "The transposed weight of a Conv1D is quantised in the other direction.",
+        READ,
+        """if issubclass(layer.source_cls, Conv1D):""",
+        """if False:""",
+    ),
 ]

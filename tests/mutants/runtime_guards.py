@@ -134,4 +134,40 @@ BREAKAGES = [
         """total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)""",
         """total = total * 1000003""",
     ),
+    Mutant(
+        "guard",
+        "The blocks of a forward that one rank leaves out are paired with those of another forward.",
+        "tests/lora_parallel/fsdp/test_unit_order.py::test_a_backward_that_one_rank_leaves_out_is_told",
+        """        self.take(kind)
+        if not self._accumulates:""",
+        """        if not self._accumulates:""",
+    ),
+    Mutant(
+        "guard",
+        "A rank that leaves a backward out is found by nobody who waits for it.",
+        "tests/lora_parallel/fsdp/test_unit_order.py::test_a_backward_that_one_rank_leaves_out_is_told",
+        """if awaited and (before or failure is not None):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A layer that is tied to another block's and is called by itself leaves FSDP2 in the middle of a forward.",
+        "tests/lora_parallel/fsdp/test_submodule_calls.py::test_a_layer_that_is_tied_to_another_blocks_is_not_called_by_itself",
+        """if not self._runs and not in_backward():""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "A module that is called by itself in training trains with weights that are gone in its backward.",
+        "tests/lora_parallel/fsdp/test_submodule_calls.py::test_what_is_called_by_itself_computes_as_in_one_process",
+        """if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in needed):""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "An output that the config asks for is that of this rank's part.",
+        "tests/lora_parallel/cp/test_context_parallel.py::test_what_would_be_wrong_is_refused",
+        """return bool(asked if asked is not None else getattr(getattr(model, "config", None), name, False))""",
+        """return bool(asked)""",
+    ),
 ]

@@ -154,4 +154,13 @@ BREAKAGES = [
         """check_alike(optimizer=settings_of(made))""",
         """pass""",
     ),
+    Mutant(
+        "guard",
+        "Tenants with sequence_parallel train on the chunk of the tokens that a rank has.",
+        "tests/lora_parallel/tp/test_sequence.py::test_tenants_of_chunks_are_refused",
+        """    if state.config.sequence_parallel:
+        raise""",
+        """    if False:
+        raise""",
+    ),
 ]

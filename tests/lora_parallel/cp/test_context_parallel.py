@@ -29,8 +29,9 @@ from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.fsdp import wrapping
-from lora_parallel.state import state_of
+from lora_parallel.state import ForwardCount, state_of
 from lora_parallel.tp import sliced_tensor
+from lora_parallel.tp.context import Tokens
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ROWS, RUNS, TOKENS, Run, ids, language
 from tests.lora_parallel.traffic import Traffic
@@ -408,6 +409,43 @@ def test_what_would_be_wrong_is_refused(fake_pool):
             assert failure.kind == "ValueError", failure.trace
             assert re.search(reason, failure.message, re.DOTALL), (name, failure.message)
             assert untouched, name
+
+
+def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, is_causal: bool | None = None) -> Any:
+    causal = module.is_causal if is_causal is None else is_causal
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal and mask is None).transpose(
+        1, 2
+    ), None
+
+
+@pytest.mark.parametrize("of_module", [True, False])
+@pytest.mark.parametrize("of_call", [None, True, False])
+def test_attention_of_gathered_keys_looks_where_that_of_all_tokens_does(of_call, of_module):
+    module: Any = torch.nn.Module()
+    module.is_causal = of_module
+    query, key, value = torch.randn(3, 1, 2, 9, 4).double()
+    call = attention.AttentionCall.of(attend, module, query, key, value, None, is_causal=of_call)
+    for rank in range(2):
+        chunks = TokenChunks(2, rank, balanced=True)
+        part = attention.attend_from_tokens(call, (chunks.mine(query, 2), key, value), chunks)
+        torch.testing.assert_close(part, chunks.mine(call.compute()), rtol=1e-12, atol=1e-12)
+
+
+def test_an_attention_that_is_set_afterwards_is_refused():
+    context = attention.CPContext(TokenChunks(2, 1), Tokens(ForwardCount()), "all_gather")
+    context.running = True
+    own = attention.attend_to_all_tokens(context, "self_attn")
+    with pytest.raises(ValueError, match="attn_implementation is 'flash_attention_2': set_attn_implementation"):
+        own(attend, "flash_attention_2", torch.nn.Module(), *torch.ones(3, 1, 2, 4, 4))
+
+
+def test_a_table_that_changes_between_blocks_is_cut_anew():
+    context = attention.CPContext(TokenChunks(2, 1), Tokens(ForwardCount()), "ulysses")
+    context.cuts = True
+    table = torch.arange(8.0).view(1, 4, 2)
+    assert context.part(table) is context.part(table)
+    table += 1
+    assert torch.equal(context.part(table), table[:, 2:])
 
 
 # ---------------------------------------------------------------------- mistakes made on purpose

@@ -46,6 +46,7 @@ def save_all(mesh_text: str, folder: Path) -> dict[str, Any]:
     added = parallelize(with_add_adapter(), mesh, config)
     added.save_pretrained(folder / "added")
     whole = parallelize(causal_lm(dtype=torch.float32), mesh, config)
+    whole.save_pretrained(folder / "whole")
     whole.save_pretrained(folder / "whole", True, None, False, "30KB")
     model.save_pretrained(folder / "by position", True, ["second"], False, True, push_to_hub=False, variant=None)
     odd = mesh.get_rank() == 1
@@ -120,5 +121,6 @@ def test_what_users_call(pool, tmp_path, mesh):
     ids = torch.arange(12)[None]
     loaded = PeftModel.from_pretrained(causal_lm(dtype=torch.float32), tmp_path / "ours" / "peft").eval()
     assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert not (tmp_path / "ours" / "whole" / "model.safetensors").exists(), "it would be read in place of the shards"
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "whole").eval()
     assert torch.equal(whole(input_ids=ids).logits, causal_lm(dtype=torch.float32).eval()(input_ids=ids).logits)

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from lora_parallel import parallelize
 from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.layers.layer_parameters import clean_names
-from lora_parallel.pp.loss import LossFactors
-from lora_parallel.pp.stage_model import OtherStageLayer, OutputShape
+from lora_parallel.pp.links import Links
+from lora_parallel.pp.loss import LossCalls, LossFactors
+from lora_parallel.pp.microbatches import Joined, Microbatches
+from lora_parallel.pp.stage_model import OtherStageLayer, OutputShape, StageContext
 from lora_parallel.state import state_of
 from lora_parallel.tracing.stage_layers import StageTrace
 from tests.cases import cases
@@ -242,6 +244,68 @@ def test_arguments(pool):
         assert "checkpoint its blocks" in found["recomputed"].message
         assert "were fed different batches" in found["mode"].message
         assert "were fed different batches" in found["number"].message
+
+
+def test_arguments_of_a_micro_batch():
+    """Rows are cut, of multimodal positions in the second dim; the last row pads them, whose labels are ignored."""
+    tokens, positions, items = torch.arange(10).view(5, 2), torch.arange(30).view(3, 5, 2), torch.arange(5)
+    labels = {"labels": tokens, "shift_labels": tokens}
+    batch = Microbatches((tokens,), {**labels, "position_ids": positions, "num_items_in_batch": items}, 2, pads=True)
+    args, kwargs = batch.part(1)
+    assert torch.equal(args[0], tokens[[3, 4, 4]])
+    assert torch.equal(kwargs["position_ids"], positions[:, [3, 4, 4]])
+    assert kwargs["num_items_in_batch"] is items
+    for name in labels:
+        assert kwargs[name].tolist() == [*tokens[3:].tolist(), [-100, -100]], name
+
+
+ROWS = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "reason"),
+    [
+        ([{"hidden": ROWS}, {"logits": ROWS}], "something else for one micro-batch than for another"),
+        ([(ROWS, ROWS), (ROWS,)], "something else for one micro-batch than for another"),
+        ([(ROWS, 1), (ROWS, 2)], "returns a int, which cannot be given to all pipeline stages"),
+        ([(ROWS, 1), (ROWS, True)], "returns a int, which cannot be given to all pipeline stages"),
+        ([(ROWS, frozenset())] * 2, "returns a frozenset, which cannot be given to all pipeline stages"),
+    ],
+)
+def test_outputs_of_micro_batches_that_cannot_be_joined_are_refused(outputs, reason):
+    with pytest.raises(ValueError, match=reason):
+        Joined.of(outputs, [], None, Microbatches((torch.ones(4, 3),), {}, 2, pads=False))
+
+
+def test_hidden_states_of_one_dtype_and_then_another_are_refused():
+    links: Any = object.__new__(Links)
+    links._dtypes, links._store, links._place = {}, MagicMock(), 0
+    links._announce_dtype(torch.float32, "training")
+    with pytest.raises(RuntimeError, match=r"are torch\.bfloat16 and were torch\.float32 in an earlier micro-batch"):
+        links._announce_dtype(torch.bfloat16, "training")
+
+
+def test_random_states_are_restored_as_a_stage_ends():
+    """The first block's entries cut the tokens, and draw numbers of this rank until its last block has left them."""
+    left: list[str] = []
+    entries = [MagicMock(leave=lambda device, name=name: left.append(name)) for name in ("cp", "tp")]
+    context = StageContext(entries)
+    context.begin((0, 1), None)
+    context.end(torch.ones(1))
+    assert left == ["tp", "cp"]
+
+
+def called_twice(model: Any) -> None:
+    with LossCalls(model, {}, MagicMock()).during():
+        for _ in range(2):
+            model._loss_function(torch.ones(3))
+
+
+def test_a_loss_function_that_is_called_twice_is_refused():
+    model: Any = nn.Module()
+    model.loss_function = torch.sum
+    with pytest.raises(ValueError, match="called its loss_function 2 times: call it without labels"):
+        called_twice(model)
 
 
 def questions() -> dict[str, Tensor]:

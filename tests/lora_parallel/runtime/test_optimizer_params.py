@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
 
 from lora_parallel import clip_grad_norm_, parallelize
+from lora_parallel.runtime.optimizer_params import HeldByName
 from tests.cases import cases
 from tests.oracle import Case, on_mesh, ranks_of, trained
 from tests.oracle.workers import Failure, attempt
@@ -116,3 +119,16 @@ def test_another_model_that_shares_a_weight_trains_on(pool):
     for raised, unchanged in pool.run(2, step_of_a_model_that_shares_a_weight):
         assert raised is None
         assert not any(unchanged.values())
+
+
+def test_an_injected_adapter_is_in_the_groups_of_its_layers():
+    model = nn.ModuleDict({"first": nn.Linear(2, 3), "last": nn.Linear(3, 2)})
+    groups = [{"params": [*model[layer].parameters()], "lr": rate} for layer, rate in (("last", 0.5), ("first", 0.1))]
+    optimizer = torch.optim.Adagrad(groups)  # has state from the beginning
+    held = HeldByName(optimizer, model, (), "")
+    inject_adapter_in_model(LoraConfig(target_modules=["first", "last"]), model)
+    held.restore_adapted(model)
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for group, layer in zip(optimizer.param_groups, ("last", "first"), strict=True):
+        assert [names[p] for p in group["params"]] == [f"{layer}.lora_{side}.default.weight" for side in "AB"]
+    assert optimizer.state.keys() == names.keys()

@@ -18,9 +18,11 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from lora_parallel import parallelize
+from lora_parallel import TenantPool, parallelize
 from lora_parallel.distributed.collectives import chunk_bounds, gather_tokens, split_tokens, sum_of_tokens, whole_tokens
 from lora_parallel.planning.plan import resolve_plan
+from lora_parallel.state import ForwardCount
+from lora_parallel.tp.sequence import OwnDraws
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import (
@@ -214,6 +216,17 @@ def test_hidden_states_that_would_be_chunks_are_refused(pool):
         assert "output_hidden_states=True" in error.message
 
 
+def tenants():
+    mesh, config = on_mesh("1x2", require_adapters=False, **ON)
+    return [attempt(TenantPool, parallelize(causal_lm().requires_grad_(False), mesh, config))]
+
+
+def test_tenants_of_chunks_are_refused(pool):
+    for (error,) in pool.run(2, tenants):
+        assert isinstance(error, Failure)
+        assert "leave sequence_parallel=False" in error.message
+
+
 def with_images():
     """Qwen3-VL adds features of images to the tokens behind its first blocks."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -402,6 +415,20 @@ def test_dropout_of_the_model_keeps_peers_in_step(pool):
             assert relative_error(one, other) <= 1e-12
         assert torch.equal(state, ranks[0][0][2])
         assert losses == ranks[0][0][0]
+
+
+def test_each_rank_draws_numbers_of_its_own_in_each_forward():
+    count, model, cpu = ForwardCount(), nn.Module().train(), torch.device("cpu")
+    shared, drawn = torch.get_rng_state(), []
+    for _ in range(2):
+        count.advance(training=True)
+        for rank in range(2):
+            draws = OwnDraws(rank, model, count)
+            draws.begin(cpu)
+            drawn.append(torch.rand(()).item())
+            draws.end(cpu)
+            assert torch.equal(torch.get_rng_state(), shared)
+    assert len(set(drawn)) == 4
 
 
 def several_lengths():
