@@ -52,16 +52,10 @@ _NAMES = {
 def write_safetensors(
     path: Path, tensors: Mapping[str, Node], writer: bool, progress: Callable[[int], object]
 ) -> Exception | None:
-    """Write lazy tensors to a file. Collective if reading them is.
+    """Write lazy tensors to a file, on the rank where `writer` is True. Collective if reading them is.
 
-    Args:
-        path: The file to write.
-        tensors: The nodes of the lazy tensors, by the names to write them under.
-        writer: True on the rank that writes; other ranks only take part in reading.
-        progress: A function that is called with the number of bytes that each step has read.
-
-    Returns:
-        The error that ended writing, or None. After such an error reading goes on, because other ranks take part in it.
+    Return the error that ended writing, or None: reading goes on after it, because other ranks take part in it.
+    `progress` is called with the number of bytes that each step has read.
     """
     failure: Exception | None = None
     file: IO[bytes] | None = None
@@ -100,10 +94,7 @@ def _header(tensors: Mapping[str, Node]) -> bytes:
 
 
 def _chunks(node: Node) -> Iterator[Region]:
-    """Divide a tensor into regions of whole rows, in the order of its memory.
-
-    A region has `_CHUNK_BYTES` at most, unless a single row has more.
-    """
+    """Divide a tensor into regions of whole rows of `_CHUNK_BYTES` at most (or one row), in the order of its memory."""
     shape = node.shape
     if not prod(shape):
         return
@@ -120,9 +111,7 @@ def _chunks(node: Node) -> Iterator[Region]:
 _SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 """Pattern of the sizes, as text, that huggingface_hub accepts, such as "5GB"; a size of zero does not match."""
 
-
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""Pattern of the names of the files that hold a model's weights."""
 
 
 @collective_call("export_merged")
@@ -158,12 +147,8 @@ def write_merged(
 ) -> Path:
     """Write the model as `export_merged` does. Collective.
 
-    Args:
-        model: As in `export_merged`.
-        directory: The folder to write.
-        max_shard_size: As in `export_merged`.
-        beside_others: Write into a folder that holds other files too, which stay, as `save_pretrained` of transformers
-            does. Weights that an earlier save has written there are replaced.
+    `beside_others` writes into a folder that holds other files too, which stay, as `save_pretrained` of transformers
+    does. Weights that an earlier save has written there are replaced.
     """
     with agreed():
         target = local_path(directory)
@@ -229,10 +214,6 @@ def _place_beside(scratch: Scratch, weights: list[str]) -> None:
     """Move the files into a folder with others, and remove weights that were there before.
 
     While shards are moved, a killed process leaves a folder without an index, not one whose shards are of two saves.
-
-    Args:
-        scratch: The folder with the files.
-        weights: The names of the files of weights, of which the last makes the others known.
     """
     target = scratch.target
     if len(weights) > 1:
@@ -244,22 +225,13 @@ def _place_beside(scratch: Scratch, weights: list[str]) -> None:
 
 
 def _check_size(size: Any) -> None:
-    if isinstance(size, str):
-        positive = _SIZE.fullmatch(size) is not None
-    else:
-        positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
-    if not positive:
+    is_count = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if not is_count and not (isinstance(size, str) and _SIZE.fullmatch(size)):
         raise ValueError(f"max_shard_size={size!r}: give a positive number of bytes, or a text such as '5GB'.")
 
 
 def _as_saved(base: nn.Module, merged: Mapping[str, Leaf], forms: Mapping[str, WeightForm]) -> dict[str, LazyTensor]:
-    """Return the merged weights as lazy tensors, by the names and in the shapes that checkpoints of the model have.
-
-    Args:
-        base: The base model.
-        merged: The tensors that a `MergedModel` lists, by their names in the merged model.
-        forms: The description of each of these tensors, by the same names.
-    """
+    """Return the merged weights as lazy tensors, by the names and in the shapes that checkpoints of the model have."""
     stored = {name: LazyTensor(leaf) for name, leaf in merged.items()}
     for name, form in forms.items():
         if form.selected is not None:
