@@ -151,10 +151,7 @@ def check_free(path: Path) -> None:
 
 
 def replace_by(path: Path, target: Path) -> None:
-    """Rename the file or folder `path` to `target`, and afterwards remove what stood at `target`.
-
-    If renaming fails, what stood at `target` is still there.
-    """
+    """Rename `path` to `target`, then remove what stood there; if renaming fails, that is still there."""
     old = target.with_name(f".{target.name}{_REPLACED}")
     there = target.exists() or target.is_symlink()
     if there and _exchanged(path, target):
@@ -189,10 +186,8 @@ def remove_folder(path: Path) -> None:
 
 
 def _beside(target: Path, ending: str) -> Path:
-    """Return the path beside `target` with a hidden name that ends in `ending`.
-
-    The name does not contain "hpc_ckpt_", because Lightning takes every such name for a checkpoint of a requeued job.
-    """
+    """Return the path beside `target` with a hidden name that ends in `ending`."""
+    # Lightning takes every name with "hpc_ckpt_" for a checkpoint of a requeued job.
     return target.with_name(f".{target.name.replace('hpc_ckpt_', 'hpc-ckpt-')}{ending}")
 
 
@@ -240,10 +235,7 @@ def _in_use(scratch: Path) -> bool:
 
 
 def _locked(lock: int) -> bool:
-    """Lock the open file `lock` until it is closed; return False if another process holds the lock.
-
-    A file system that has no locks counts as one where no other process holds the lock.
-    """
+    """Lock an open file until it is closed; return False if another process holds the lock, which some disks lack."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

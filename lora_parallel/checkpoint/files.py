@@ -123,10 +123,8 @@ def checksum(file: Path) -> int:
 
 
 def find_alteration(path: Path, meta: Mapping[str, Any], names: Container[str] | None = None) -> str | None:
-    """Describe the first file of a checkpoint whose bytes do not match its checksum; return None if there is none.
-
-    None for `names` checks all files. In formats before 2, the shards in state/ have no checksums.
-    """
+    """Describe the first file (of `names`, or of all) whose bytes do not match its checksum; return None if all do."""
+    # In formats before 2, the shards in state/ have no checksums.
     for name, written in meta.get("checksums", {}).items():
         if (names is None or name in names) and checksum(path / name) != written:
             return f"{path / name} has other bytes than were written: the disk or a copy damaged it, or it was edited"

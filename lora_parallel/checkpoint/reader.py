@@ -230,10 +230,12 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
         for name, model in state.models.items()
         for adapter in peft_configs(model)
     ]
-    everywhere = _Names.of(state)
+    names = set(loose_parameters(state.module)), set(state.buffers()), set(state.other_state())
+    stages = zip(*over_stages(names, state.mesh), strict=True)
+    loose_names, buffer_names, other_names = (set().union(*of_stages) for of_stages in stages)
     with agreed():
-        values = [*_read_loose(found, state, everywhere), *_read_buffers(found, state, everywhere)]
-        others = _other_state(found, state, everywhere)
+        values = [*_read_loose(found, state, loose_names), *_read_buffers(found, state, buffer_names)]
+        others = _other_state(found, state, other_names)
 
     def commit() -> None:
         for adapter in adapters:
@@ -241,26 +243,11 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
         with torch.no_grad():
             for target, value in values:
                 target.copy_(value)
-        if everywhere.other_state:
+        if other_names:
             with agreed():
                 state.load_other_state(others)
 
     return [commit]
-
-
-@dataclass(frozen=True)
-class _Names:
-    """List what the models hold, on all pipeline stages."""
-
-    loose: set[str]
-    buffers: set[str]
-    other_state: set[str]
-
-    @classmethod
-    def of(cls, state: TrainState) -> _Names:
-        """Ask all stages. Collective."""
-        mine = set(loose_parameters(state.module)), set(state.buffers()), set(state.other_state())
-        return cls(*(set().union(*names) for names in zip(*over_stages(mine, state.mesh), strict=True)))
 
 
 def _of_models(saved: Mapping[str, Any], found: Contents, state: TrainState) -> dict[str, Any]:
@@ -269,10 +256,10 @@ def _of_models(saved: Mapping[str, Any], found: Contents, state: TrainState) -> 
     return {name: value for name, value in saved.items() if not name.startswith(elsewhere)}
 
 
-def _read_buffers(found: Contents, state: TrainState, everywhere: _Names) -> list[tuple[Tensor, Tensor]]:
+def _read_buffers(found: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
     here = state.buffers()
     stored = _of_models(found.record["buffers"], found, state)
-    lacking = everywhere.buffers ^ stored.keys()
+    lacking = names ^ stored.keys()
     wrong = [name for name in here if name in stored and here[name].shape != stored[name].shape]
     if lacking or wrong:
         raise ValueError(
@@ -282,17 +269,14 @@ def _read_buffers(found: Contents, state: TrainState, everywhere: _Names) -> lis
     return [(buffer, stored[name]) for name, buffer in here.items()]
 
 
-def _other_state(found: Contents, state: TrainState, everywhere: _Names) -> dict[str, Any]:
+def _other_state(found: Contents, state: TrainState, names: set[str]) -> dict[str, Any]:
     stored = _of_models(found.record["other_state"], found, state)
-    if stored.keys() != everywhere.other_state:
-        raise ValueError(
-            f"the state dict has other entries than in {found.path}: "
-            f"{sorted(stored.keys() ^ everywhere.other_state)[0]} is not in both."
-        )
+    if lacking := names ^ stored.keys():
+        raise ValueError(f"the state dict has other entries than in {found.path}: {sorted(lacking)[0]} is not in both.")
     return {name: stored[name] for name in state.other_state()}
 
 
-def _read_loose(found: Contents, state: TrainState, everywhere: _Names) -> list[tuple[Tensor, Tensor]]:
+def _read_loose(found: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
     loose = loose_parameters(state.module)
     source = DcpDirectory(found.path / STATE)
     stored = _of_models(_stored_loose(source), found, state)
@@ -303,7 +287,7 @@ def _read_loose(found: Contents, state: TrainState, everywhere: _Names) -> list[
                 f"{name} has shape {leaf.shape} and dtype {leaf.dtype} in {found.path}, the model's has "
                 f"{tuple(here.shape)} and {here.dtype}."
             )
-    more, lacking = everywhere.loose - stored.keys(), stored.keys() - everywhere.loose
+    more, lacking = names - stored.keys(), stored.keys() - names
     if more or lacking:
         raise ValueError(
             f"other parameters train than in {found.path}: {len(more)} are not in it (first: {sorted(more)[:1]}), "

@@ -48,10 +48,7 @@ class OptimizerState:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerState:
-    """Divide an optimizer's state into shards, which share memory with it, and other values.
-
-    Raise ValueError for a parameter that is not in `names`, and for a state that cannot be saved from shards.
-    """
+    """Divide an optimizer's state into shards, which share memory with it, and values that can be saved as they are."""
     tensors: Tensors = {}
     values: dict[str, dict[str, Any]] = {}
     kind = type(optimizer).__name__

@@ -153,6 +153,9 @@ class _Save:
     def __init__(self, path: Path, state: TrainState, writer: str, replace: bool, keep_last: int | None) -> None:
         self._state, self._writer, self._replace, self._keep_last = state, writer, replace, keep_last
         self._scratch = Scratch(path)
+        self.folder = self._scratch.path
+        """Folder to write in, which is beside the checkpoint's place."""
+
         self._rank = dist.get_rank()
         self._adapters: list[tuple[Path, GatheredAdapter]] = []
         self._optimizers: dict[str, OptimizerState] = {}
@@ -164,11 +167,6 @@ class _Save:
 
         self.state_writer = ChecksummedWriter(self.folder / STATE)
         """Writer of every rank's shards, which also holds the checksums of their files."""
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder to write in, which is beside the checkpoint's place."""
-        return self._scratch.path
 
     def begin(self) -> None:
         """Take the states to save from the optimizers and modules, check them, and make the folder on rank 0."""
@@ -182,7 +180,13 @@ class _Save:
         others = without_numpy(self._state.other_state())
         self._other_state = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), others)
         for name, value in self._other_state.items():
-            _check_other(name, value)
+            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"{name} in the state dict is or holds a DTensor and is no parameter, and of it only rank 0's "
+                    "shard would be saved: keep it as a plain tensor that all ranks have, or in a buffer that is not "
+                    "persistent."
+                )
+            check_loadable(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
         if self._rank != 0:
             return
         if not (self._replace and may_be_replaced(target)):
@@ -267,23 +271,18 @@ class _Save:
         before = complete_checkpoints(self._scratch.target.parent)
         self._meta["number"] = max((read_meta(path)["number"] for path in before), default=0) + 1
         write_meta(self.folder, self._meta)
-        self._keep_others()
+        target = self._scratch.target
+        for path in target.iterdir() if target.is_dir() and not target.is_symlink() else ():
+            if path.name not in LAYOUT:  # the user's own file in the checkpoint that is replaced
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, self.folder / path.name)
         self._scratch.place(self._replace)
         if self._keep_last is not None:
             prune(self._scratch.target.parent, self._keep_last)
 
-    def _keep_others(self) -> None:
-        """Copy the user's own files from the checkpoint that is replaced into the new one."""
-        target = self._scratch.target
-        for path in target.iterdir() if target.is_dir() and not target.is_symlink() else ():
-            if path.name not in LAYOUT:
-                copy = shutil.copytree if path.is_dir() else shutil.copy2
-                copy(path, self.folder / path.name)
-
     def discard(self) -> None:
-        """Remove the unfinished folder, on rank 0."""
-        if self._rank == 0:
-            self._scratch.discard()
+        """Remove the unfinished folder, on rank 0, which made it."""
+        self._scratch.discard()
 
 
 def may_be_replaced(path: Path) -> bool:
@@ -309,15 +308,6 @@ def _is_ours(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _check_other(name: str, value: Any) -> None:
-    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
-        raise ValueError(
-            f"{name} in the state dict is or holds a DTensor and is no parameter, and of it only rank 0's shard would "
-            "be saved: keep it as a plain tensor that all ranks have, or in a buffer that is not persistent."
-        )
-    check_loadable(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
 
 
 _swept: set[Path] = set()
