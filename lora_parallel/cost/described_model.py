@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import struct
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lora_parallel.config import ParallelConfig
+from lora_parallel.export.merged import safetensors_header
 from lora_parallel.fsdp.wrapping import fsdp_blocks
 from lora_parallel.loading.meta_init import meta_init
 from lora_parallel.pp.schedules import layer_cost, total_cost
@@ -189,23 +188,11 @@ def _class_of(config: PretrainedConfig) -> Any:
     return kind
 
 
-_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
-
-
 def _write_without_values(model: PreTrainedModel, folder: Path) -> None:
-    """Write a checkpoint of a model on meta: its header, and a hole of the size of its tensors, which takes no disk.
-
-    Format: https://huggingface.co/docs/safetensors, "Format".
-    """
+    """Write a checkpoint of a model on meta: its header, and a hole of the size of its tensors, which takes no disk."""
     model.config.save_pretrained(folder)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in model.state_dict().items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        kind = _NAMES.get(tensor.dtype) or f"I{8 * tensor.element_size()}"
-        header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    tensors = model.state_dict()
+    header = safetensors_header(tensors)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+        file.write(header)
+        file.truncate(len(header) + sum(tensor.nbytes for tensor in tensors.values()))

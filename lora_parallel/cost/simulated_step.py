@@ -222,10 +222,7 @@ class _FusedAttention(torch.autograd.Function):
 
 @contextmanager
 def simulated_step(held: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> Iterator[SimulatedStep]:
-    """Within the context, run on tensors without memory, and count.
-
-    `scaled_dot_product_attention` takes the memory of the fused kernels of accelerators; on meta torch has none.
-    """
+    """Within the context, run on tensors without memory, and count; attention takes the memory of fused kernels."""
     step = SimulatedStep(held, axes)
     storages: Any = torch.UntypedStorage
     functions: Any = functional

@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.inspection import check_unmerged
@@ -62,7 +62,7 @@ def write_safetensors(
     try:
         if writer:
             file = open(path, "wb")  # noqa: SIM115 - closed below, whatever fails in between
-            file.write(_header(tensors))
+            file.write(safetensors_header(tensors))
     except (OSError, KeyError) as error:
         failure = error
     for node in tensors.values():
@@ -82,7 +82,8 @@ def write_safetensors(
     return failure
 
 
-def _header(tensors: Mapping[str, Node]) -> bytes:
+def safetensors_header(tensors: Mapping[str, Node | Tensor]) -> bytes:
+    """Return the beginning of a file that holds tensors one after the other: the length of a header, and the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, node in tensors.items():
@@ -211,10 +212,8 @@ def write_merged(
 
 
 def _place_beside(scratch: Scratch, weights: list[str]) -> None:
-    """Move the files into a folder with others, and remove weights that were there before.
-
-    While shards are moved, a killed process leaves a folder without an index, not one whose shards are of two saves.
-    """
+    """Move the files into a folder with others, and remove weights that were there before."""
+    # While shards are moved, a killed process leaves a folder without an index, not one whose shards are of two saves.
     target = scratch.target
     if len(weights) > 1:
         (target / INDEX).unlink(missing_ok=True)

@@ -100,12 +100,13 @@ class MergedWeight:
 
 
 def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
-    """List the parameters and persistent buffers of the merged model that this rank holds, by their names in it.
-
-    A tied tensor is listed once, under the first of the names that it has on this rank.
-    """
+    """List what this rank holds of the merged model, by name; a tied tensor once, under its first name on this rank."""
     weights: dict[str, MergedWeight] = {}
     seen: dict[int, tuple[str, bool]] = {}
+    config_dtype = getattr(getattr(base, "config", None), "dtype", None)
+    dense_dtype = (
+        config_dtype if isinstance(config_dtype, torch.dtype) else torch.float32
+    )  # as transformers' dequantize
     for prefix, module in base.named_modules():
         if _is_left_out(base, prefix):
             continue
@@ -129,7 +130,7 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
                 _check_kind(name, layer)
             weight = MergedWeight(tensor, place, layer if merged else None, partition_of(module, key))
             if quantised is not None and key == "weight":
-                weight = replace(weight, quantised=quantised, dense_dtype=_dense_dtype(base))
+                weight = replace(weight, quantised=quantised, dense_dtype=dense_dtype)
             weights[name] = weight
     merged_layers = {weight.layer for weight in weights.values()}
     for prefix, module in base.named_modules():
@@ -183,12 +184,6 @@ def _adapted_by(base: nn.Module, prefix: str, key: str) -> LoraLayer | None:
         if isinstance(owner, LoraLayer) and key == getattr(owner, "parameter_name", "weight"):
             return owner
     return None
-
-
-def _dense_dtype(base: nn.Module) -> torch.dtype:
-    """Return the dtype that transformers' own `dequantize` gives to quantised weights."""
-    dtype = getattr(getattr(base, "config", None), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def active_adapters(layer: Any) -> list[str]:
@@ -310,10 +305,7 @@ class MergedModel(Source):
 
 
 def held_by_ranks(model: nn.Module, weights: Mapping[str, MergedWeight], start: str) -> Sequence[Held]:
-    """Return what each rank holds of the merged model, in the order of ranks. Collective.
-
-    `start` is the beginning of the names in `model` of what is in the base model.
-    """
+    """Return what each rank holds of the merged model; names in its base begin with `start` in `model`. Collective."""
     first = first_names(model, [start + weight.place for weight in weights.values()])
     mine: dict[str, tuple[WeightForm, Region]] = {}
     for name, weight in weights.items():
