@@ -95,10 +95,7 @@ PEAKS = {
 
 
 def device_peak(device_type: str, name: str | None = None) -> float | None:
-    """Return the operations a second of this rank's device, or None for a device without an entry.
-
-    The driver gives the device's name if `name` is None.
-    """
+    """Return the operations a second of this rank's device, by name (None asks the driver); None for an unknown one."""
     if device_type != "cuda":
         return None
     words = f" {name if name is not None else torch.cuda.get_device_name()} ".replace("-", " ")

@@ -62,17 +62,14 @@ def base_fingerprints(
     if mesh is not None and dist.is_initialized() and sampled:
         dist.all_reduce(values, group=stage_group(mesh))
     prints = {
-        name: _digest(f"{shapes[name]} {dtype or parameter.dtype} {row}")
+        name: hashlib.blake2b(f"{shapes[name]} {dtype or parameter.dtype} {row}".encode(), digest_size=8).hexdigest()
         for (name, parameter), row in zip(frozen.items(), values.tolist(), strict=True)
     }
     return merged_over_stages(prints, mesh)
 
 
 def fingerprints_of(model: nn.Module) -> dict[str, str]:
-    """Return the base fingerprints of a parallelized model, as they were when it was parallelized.
-
-    A model that was left on meta had no values then: its fingerprints are computed now, which is collective.
-    """
+    """Return the base fingerprints of a model as it was parallelized. Collective for one that was left on meta then."""
     # They are kept, as merging and unmerging an adapter changes the base by rounding.
     state = state_of(model)
     assert state is not None
@@ -174,7 +171,3 @@ def _contributes(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
     sharded = {*sharded_axes(parameter), "pp"}  # another stage holds other weights
     places = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
     return all(axis in sharded or place == 0 for axis, place in places)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -57,16 +57,16 @@ def has_adapters(model: nn.Module) -> bool:
 def check_adapters(
     model: nn.Module, config: ParallelConfig, lora_config: LoraConfig | None, trains: bool = True
 ) -> ValueError | None:
-    """Refuse a model whose adapters cannot be trained here, and one without adapters where they are required.
-
-    A model that only is evaluated (`trains` is False) may lack adapters: the error is returned then, not raised.
-    """
+    """Refuse adapters that cannot be trained here, and a lack of them; return the latter error if nothing `trains`."""
     if lora_config is not None and getattr(lora_config, "peft_type", None) != PeftType.LORA:
         raise TypeError(
             f"lora_config is a {type(lora_config).__name__}: only LoRA is supported; give a peft.LoraConfig. {_WORKS}"
         )
-    if lora_config is not None:
-        _check_initialisation(lora_config)
+    if lora_config is not None and (remedy := _FROM_DATA.get(str(lora_config.init_lora_weights))) is not None:
+        raise ValueError(
+            f"lora_config has init_lora_weights={lora_config.init_lora_weights!r}, which takes more than the base "
+            f"weights: make and initialise the PeftModel first ({remedy}), and give that to parallelize."
+        )
     _check_attention(model)
     present = has_adapters(model)
     if len(peft_models := _outer_peft_models(model)) > 1:
@@ -116,17 +116,6 @@ def _check_attention(model: nn.Module) -> None:
                 f"{name} adapts nn.MultiheadAttention, which PEFT merges into the base weights in each forward: not "
                 f"supported on a mesh. Leave it out of target_modules. {_WORKS}"
             )
-
-
-def _check_initialisation(config: LoraConfig) -> None:
-    """Raise a ValueError for an adapter that cannot be made from the base weights and the seed."""
-    kind = config.init_lora_weights
-    remedy = _FROM_DATA.get(kind) if isinstance(kind, str) else None
-    if remedy is not None:
-        raise ValueError(
-            f"lora_config has init_lora_weights={kind!r}, which takes more than the base weights: make and initialise "
-            f"the PeftModel first ({remedy}), and give that to parallelize."
-        )
 
 
 def _check_targets(model: nn.Module, config: LoraConfig) -> None:
@@ -203,10 +192,7 @@ class LateAdapter:
 def draw_adapter(
     twin: nn.Module, config: LoraConfig, seed: int, observer: Callable[[Any], None], name: str = "default"
 ) -> nn.Module:
-    """Let PEFT adapt a model on meta, in place, and hand over each layer with the values that it draws in one process.
-
-    `observer` is called while the layer's adapter is on the CPU and whole; after that it is on meta too.
-    """
+    """Let PEFT adapt a model on meta; give `observer` each layer while its adapter is whole and on the CPU."""
     with _seeded(seed), observe_layers(observer):
         return get_peft_model(twin, copy.deepcopy(config), adapter_name=name)
 

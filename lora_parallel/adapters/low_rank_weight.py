@@ -28,9 +28,6 @@ class Factors:
     right: Tensor
     scaling: float
 
-    def map(self, left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> Factors:
-        return Factors(left(self.left), right(self.right), self.scaling)
-
     @property
     def transposed(self) -> Factors:
         return Factors(self.right.transpose(-2, -1), self.left.transpose(-2, -1), self.scaling)
@@ -152,7 +149,7 @@ class LowRankWeight:
         self, base: Callable[[Tensor], Tensor], left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]
     ) -> LowRankWeight:
         mapped = None if self._base is None else base(self._base)
-        return LowRankWeight(mapped, [each.map(left, right) for each in self._factors])
+        return LowRankWeight(mapped, [Factors(left(f.left), right(f.right), f.scaling) for f in self._factors])
 
     # ------------------------------------------------------------------ products
 
@@ -196,7 +193,12 @@ class LowRankWeight:
     def _aligned(self) -> LowRankWeight:
         """Return the weight with contiguous factors, each r padded by zeros to the alignment that kernels require."""
         # PEFT's B of a stack is a view whose innermost stride belongs to the experts.
-        return LowRankWeight(self._base, [_filled_up(each) for each in self._factors])
+        missing = [-each.left.shape[-1] % (_BYTES_ALIGNED // each.left.element_size()) for each in self._factors]
+        padded = [
+            Factors(F.pad(f.left, (0, n)).contiguous(), F.pad(f.right, (0, 0, 0, n)).contiguous(), f.scaling)
+            for f, n in zip(self._factors, missing, strict=True)
+        ]
+        return LowRankWeight(self._base, padded)
 
 
 _PRODUCTS = frozenset([torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__])
@@ -229,10 +231,3 @@ def _linear(input: Tensor, weight: LowRankWeight, bias: Tensor | None = None) ->
         return F.linear(*tree_map_only(LowRankWeight, LowRankWeight.dense, (input, weight, bias)))
     y = weight.transpose(-2, -1)._after(input, torch.matmul)
     return y if bias is None else y + bias
-
-
-def _filled_up(factors: Factors) -> Factors:
-    missing = -factors.left.shape[-1] % (_BYTES_ALIGNED // factors.left.element_size())
-    return factors.map(
-        lambda left: F.pad(left, (0, missing)).contiguous(), lambda right: F.pad(right, (0, 0, 0, missing)).contiguous()
-    )

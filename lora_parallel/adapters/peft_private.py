@@ -124,10 +124,8 @@ DRAWN = (True, False, "gaussian", "orthogonal")
 
 
 def check_needs_no_base(config: Any, model: nn.Module) -> None:
-    """Refuse an adapter whose values depend on base weights that cannot be read yet.
-
-    Rows of an embedding that a file holds can be read; DoRA and decompositions need whole weights.
-    """
+    """Refuse an adapter whose values depend on base weights that cannot be read yet, as those of DoRA."""
+    # Rows of an embedding that a file holds can be read; decompositions need whole weights.
     wants = None
     if config.init_lora_weights not in DRAWN:
         wants = f"init_lora_weights={config.init_lora_weights!r}"
@@ -190,11 +188,8 @@ def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
 
 @cache
 def trace_dora() -> None:
-    """Let `torch.compile` trace DoRA on weights that are not quantised, in this process.
-
-    PEFT asks for the module in which the weight's class is defined, which `torch.compile` cannot trace. A quantised
-    weight still breaks the graph there.
-    """
+    """Let `torch.compile` trace DoRA on weights that are not quantised, in this process."""
+    # PEFT asks for the module in which the weight's class is defined, which torch.compile cannot trace.
 
     @torch.compiler.substitute_in_graph(dequantize_module_weight)
     def weight_of(module: torch.nn.Module) -> Any:
@@ -208,11 +203,8 @@ def trace_dora() -> None:
 
 
 def keep_factored(model: nn.Module) -> None:
-    """Make adapters of parameters (experts, routers) compute with their factors, without adding them to the weight.
-
-    PEFT multiplies the factors and adds them to the weight in every forward
-    (https://github.com/huggingface/peft/issues/3080 is about that layer on shards).
-    """
+    """Make adapters of parameters (experts, routers) compute with their factors, without adding them to the weight."""
+    # PEFT adds their product in every forward (https://github.com/huggingface/peft/issues/3080 is about that layer).
     for module in model.modules():
         if isinstance(module, ParamWrapper) and module.get_param().dtype in _COMPUTED_WITH:
             module._activate_lora = MethodType(_activate_factored, module)  # type: ignore[method-assign]
@@ -290,10 +282,7 @@ def refuse_unload(model: nn.Module) -> None:
 
 
 def refuse_merge(layer: Any, what: str, where: str = "under tensor parallelism") -> None:
-    """Make `merge_adapter` and similar calls raise for a PEFT layer: they would compute with its tensors as stored.
-
-    `what` is the kind of adapter, and `where` the circumstances, for the error message.
-    """
+    """Make `merge_adapter` and similar calls raise for a PEFT layer: they would compute with its tensors as stored."""
 
     def merge(*_: Any, **__: Any) -> None:
         raise ValueError(

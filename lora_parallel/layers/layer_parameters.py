@@ -191,10 +191,7 @@ def asks_for_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def check_between_blocks(kwargs: Mapping[str, Any], option: str, remedy: str) -> None:
-    """Refuse a forward that adds features of images (as Qwen3-VL) between blocks, where ranks have chunks of tokens.
-
-    `option` says in words what gives ranks chunks, and `remedy` how to do without it.
-    """
+    """Refuse a forward that adds features of images (Qwen3-VL) between blocks, where `option` gives ranks chunks."""
     if kwargs.get("deepstack_visual_embeds") is not None:
         raise ValueError(
             f"deepstack_visual_embeds: features of images are added to the tokens between blocks, where {option} each "

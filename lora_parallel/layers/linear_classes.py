@@ -290,10 +290,7 @@ def problem_anywhere(module: nn.Module) -> str | None:
 
 
 def cut_problem(module: nn.Module, style: Style) -> str | None:
-    """Return the reason why a layer cannot be cut as `style` says; None if it can, or if the style leaves it whole.
-
-    `planning/experts.py` checks the styles of experts.
-    """
+    """Return the reason why a layer cannot be cut as `style` says, or None; `planning/experts.py` checks experts."""
     if style is STYLES["replicate"] or style.enter == "experts":
         return None
     if isinstance(module, BaseTunerLayer) and (problem := _adapter_problem(module)) is not None:

@@ -84,15 +84,11 @@ class Style:
         """Return the placement of DoRA's magnitude [out], a factor of the output."""
         return self.bias
 
-    @property
-    def per_output(self) -> Placement:
-        """Return the placement of a subclass's parameter for each output feature; `Shard` cuts `LayerTensor.dim`."""
-        return self.bias
+    per_output = magnitude
+    """Placement of a subclass's parameter for each output feature; `Shard` cuts `LayerTensor.dim`."""
 
-    @property
-    def addend(self) -> Placement:
-        """Return the placement of a tensor that the layer's own forward adds to the output."""
-        return self.bias  # if a rank's output is a partial sum, only the first rank of the tp axis adds it
+    addend = magnitude
+    """Placement of a tensor that the layer's own forward adds to the output: to a partial sum on one tp rank."""
 
     @property
     def per_input(self) -> Placement:
@@ -101,13 +97,10 @@ class Style:
 
     @property
     def other(self) -> Placement:
-        """Return the placement of a parameter without a dim of features: whole on every rank."""
+        """Return the placement of a parameter without a dim of features, or without elements: whole on every rank."""
         return _WHOLE
 
-    @property
-    def empty(self) -> Placement:
-        """Return the placement of a parameter without elements: whole on every rank."""
-        return _WHOLE
+    empty = other
 
 
 _ROWS, _COLUMNS, _WHOLE = Shard(0), Shard(1), Replicate()
@@ -193,10 +186,7 @@ _ATTRIBUTE = "_lora_parallel_row_partition"
 
 @dataclass(frozen=True)
 class RowPartition:
-    """Hold the rows that each tp rank computes, as ranges (start, stop) in ascending order.
-
-    Every rank has the same number of rows. Two ranks may have the same row.
-    """
+    """Hold the rows that each tp rank computes, equally many and perhaps shared, as ascending ranges (start, stop)."""
 
     ranks: tuple[tuple[Range, ...], ...]
     size: int
