@@ -268,6 +268,9 @@ def _sync_entry(path: Path) -> None:
         os.close(descriptor)
 
 
+_SHORT = 1.0  # seconds after which the bar of a save appears: an adapter and its states usually take less
+
+
 def bytes_bar(doing: str, total: int, shown: bool, delay: float = 0.0) -> tqdm[Any]:
     """Return a progress bar that is updated with numbers of bytes, and appears after `delay` seconds."""
     return tqdm(total=total, unit="B", unit_scale=True, desc=doing, delay=delay, disable=not shown)
@@ -275,7 +278,7 @@ def bytes_bar(doing: str, total: int, shown: bool, delay: float = 0.0) -> tqdm[A
 
 def saving_bar(doing: str, total: int) -> tqdm[Any]:
     """Return the progress bar that rank 0 shows while `total` bytes are saved, if that takes longer than a second."""
-    return bytes_bar(doing, total, dist.get_rank() == 0, delay=1.0)  # seconds; an adapter usually takes less
+    return bytes_bar(doing, total, dist.get_rank() == 0, _SHORT)
 
 
 def without_numpy(value: Any) -> Any:
