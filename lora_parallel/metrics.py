@@ -44,9 +44,6 @@ class ProfiledStep:
     A collective counts from its beginning to its end on the device (kernels of NCCL and RCCL) or, for gloo, in the
     process group's thread: with the time that it waits for other ranks, and that in which other work overlaps it.
     Intervals that overlap each other count once.
-
-    Args:
-        device_type: The type of device that the step computes on.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -67,7 +64,7 @@ class ProfiledStep:
 
 def covered(events: Iterable[FunctionEvent]) -> float:
     """Return the microseconds in which at least one of the collectives among some events ran."""
-    intervals = sorted((each.time_range.start, each.time_range.end) for each in events if _is_collective(each))
+    intervals = sorted((event.time_range.start, event.time_range.end) for event in events if _is_collective(event))
     total = last = 0.0
     for start, end in intervals:
         total += max(0.0, end - max(start, last))
@@ -76,9 +73,7 @@ def covered(events: Iterable[FunctionEvent]) -> float:
 
 
 def _is_collective(event: FunctionEvent) -> bool:
-    if event.device_type == torch.autograd.DeviceType.CPU:
-        return event.name.startswith("gloo:")
-    return event.name.startswith("nccl")
+    return event.name.startswith("gloo:" if event.device_type == torch.autograd.DeviceType.CPU else "nccl")
 
 
 PEAKS = {
@@ -100,12 +95,7 @@ PEAKS = {
 
 
 def device_peak(device_type: str, name: str | None = None) -> float | None:
-    """Return the operations a second of the device that this rank computes on, or None for a device without an entry.
-
-    Args:
-        device_type: "cuda", "cpu", ...
-        name: The device's name; None to ask the driver.
-    """
+    """Return the operations a second of this rank's device, by name (None asks the driver); None for an unknown one."""
     if device_type != "cuda":
         return None
     words = f" {name if name is not None else torch.cuda.get_device_name()} ".replace("-", " ")
@@ -156,11 +146,8 @@ def _attention(config: Any) -> float:
     return float(layers * heads * size)
 
 
-_PARTS = 1_000_000
-"""Parts into which a second, or the whole of a share, is divided: ranks send integers."""
-
-_KILO = 1000
-"""Unit of the operations that ranks send: an integer of 64 bits holds those of any number of steps between reads."""
+_PARTS = 1_000_000  # of a second, or of the whole of a share: ranks send integers
+_KILO = 1000  # unit of the operations that ranks send: 64 bits hold those of any number of steps between reads
 
 
 class MeshMeter:
@@ -239,14 +226,14 @@ class MeshMeter:
             self._since = time.perf_counter()
         tokens, operations, _, _, _ = ranks.sum(0).tolist()
         seconds, memory, share = ranks.amax(0).tolist()[2:]
-        found = {"mesh/memory_max_bytes": float(memory), "mesh/memory_min_bytes": float(ranks[:, 3].min())}
+        measured = {"mesh/memory_max_bytes": float(memory), "mesh/memory_min_bytes": float(ranks[:, 3].min())}
         if seconds:
-            found["mesh/tokens_per_second"] = tokens / seconds * _PARTS
+            measured["mesh/tokens_per_second"] = tokens / seconds * _PARTS
             if self._peak is not None:
-                found["mesh/mfu"] = operations * _KILO / (seconds / _PARTS) / (self._peak * len(ranks))
+                measured["mesh/mfu"] = operations * _KILO / (seconds / _PARTS) / (self._peak * len(ranks))
         if share >= 0:
-            found["mesh/communication_share"] = float(ranks[:, 4].double().mean()) / _PARTS
-        return found
+            measured["mesh/communication_share"] = float(ranks[:, 4].double().mean()) / _PARTS
+        return measured
 
     def close(self) -> None:
         """Remove the hooks from the models, and end a profile that still runs."""

@@ -41,9 +41,6 @@ class SharedDraws:
     Ranks that compute the same step on full tensors would part if they drew other numbers: their copies of what is
     replicated, and their slices of what is not. A rank whose state is that of rank 0 keeps what it draws, so that ranks
     with one seed go on together.
-
-    Args:
-        device: The device that the numbers are drawn on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,29 +67,16 @@ class StepsOn(Enum):
 
 
 _BY_ELEMENT = {
-    f"torch.optim.{module}.{name}.step"
-    for module, name in (
-        ("adam", "Adam"),
-        ("adamw", "AdamW"),
-        ("sgd", "SGD"),
-        ("rmsprop", "RMSprop"),
-        ("adagrad", "Adagrad"),
-        ("adadelta", "Adadelta"),
-        ("adamax", "Adamax"),
-        ("nadam", "NAdam"),
-        ("radam", "RAdam"),
-        ("asgd", "ASGD"),
-    )
-} | {
+    *(
+        f"torch.optim.{name.lower()}.{name}.step"
+        for name in "Adam AdamW SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD".split()
+    ),
     "lion_pytorch.lion_pytorch.Lion.step",
     "schedulefree.adamw_schedulefree.AdamWScheduleFree.step",
     "schedulefree.radam_schedulefree.RAdamScheduleFree.step",
     "schedulefree.sgd_schedulefree.SGDScheduleFree.step",
 }
 """Names of the methods `step` that treat each element by itself, in operations that DTensors have."""
-
-_BY_ELEMENT_OF_PLAIN_TENSORS = {"torch.optim.rprop.Rprop.step"}
-"""The same, in operations that DTensors lack."""
 
 _FUSED_OF_PLAIN_TENSORS = {"torch.optim.sgd.SGD.step", "torch.optim.adagrad.Adagrad.step"}
 """Those whose kernel for `fused=True` DTensors lack."""
@@ -109,15 +93,12 @@ def steps_on(optimizer: Optimizer) -> StepsOn:
 
     The class that defines `step` decides: a subclass that steps in another way is another optimizer.
     """
-    step = _step_of(optimizer)
-    if step in _FUSED_OF_PLAIN_TENSORS and any(group.get("fused") for group in optimizer.param_groups):
-        return StepsOn.SHARDS
+    step = _name(type(optimizer).step)
+    is_fused = step in _FUSED_OF_PLAIN_TENSORS and any(group.get("fused") for group in optimizer.param_groups)
     if step in _BY_ELEMENT:
-        return StepsOn.DTENSORS
-    if step in _BY_ELEMENT_OF_PLAIN_TENSORS:
-        return StepsOn.SHARDS
-    if step == _BITSANDBYTES and _is_by_element(optimizer):
-        return StepsOn.SHARDS
+        return StepsOn.SHARDS if is_fused else StepsOn.DTENSORS
+    if step == "torch.optim.rprop.Rprop.step" or (step == _BITSANDBYTES and _is_by_element(optimizer)):
+        return StepsOn.SHARDS  # DTensors lack their operations
     return StepsOn.FULL
 
 
@@ -127,20 +108,14 @@ def joins_parameters(optimizer: Optimizer) -> bool:
     return any(step.startswith(_JOINS) for step in steps)
 
 
-def _step_of(optimizer: Optimizer) -> str:
-    return _name(type(optimizer).step)
-
-
 def _name(step: Callable[..., object]) -> str:
     """Return the name of the method, which torch's wrapper for hooks keeps."""
     return f"{step.__module__}.{step.__qualname__}"
 
 
 def _is_by_element(optimizer: Optimizer) -> bool:
-    """Return True for an optimizer of bitsandbytes with states in 32 bits and without norms of parameters.
-
-    States in 8 bits have a scale for each 256 elements in the order of the full tensor.
-    """
+    """Return True for an optimizer of bitsandbytes with states in 32 bits and without norms of parameters."""
+    # States in 8 bits have a scale for each 256 elements in the order of the full tensor.
     settings = getattr(optimizer, "args", None)
     return (
         getattr(optimizer, "optimizer_name", None) in _BITSANDBYTES_BY_ELEMENT
@@ -169,14 +144,14 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return None
     step = (_FullStep if kind is StepsOn.FULL else _ShardStep)(optimizer, parameters)
-    given = args[1:]
-    if given and callable(given[0]):
-        given = (step.closure(given[0]), *given[1:])
+    arguments = args[1:]
+    if arguments and callable(arguments[0]):
+        arguments = (step.closure(arguments[0]), *arguments[1:])
     elif kwargs.get("closure") is not None:
         kwargs = {**kwargs, "closure": step.closure(kwargs["closure"])}
     else:
         step.take_gradients()
-    return (step.stand_in, *given), kwargs
+    return (step.stand_in, *arguments), kwargs
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,28 +181,27 @@ class _ShardStep:
 
     def _plain_states(self) -> defaultdict[Tensor, Any]:
         """Return the states with plain tensors, by the stand-ins of their parameters."""
+        states = self._optimizer.state
         flat = [
             (owner, key, value)
-            for owner, states in self._optimizer.state.items()
+            for owner, values in states.items()
             if isinstance(owner, Tensor)
-            for key, value in states.items()
+            for key, value in values.items()
         ]
         plain = self._plain([value for *_, value in flat])
-        found: defaultdict[Any, Any] = defaultdict(dict)
-        for owner, states in self._optimizer.state.items():
-            if not isinstance(owner, Tensor):
-                found[owner] = states
+        plain_states: defaultdict[Any, Any] = defaultdict(dict)
+        plain_states.update({owner: values for owner, values in states.items() if not isinstance(owner, Tensor)})
         for (owner, key, _), value in zip(flat, plain, strict=True):
-            found[self._of.get(owner, owner)][key] = value
-        return found
+            plain_states[self._of.get(owner, owner)][key] = value
+        return plain_states
 
     def take_gradients(self) -> None:
         """Give the stand-ins the gradients of the parameters."""
-        held = [parameter for parameter in self._parameters if parameter.grad is not None]
-        gradients = self._plain([parameter.grad for parameter in held])
+        trained = [parameter for parameter in self._parameters if parameter.grad is not None]
+        gradients = self._plain([parameter.grad for parameter in trained])
         for parameter in self._parameters:
             self._of[parameter].grad = None
-        for parameter, gradient in zip(held, gradients, strict=True):
+        for parameter, gradient in zip(trained, gradients, strict=True):
             self._of[parameter].grad = gradient
 
     def closure(self, own: Callable[[], Any]) -> Callable[[], Any]:
@@ -251,7 +225,7 @@ class _ShardStep:
         for owner, value in made.state.items():
             parameter = self._back.get(owner)
             if parameter is not None:
-                value = {key: self._sharded(each, parameter) for key, each in value.items()}
+                value = {key: self._sharded(state, parameter) for key, state in value.items()}
             states[owner if parameter is None else parameter] = value
         own.state.clear()
         own.state.update(states)
@@ -266,7 +240,7 @@ class _ShardStep:
 
     def _plain(self, tensors: Sequence[Any]) -> list[Any]:
         """Return plain tensors in place of DTensors; other values stay."""
-        return [local(each) if isinstance(each, DTensor) else each for each in tensors]
+        return [local(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def _sharded(self, value: Any, parameter: Tensor) -> Any:
         """Return a state as it is kept between steps."""
@@ -285,8 +259,8 @@ class _FullStep(_ShardStep):
 
     def finish(self) -> None:
         super().finish()
-        for each in self._draws:
-            each.end()
+        for draws in self._draws:
+            draws.end()
 
     @torch.no_grad()
     def put(self) -> None:
@@ -304,7 +278,7 @@ class _FullStep(_ShardStep):
 
     @torch.no_grad()
     def _plain(self, tensors: Sequence[Any]) -> list[Any]:
-        return [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+        return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def _sharded(self, value: Any, parameter: Tensor) -> Any:
         if isinstance(parameter, DTensor) and type(value) is Tensor and value.shape == parameter.shape:

@@ -116,10 +116,7 @@ _made: WeakSet[Scratch] = WeakSet()
 
 
 def _forget_in_child() -> None:
-    """Close the lock files in a forked child.
-
-    A child, such as a dataloader's worker, may outlive the writer and would keep the lock.
-    """
+    """Close the lock files in a forked child: a dataloader's worker may outlive the writer and would keep the lock."""
     for scratch in list(_made):
         scratch._release()
 
@@ -154,11 +151,7 @@ def check_free(path: Path) -> None:
 
 
 def replace_by(path: Path, target: Path) -> None:
-    """Rename the file or folder `path` to `target`, and afterwards remove what stood at `target`.
-
-    Raises:
-        OSError: Renaming fails; what stood at `target` is still there.
-    """
+    """Rename `path` to `target`, then remove what stood there; if renaming fails, that is still there."""
     old = target.with_name(f".{target.name}{_REPLACED}")
     there = target.exists() or target.is_symlink()
     if there and _exchanged(path, target):
@@ -193,10 +186,8 @@ def remove_folder(path: Path) -> None:
 
 
 def _beside(target: Path, ending: str) -> Path:
-    """Return the path beside `target` with a hidden name that ends in `ending`.
-
-    The name does not contain "hpc_ckpt_", because Lightning takes every such name for a checkpoint of a requeued job.
-    """
+    """Return the path beside `target` with a hidden name that ends in `ending`."""
+    # Lightning takes every name with "hpc_ckpt_" for a checkpoint of a requeued job.
     return target.with_name(f".{target.name.replace('hpc_ckpt_', 'hpc-ckpt-')}{ending}")
 
 
@@ -222,21 +213,14 @@ def sweep(parent: Path) -> None:
                 _remove(path)
 
 
-_LINUX_AT_FDCWD, _LINUX_RENAME_EXCHANGE = -100, 2
-
-
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders in one step; return False if the system cannot.
-
-    renameat2(2) does it, which Linux has for most file systems and Python has no function for. Without it, there is an
-    instant between two renames in which nothing stands under the name; `sweep` repairs what a process killed in that
-    instant leaves.
-    """
+    """Exchange the names of two files or folders in one step; return False if the system cannot."""
+    # Python has no function for renameat2(2) of Linux. Without it, nothing stands under the name for an instant between
+    # two renames; `sweep` repairs what a process killed in that instant leaves.
+    at_fdcwd, rename_exchange = -100, 2
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
-    return (
-        rename is not None and rename(_LINUX_AT_FDCWD, names[0], _LINUX_AT_FDCWD, names[1], _LINUX_RENAME_EXCHANGE) == 0
-    )
+    return rename is not None and rename(at_fdcwd, names[0], at_fdcwd, names[1], rename_exchange) == 0
 
 
 def _in_use(scratch: Path) -> bool:
@@ -251,10 +235,7 @@ def _in_use(scratch: Path) -> bool:
 
 
 def _locked(lock: int) -> bool:
-    """Lock the open file `lock` until it is closed; return False if another process holds the lock.
-
-    A file system that has no locks counts as one where no other process holds the lock.
-    """
+    """Lock an open file until it is closed; return False if another process holds the lock, which some disks lack."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -287,19 +268,11 @@ def _sync_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-_SHORT = 1.0
-"""Seconds after which the bar of a save appears: an adapter and its states are usually written before that."""
+_SHORT = 1.0  # seconds after which the bar of a save appears: an adapter and its states usually take less
 
 
 def bytes_bar(doing: str, total: int, shown: bool, delay: float = 0.0) -> tqdm[Any]:
-    """Return a progress bar that is updated with numbers of bytes.
-
-    Args:
-        doing: What is done to the bytes; it stands before the bar.
-        total: Their number.
-        shown: Whether this rank shows the bar.
-        delay: Seconds after which the bar appears.
-    """
+    """Return a progress bar that is updated with numbers of bytes, and appears after `delay` seconds."""
     return tqdm(total=total, unit="B", unit_scale=True, desc=doing, delay=delay, disable=not shown)
 
 

@@ -100,17 +100,7 @@ class GatheredAdapter:
         return directory if self.name == "default" else directory / self.name
 
     def write(self, directory: Path, beside: Callable[[Path], None] | None = None) -> None:
-        """Write the adapter folder. Only rank 0 calls it.
-
-        Args:
-            directory: The folder of all adapters; `folder` gives the one that is written.
-            beside: Writes other files into a folder. It is called before the folder is put in place.
-
-        Raises:
-            RuntimeError: The written file does not hold every tensor as gathered.
-            ValueError: The folder holds a model card that cannot be read.
-            OSError: The folder cannot be written.
-        """
+        """Write the adapter folder, on rank 0 alone; `beside` writes other files into it before it is put in place."""
         directory = directory.resolve()  # if it is a link to another file system, the folder is renamed on that one
         target = self.folder(directory)
         for path in {directory, target}:
@@ -160,17 +150,7 @@ class GatheredAdapter:
 def gather_adapter(
     model: nn.Module, adapter_name: str = "default", save_embedding_layers: Literal["auto"] | bool = "auto"
 ) -> GatheredAdapter:
-    """Gather the tensors that PEFT writes for an adapter, and copy its config. Collective.
-
-    Args:
-        model: As in `save_adapter`.
-        adapter_name: As in `save_adapter`.
-        save_embedding_layers: As in `PeftModel.save_pretrained`.
-
-    Raises:
-        ValueError: The model has no such adapter, an adapter is merged into the base, or values are not finite. The
-            error is raised on every rank.
-    """
+    """Gather the tensors that PEFT writes for an adapter, and copy its config; errors on every rank. Collective."""
     reshard(model)
     with agreed():
         check_unmerged(model)
@@ -213,9 +193,6 @@ def _compare(file: Path, state: dict[str, Tensor]) -> None:
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-_BLOCKS, _BLOCK_BYTES = 16, 4096
-
-
 @collective_call("load_adapter")
 @torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default") -> None:
@@ -251,10 +228,7 @@ class ReadAdapter:
     """Names of the parameters in `values` that belong to the base: embeddings that PEFT saved with the adapter."""
 
     names: dict[str, str]
-    """Name of the parameter in the model, for each key of the file that belongs to the adapter itself.
-
-    It has those of all pipeline stages.
-    """
+    """Name of the parameter in the model, of any pipeline stage, for each key of the adapter itself in the file."""
 
     def put(self) -> None:
         """Write the adapter's values into the model. Collective."""
@@ -270,15 +244,8 @@ def read_adapter(
 ) -> ReadAdapter:
     """Read an adapter from a folder, each rank its own slices, and check that it fits. Collective.
 
-    Args:
-        model: As in `load_adapter`.
-        directory: The folder that holds the files; no subfolder is looked at.
-        adapter_name: As in `load_adapter`.
-        same_dtypes: Refuse values whose dtype is not that of the model's adapter, as optimizer states belong to them.
-
-    Raises:
-        FileNotFoundError: A file of the folder does not exist.
-        ValueError: As in `load_adapter`, or a dtype differs and `same_dtypes` is True.
+    Of `directory` no subfolder is looked at. `same_dtypes` refuses values of another dtype than the model's adapter
+    has, as optimizer states belong to them.
     """
     check_alike(adapter_name=adapter_name)
     reshard(model)
@@ -296,10 +263,11 @@ def read_adapter(
     # The folder may or may not hold embeddings: its writer chose.
     with_embeddings = hasattr(holder, "get_input_embeddings")
     more = keys_on_disk(model, holder, adapter_name, save_embedding_layers=True) if with_embeddings else {}
-    with agreed():
-        keys = {**own, **{key: more[key] for key in _keys(folder / WEIGHTS) if key in more}}
+    with agreed(), _opened(folder / WEIGHTS) as stored:
+        stored_keys = set(stored.keys())
+        keys = own | {key: name for key, name in more.items() if key in stored_keys}
         targets = _targets(model, keys)
-        values = _read_slices(folder / WEIGHTS, targets, keys)
+        values = _read_slices(folder / WEIGHTS, stored, targets, keys)
         for key, parameter in targets.items():
             if same_dtypes and values[key].dtype != parameter.dtype:
                 raise ValueError(
@@ -312,39 +280,28 @@ def read_adapter(
 
 
 def _targets(model: nn.Module, keys: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of this rank that keys of a file belong to, by key.
-
-    A tied weight may be on two pipeline stages, under another name on each.
-
-    Args:
-        model: The model.
-        keys: The name in the model for each key of the file, of all pipeline stages.
-    """
-    held = tensors_by_name(model)
-    first = first_names(model, {*held, *keys.values()})
-    by_first_name = {first[name]: tensor for name, tensor in held.items()}
+    """Return the tensors of this rank that keys of a file belong to, by key; `keys` has the names of all stages."""
+    # A tied weight may be on two pipeline stages, under another name on each.
+    tensors = tensors_by_name(model)
+    first = first_names(model, {*tensors, *keys.values()})
+    by_first_name = {first[name]: tensor for name, tensor in tensors.items()}
     return {key: by_first_name[first[name]] for key, name in keys.items() if first[name] in by_first_name}
 
 
 def _digest(folder: Path) -> str:
     """Return a hash of an adapter folder's content, which is the same wherever the folder is mounted.
 
-    It covers the config file and, of the weights file, the size, the header and 16 blocks.
+    It covers the config file and, of the weights file, the size, the header and 16 blocks of 4 KiB.
     """
-    found = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=6)
+    content = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=6)
     with open(folder / WEIGHTS, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         header = int.from_bytes(file.read(8), "little")
-        found.update(str(size).encode() + file.read(min(header, size)))
-        for index in range(_BLOCKS):
-            file.seek(max(size - _BLOCK_BYTES, 0) * index // (_BLOCKS - 1))
-            found.update(file.read(_BLOCK_BYTES))
-    return found.hexdigest()
-
-
-def _keys(file: Path) -> list[str]:
-    with _opened(file) as stored:
-        return list(stored.keys())
+        content.update(str(size).encode() + file.read(min(header, size)))
+        for index in range(16):
+            file.seek(max(size - 4096, 0) * index // 15)
+            content.update(file.read(4096))
+    return content.hexdigest()
 
 
 def _opened(file: Path) -> Any:
@@ -354,34 +311,29 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
 
 
-def _read_slices(file: Path, targets: Mapping[str, Tensor], expected: Collection[str]) -> dict[str, Tensor]:
-    """Read this rank's slices of the tensors in a file.
-
-    Args:
-        file: The file.
-        targets: The tensors to read slices for, by key.
-        expected: All keys that the file must have.
-    """
-    with _opened(file) as stored:
-        keys = set(stored.keys())
-        missing, unexpected = sorted(set(expected) - keys), sorted(keys - set(expected))
-        if missing or unexpected:
-            raise ValueError(
-                f"{file} does not fit the model's adapter: {len(missing)} keys are missing (first: {missing[:2]}), "
-                f"{len(unexpected)} are unexpected (first: {unexpected[:2]})."
-            )
-        values = {}
-        for key, parameter in targets.items():
-            view = stored.get_slice(key)
-            if parameter.is_floating_point() and view.get_dtype() not in _FLOATS:
-                raise ValueError(f"{file}: {key} has dtype {view.get_dtype()}, which no adapter has.")
-            shape = tuple(view.get_shape())
-            if shape != tuple(parameter.shape):
-                raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
-            if not local(parameter).numel():
-                values[key] = torch.empty_like(local(parameter))
-            else:
-                values[key] = view[region_of(parameter)] if shape else stored.get_tensor(key)
-            if isinstance(parameter, nn.Parameter) and not torch.isfinite(values[key]).all():
-                raise ValueError(f"{file}: {key} holds values that are not finite: the adapter is broken.")
-        return values
+def _read_slices(
+    file: Path, stored: Any, targets: Mapping[str, Tensor], expected: Collection[str]
+) -> dict[str, Tensor]:
+    """Read this rank's slices of tensors in a file, opened as `stored`, that must have exactly the expected keys."""
+    keys = set(stored.keys())
+    missing, unexpected = sorted(set(expected) - keys), sorted(keys - set(expected))
+    if missing or unexpected:
+        raise ValueError(
+            f"{file} does not fit the model's adapter: {len(missing)} keys are missing (first: {missing[:2]}), "
+            f"{len(unexpected)} are unexpected (first: {unexpected[:2]})."
+        )
+    values = {}
+    for key, parameter in targets.items():
+        view = stored.get_slice(key)
+        if parameter.is_floating_point() and view.get_dtype() not in _FLOATS:
+            raise ValueError(f"{file}: {key} has dtype {view.get_dtype()}, which no adapter has.")
+        shape = tuple(view.get_shape())
+        if shape != tuple(parameter.shape):
+            raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
+        if not local(parameter).numel():
+            values[key] = torch.empty_like(local(parameter))
+        else:
+            values[key] = view[region_of(parameter)] if shape else stored.get_tensor(key)
+        if isinstance(parameter, nn.Parameter) and not torch.isfinite(values[key]).all():
+            raise ValueError(f"{file}: {key} holds values that are not finite: the adapter is broken.")
+    return values

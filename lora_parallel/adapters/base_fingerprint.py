@@ -62,39 +62,31 @@ def base_fingerprints(
     if mesh is not None and dist.is_initialized() and sampled:
         dist.all_reduce(values, group=stage_group(mesh))
     prints = {
-        name: _digest(f"{shapes[name]} {dtype or parameter.dtype} {row}")
+        name: hashlib.blake2b(f"{shapes[name]} {dtype or parameter.dtype} {row}".encode(), digest_size=8).hexdigest()
         for (name, parameter), row in zip(frozen.items(), values.tolist(), strict=True)
     }
     return merged_over_stages(prints, mesh)
 
 
 def fingerprints_of(model: nn.Module) -> dict[str, str]:
-    """Return the base fingerprints of a parallelized model, as they were when it was parallelized.
-
-    They are kept, as merging and unmerging an adapter changes the base by rounding. A model that was left on meta had
-    no values then: its fingerprints are computed now, which is collective.
-    """
+    """Return the base fingerprints of a model as it was parallelized. Collective for one that was left on meta then."""
+    # They are kept, as merging and unmerging an adapter changes the base by rounding.
     state = state_of(model)
     assert state is not None
     if state.fingerprints is not None:
         return state.fingerprints
     trained = {_name_in_base(name) for names in over_stages(state.trained, state.mesh) for name in names}
     present = base_fingerprints(model, state.mesh, stage=state.stage)
-    return {name: each for name, each in present.items() if name not in trained}
+    return {name: digest for name, digest in present.items() if name not in trained}
 
 
 def renew_fingerprints(model: nn.Module, names: Iterable[str]) -> None:
-    """Compute the kept fingerprints of some parameters again, after these were given other values. Collective.
-
-    Args:
-        model: A model. Nothing is done if it keeps no fingerprints.
-        names: Names of the parameters.
-    """
+    """Compute the kept fingerprints of some parameters again, after these were given other values. Collective."""
     state = state_of(model)
     if state is not None and state.fingerprints is not None:
         present = base_fingerprints(model, state.mesh, stage=state.stage)
         plain = {_name_in_base(name) for name in names}
-        state.fingerprints |= {name: each for name, each in present.items() if name in plain}
+        state.fingerprints |= {name: digest for name, digest in present.items() if name in plain}
 
 
 def check_base(
@@ -137,10 +129,10 @@ def _name_in_base(name: str) -> str:
 
 def _shape(parameter: Tensor, selected: tuple[RowPartition, int] | None) -> tuple[int, ...]:
     """Return the shape of a parameter in the model's checkpoint, before a row partition chose its rows."""
-    shape = list(parameter.shape)
-    if selected is not None:
-        shape[selected[1]] = selected[0].size
-    return tuple(shape)
+    return tuple(
+        selected[0].size if selected is not None and dim == selected[1] else size
+        for dim, size in enumerate(parameter.shape)
+    )
 
 
 def _samples(
@@ -179,7 +171,3 @@ def _contributes(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
     sharded = {*sharded_axes(parameter), "pp"}  # another stage holds other weights
     places = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
     return all(axis in sharded or place == 0 for axis, place in places)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

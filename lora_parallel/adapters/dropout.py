@@ -55,12 +55,7 @@ They are the three keys of the hash (row, token, feature), and the index of the 
 
 
 def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
-    """Return the keys of several modules in one tensor, int32 [modules, 4], without making the CPU wait for the device.
-
-    Args:
-        keys: The keys of each module.
-        device: The device of the tensor.
-    """
+    """Return the keys of several modules, int32 [modules, 4], without making the CPU wait for the device."""
     pinned = torch.device(device).type != "cpu"
     return torch.tensor(keys, dtype=torch.int32, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
@@ -71,22 +66,15 @@ class Chunk(Protocol):
     def places(self, rows: int, tokens: int, device: torch.device, share: int | Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the global row and token of each position of activations [rows, tokens, features], int32 both.
 
-        The rows are number `share` of all shares as large.
-        The result is None if the activations are of all tokens.
+        The rows are number `share` of all shares as large. None: the activations are of all tokens.
         """
 
 
 class TopologyInvariantDropout(nn.Module):
     """Replace the `nn.Dropout` of a LoRA layer; the input is [rows, ..., features].
 
-    Args:
-        p: Probability of dropping an element.
-        name: Name of the LoRA layer without PEFT's additions, part of the key of the hash.
-        seed: Seed of the run, part of the key of the hash.
-        count: The model's forward count.
-        dp_rank: Index of the batch that this rank sees: row i of it is global row dp_rank * rows + i. Of M
-            micro-batches, row i of number m is global row (dp_rank * M + m) * rows + i.
-        feature_offset: Global index of this rank's first feature, if the input is a slice of the features.
+    Row i of the batch of dp rank d is global row d * rows + i; of M micro-batches, row i of number m is global row
+    (d * M + m) * rows + i. `feature_offset` is the global index of the first feature, if the input is a slice of them.
     """
 
     def __init__(
@@ -109,22 +97,12 @@ class TopologyInvariantDropout(nn.Module):
         return f"p={self.p}"
 
     def keys(self, forward_number: int | None = None) -> tuple[int, int, int, int]:
-        """Return what decides about the rows of one forward (see `Keys`), as signed 32-bit ints.
-
-        Args:
-            forward_number: The number of the training forward; None for the one that is being computed.
-        """
+        """Return what decides about the rows of one forward (see `Keys`), as signed ints; None: the present forward."""
         number = self.count.current if forward_number is None else forward_number
         return *_keys(self.seed, self.name, number), self.count.share_of(self.dp_rank)
 
     def dropped(self, shape: torch.Size, device: torch.device, keys: Keys | None = None) -> Tensor:
-        """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped.
-
-        Args:
-            shape: The shape of the input.
-            device: The device of the mask.
-            keys: The keys of the forward; None for those of the forward that is being computed.
-        """
+        """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped."""
         rows, tokens = shape[:-1][:1].numel(), shape[1:-1].numel()
 
         def index(size: int) -> Tensor:
@@ -141,16 +119,10 @@ class TopologyInvariantDropout(nn.Module):
         return self.dropped_at(row, token, shape[-1], keys).view(shape)
 
     def dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:
-        """Return the mask of tokens at any places of the global batch.
+        """Return the mask of tokens at any places of the global batch, bool [tokens, features], True if dropped.
 
-        Args:
-            row: The global row of each token, int32 [...].
-            token: The index of each token in its row, int32 [...].
-            features: The number of features, from `feature_offset` on.
-            keys: The keys of the forward.
-
-        Returns:
-            The mask, bool [number of tokens, features], True for the elements that are dropped.
+        `row` and `token`, int32 [...], are the global row of each token and its index there; features start at
+        `feature_offset`.
         """
         row_key, token_key, feature_key = keys[:3]
         position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
@@ -163,11 +135,7 @@ class TopologyInvariantDropout(nn.Module):
         return bits < threshold
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero a fraction `p` of the elements of `x` and scale the rest by 1 / (1 - p), while training.
-
-        Raises:
-            RuntimeError: The layer is called in training, but not by the forward of the parallelized model.
-        """
+        """Zero a fraction `p` of the elements of `x` and scale the rest by 1 / (1 - p), while training."""
         if not self.training or self.p == 0:
             return x
         keys: Keys
@@ -179,11 +147,7 @@ class TopologyInvariantDropout(nn.Module):
         return self.without(x, self.dropped(x.shape, x.device, keys))
 
     def check_counted(self) -> None:
-        """Check that the forward in training that is being computed was counted.
-
-        Raises:
-            RuntimeError: The layer is called in training, but not by the forward of the parallelized model.
-        """
+        """Raise a RuntimeError in training if the forward of the parallelized model, which counts, is not running."""
         if torch.is_grad_enabled() and not self.count.running and not in_backward():
             raise RuntimeError(
                 f"the LoRA layer {self.name} was called in training, but not by the model's own forward, which counts "

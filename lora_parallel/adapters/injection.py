@@ -57,28 +57,16 @@ def has_adapters(model: nn.Module) -> bool:
 def check_adapters(
     model: nn.Module, config: ParallelConfig, lora_config: LoraConfig | None, trains: bool = True
 ) -> ValueError | None:
-    """Refuse a model whose adapters cannot be trained here, and one without adapters where they are required.
-
-    Args:
-        model: The model before it is sharded.
-        config: The parallel config, which says whether adapters are required.
-        lora_config: The config of the adapter that is to be injected, if any.
-        trains: False for a model that is evaluated, which may lack adapters.
-
-    Returns:
-        The error about a model that lacks adapters, if that is not raised.
-
-    Raises:
-        TypeError: `lora_config` is not a config of LoRA.
-        ValueError: The model has no adapters and `lora_config` is None; or it has adapters and `lora_config` is given;
-            or an adapter is of a kind that is not supported, or names targets that the model does not have.
-    """
+    """Refuse adapters that cannot be trained here, and a lack of them; return the latter error if nothing `trains`."""
     if lora_config is not None and getattr(lora_config, "peft_type", None) != PeftType.LORA:
         raise TypeError(
             f"lora_config is a {type(lora_config).__name__}: only LoRA is supported; give a peft.LoraConfig. {_WORKS}"
         )
-    if lora_config is not None:
-        _check_initialisation(lora_config)
+    if lora_config is not None and (remedy := _FROM_DATA.get(str(lora_config.init_lora_weights))) is not None:
+        raise ValueError(
+            f"lora_config has init_lora_weights={lora_config.init_lora_weights!r}, which takes more than the base "
+            f"weights: make and initialise the PeftModel first ({remedy}), and give that to parallelize."
+        )
     _check_attention(model)
     present = has_adapters(model)
     if len(peft_models := _outer_peft_models(model)) > 1:
@@ -113,11 +101,11 @@ def check_adapters(
 
 def _outer_peft_models(model: nn.Module) -> list[str]:
     """Return the names of the PeftModels in a module that are in no other one."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, PeftModel) and not any(not outer or name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-    return found
+        if isinstance(module, PeftModel) and not any(not outer or name.startswith(f"{outer}.") for outer in names):
+            names.append(name)
+    return names
 
 
 def _check_attention(model: nn.Module) -> None:
@@ -128,17 +116,6 @@ def _check_attention(model: nn.Module) -> None:
                 f"{name} adapts nn.MultiheadAttention, which PEFT merges into the base weights in each forward: not "
                 f"supported on a mesh. Leave it out of target_modules. {_WORKS}"
             )
-
-
-def _check_initialisation(config: LoraConfig) -> None:
-    """Raise a ValueError for an adapter that cannot be made from the base weights and the seed."""
-    kind = config.init_lora_weights
-    remedy = _FROM_DATA.get(kind) if isinstance(kind, str) else None
-    if remedy is not None:
-        raise ValueError(
-            f"lora_config has init_lora_weights={kind!r}, which takes more than the base weights: make and initialise "
-            f"the PeftModel first ({remedy}), and give that to parallelize."
-        )
 
 
 def _check_targets(model: nn.Module, config: LoraConfig) -> None:
@@ -161,19 +138,10 @@ def _check_targets(model: nn.Module, config: LoraConfig) -> None:
 
 
 def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocast_adapter_dtype: bool = True) -> None:
-    """Inject the adapter "default" into `model`, in place.
+    """Inject the adapter "default" into `model`, in place, before it is sharded.
 
     Its values and dtypes are those of `torch.manual_seed(seed)` followed by `peft.get_peft_model(model, lora_config)`
     in one process. torch's random state afterwards is as before.
-
-    Args:
-        model: The whole model, before it is sharded.
-        lora_config: The adapter's config.
-        seed: The seed of the adapter's values.
-        autocast_adapter_dtype: As in `peft.get_peft_model`: the adapter of a 16-bit base is float32.
-
-    Raises:
-        ValueError: The config targets an `nn.MultiheadAttention`.
     """
     with _seeded(seed):
         # PEFT adapts `model` in place. The wrapper around it that PEFT returns is not needed.
@@ -186,11 +154,6 @@ class LateAdapter:
 
     So no rank ever holds more than one layer's adapter in full. The values are those of `inject_adapter`: PEFT draws
     them in a copy of the model that stays on meta.
-
-    Args:
-        model: A model whose parameters are on meta. The adapter is injected in place.
-        lora_config: As in `inject_adapter`.
-        autocast_adapter_dtype: As in `inject_adapter`.
     """
 
     def __init__(self, model: nn.Module, lora_config: LoraConfig, autocast_adapter_dtype: bool) -> None:
@@ -203,10 +166,7 @@ class LateAdapter:
     def draw(self, model: nn.Module, seed: int, device: str) -> None:
         """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once.
 
-        Args:
-            model: The model, of which some layers may have been taken out since; their values are drawn and dropped.
-            seed: The seed of the values.
-            device: The device of the model's adapter parameters.
+        Values of layers that have been taken out of the model since are drawn and dropped.
         """
         there = set(model.modules())
         for layer in self._layers:
@@ -232,19 +192,7 @@ class LateAdapter:
 def draw_adapter(
     twin: nn.Module, config: LoraConfig, seed: int, observer: Callable[[Any], None], name: str = "default"
 ) -> nn.Module:
-    """Let PEFT adapt a model on meta, and hand over each layer with the values that PEFT draws in one process.
-
-    Args:
-        twin: A model on meta, adapted in place.
-        config: The adapter's config. It is not changed.
-        seed: Seed of the random state that the values are drawn from.
-        observer: Called with each adapted layer in turn, while the layer's adapter is on the CPU and whole. After that
-            the adapter is on meta too.
-        name: The adapter's name.
-
-    Returns:
-        The adapted model, on meta.
-    """
+    """Let PEFT adapt a model on meta; give `observer` each layer while its adapter is whole and on the CPU."""
     with _seeded(seed), observe_layers(observer):
         return get_peft_model(twin, copy.deepcopy(config), adapter_name=name)
 
@@ -259,19 +207,12 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int) -> None:
-    """Replace the dropout of every LoRA layer by one whose mask does not depend on the mesh.
-
-    Args:
-        model: A model with PEFT layers, changed in place.
-        seed: The seed of the masks.
-        count: The model's forward count.
-        dp_rank: Index of the batch that this rank sees.
-    """
+    """Replace the dropout of every LoRA layer by one whose mask does not depend on the mesh."""
     for module, name in clean_names(model).items():
         if not isinstance(module, LoraLayer):
             continue
         for adapter, dropout in list(module.lora_dropout.items()):
             if type(dropout) is nn.Dropout and dropout.p > 0:
                 key = name if adapter == "default" else f"{name}:{adapter}"
-                own = TopologyInvariantDropout(dropout.p, key, seed, count, dp_rank)
-                module.lora_dropout[adapter] = own.train(dropout.training)
+                invariant = TopologyInvariantDropout(dropout.p, key, seed, count, dp_rank)
+                module.lora_dropout[adapter] = invariant.train(dropout.training)

@@ -31,8 +31,6 @@ from lora_parallel.distributed.rank_checks import agreed
 from lora_parallel.layers.layer_parameters import clean_parameter_name, embeddings_of, innermost
 from lora_parallel.state import mesh_of, parallelized, state_of
 
-_MAGNITUDES = {"lora_magnitude_vector": None}
-
 
 def peft_configs(model: nn.Module) -> dict[str, PeftConfig]:
     """Return the PEFT config of each adapter of the model, by adapter name."""
@@ -49,11 +47,7 @@ def adapted_model(model: nn.Module) -> nn.Module | None:
 
 
 def check_unmerged(model: nn.Module) -> None:
-    """Check that no adapter is merged into the base: a merged base is not the one that the adapter was trained on.
-
-    Raises:
-        ValueError: An adapter is merged.
-    """
+    """Raise a ValueError if an adapter is merged into the base: it is not the one that the adapter was trained on."""
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and module.merged_adapters:
             raise ValueError(
@@ -63,21 +57,16 @@ def check_unmerged(model: nn.Module) -> None:
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:
-    """Check that this rank's parts of parameters hold finite values: others are not saved.
-
-    Args:
-        parameters: The parameters, by name. What is no parameter is not looked at: a buffer may hold a mask of -inf.
-
-    Raises:
-        ValueError: A parameter holds others.
-    """
-    held = {
-        name: local(each)
-        for name, each in parameters.items()
-        if isinstance(each, nn.Parameter) and each.is_floating_point()
+    """Raise a ValueError if this rank's parts of parameters hold values that are not finite: they are not saved."""
+    floats = {  # a buffer, which is no parameter, may hold a mask of -inf
+        name: local(parameter)
+        for name, parameter in parameters.items()
+        if isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
     }
-    finite = [value.isfinite().all() for value in held.values()]
-    broken = [name for name, each in zip(held, torch.stack(finite).tolist() if finite else [], strict=True) if not each]
+    finite = [values.isfinite().all() for values in floats.values()]
+    broken = [
+        name for name, fine in zip(floats, torch.stack(finite).tolist() if finite else [], strict=True) if not fine
+    ]
     if broken:
         more = f", and so do {len(broken) - 1} more parameters" if len(broken) > 1 else ""
         raise ValueError(
@@ -97,40 +86,25 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
         model: A model, with or without PEFT layers.
         adapter_name: The adapter's name; None for all adapters.
     """
-    found: dict[str, nn.Parameter] = {}
+    names: set[str] = set()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules():
-        if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            continue
-        held = dict(cast(nn.Module, module).named_parameters(prefix, remove_duplicate=False))
-        # PEFT does not list the magnitudes of embeddings.
-        for attribute in {**dict.fromkeys(module.adapter_layer_names), **_MAGNITUDES}:
-            start = f"{prefix}.{attribute}." if prefix else f"{attribute}."
-            for name, parameter in held.items():
-                if not name.startswith(start):
-                    continue
-                owner = name[len(start) :].split(".")[0]
-                if adapter_name is None or owner == adapter_name:
-                    found[name] = parameter
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            attributes = {*module.adapter_layer_names, "lora_magnitude_vector"}  # PEFT does not list it for embeddings
+            for name, _ in cast(nn.Module, module).named_parameters(prefix, remove_duplicate=False):
+                attribute, *owner = name.removeprefix(f"{prefix}.").split(".")[:2]
+                if attribute in attributes and owner and adapter_name in (None, *owner):
+                    names.add(name)
     for adapter, config in peft_configs(model).items():
-        if adapter_name not in (None, adapter):
-            continue
         bias = getattr(config, "bias", "none")
-        for name, parameter in parameters.items():
-            is_bias = name.endswith(".bias") or name == "bias"
-            if is_bias and (bias == "all" or (bias == "lora_only" and ".base_layer." in name)):
-                found[name] = parameter
-    return {name: parameters[name] for name in parameters if name in found}
+        if adapter_name in (None, adapter) and bias in ("all", "lora_only"):
+            biases = {name for name in parameters if name.endswith(".bias") or name == "bias"}
+            names |= {name for name in biases if bias == "all" or ".base_layer." in name}
+    return {name: parameter for name, parameter in parameters.items() if name in names}
 
 
 def loose_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters of a module that belong to no adapter, by name.
-
-    A parameter counts as trained if it trains now, or trained when its model was parallelized and was frozen since.
-
-    Args:
-        module: A parallelized model, or a module that holds several.
-    """
+    """Return the parameters that belong to no adapter and train now, or trained when their model was parallelized."""
     models = parallelized(module).values()
     held = {parameter for model in models for parameter in adapter_parameters(model).values()}
     trained = {
@@ -145,43 +119,33 @@ def loose_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
     """Return an adapter's parameters and the persistent buffers of its `modules_to_save` copies, by name in `model`."""
-    found: dict[str, Tensor] = dict(adapter_parameters(model, adapter_name))
+    tensors: dict[str, Tensor] = dict(adapter_parameters(model, adapter_name))
     for prefix, module in model.named_modules():
-        if not isinstance(module, AuxiliaryTrainingWrapper):
-            continue
-        for attribute in module.adapter_layer_names:
+        for attribute in module.adapter_layer_names if isinstance(module, AuxiliaryTrainingWrapper) else ():
             copies = getattr(module, attribute, None)
-            if not isinstance(copies, nn.ModuleDict) or adapter_name not in copies:
-                continue
-            for name, buffer in persistent_buffers(copies[adapter_name]).items():
-                found[".".join(filter(None, (prefix, attribute, adapter_name, name)))] = buffer
-    return found
+            if isinstance(copies, nn.ModuleDict) and adapter_name in copies:
+                start = ".".join(filter(None, (prefix, attribute, adapter_name)))
+                tensors |= {f"{start}.{name}": b for name, b in persistent_buffers(copies[adapter_name]).items()}
+    return tensors
 
 
 def first_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map names of tensors of a model to the first name of each, under which every pipeline stage knows a tied weight.
 
-    Args:
-        model: A model. Without pipeline parallelism each name is mapped to itself.
-        names: The names; a first name is one without PEFT's additions.
+    Without pipeline parallelism each name is mapped to itself. A first name is one without PEFT's additions.
     """
     state = state_of(model)
-    stage = state.stage if state is not None else None
-    if stage is None:
+    if state is None or state.stage is None:
         return {name: name for name in names}
-    plain = {name: clean_parameter_name(name) for name in names}
-    return {name: stage.tied.get(each, each) for name, each in plain.items()}
+    tied = state.stage.tied
+    return {name: tied.get(plain, plain) for name in names for plain in [clean_parameter_name(name)]}
 
 
 WEIGHTS, CONFIG, CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
 
 
 def find_adapter(directory: str | os.PathLike[str], adapter_name: str) -> Path:
-    """Return the folder in which PEFT looks for an adapter.
-
-    This is the subfolder of the adapter's name if the adapter is not "default" and the subfolder holds weights, else
-    the directory itself.
-    """
+    """Return the folder in which PEFT looks for an adapter: a subfolder of its name that holds weights comes first."""
     inside = Path(directory) / adapter_name
     return inside if adapter_name != "default" and (inside / WEIGHTS).is_file() else Path(directory)
 
@@ -194,17 +158,9 @@ def keys_on_disk(
     PEFT chooses the keys, on the first rank of each pipeline stage, since it may look at the base model's folder. The
     result has the keys of all stages, on every rank. Besides the adapter's own tensors PEFT writes the weights of input
     and output embeddings that are adapted or whose vocabulary has been resized.
-
-    Args:
-        model: The model.
-        holder: The module in it that holds PEFT's configs.
-        adapter_name: The adapter's name.
-        save_embedding_layers: As in `PeftModel.save_pretrained`.
-
-    Raises:
-        RuntimeError: PEFT gives no key to a tensor of the adapter.
     """
-    prefix, mesh = _name_of(model, holder), mesh_of(model)
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is holder)
+    mesh = mesh_of(model)
     group = None if mesh is None else stage_group(mesh)
     first = 0 if group is None else dist.get_global_rank(group, 0)
     names: dict[str, str] = {}
@@ -214,9 +170,7 @@ def keys_on_disk(
             own = adapter_tensors(model, adapter_name)
             embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
             wanted = {**{name: parameters[name] for name in embeddings}, **own}
-            stand_ins: dict[str, Tensor] = {
-                name: torch.empty(parameter.shape, device="meta") for name, parameter in wanted.items()
-            }
+            stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
             state = get_peft_model_state_dict(
                 holder,
                 state_dict={name.removeprefix(prefix): tensor for name, tensor in stand_ins.items()},
@@ -238,22 +192,17 @@ def keys_on_disk(
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
     """Map names to the parameters and buffers of a model. A tied weight is under each of its names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
     """Return the names in `model` of the base weights of the input and output embeddings that `holder` declares."""
     base, inner = innermost(holder), set()
     for layer in (embeddings_of(base, "input"), embeddings_of(base, "output")):
-        held = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer
-        inner.add(getattr(held, "base_layer", held))
+        original = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer
+        inner.add(getattr(original, "base_layer", original))
     return [f"{name}.weight" for name, module in model.named_modules() if module in inner]
-
-
-def _name_of(model: nn.Module, inner: nn.Module) -> str:
-    name = next(name for name, module in model.named_modules() if module is inner)
-    return f"{name}." if name else ""
 
 
 _PICKLED = "adapter_model.bin"
@@ -300,9 +249,8 @@ _FORMER = {"merge_weights": "says whether evaluation merges; PEFT dropped it in 
 """Fields of former versions of PEFT that a folder may set, with the reason why its function stays the same."""
 
 _LEAVES_BASE = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
-"""Values of `init_lora_weights` that leave the base weights as they were: PiSSA and its kin subtract from them.
-
-Source: the `*_init` methods of peft/tuners/lora/layer.py.
+"""Values of `init_lora_weights` that leave the base weights as they were (peft/tuners/lora/layer.py, `*_init`): PiSSA
+and its kin subtract from them.
 """
 
 
@@ -346,12 +294,14 @@ def check_config(folder: Path, own: PeftConfig) -> None:
         )
     theirs, ours = {**defaults, **config}, own.to_dict()
     compared = _function(theirs), _function(ours)
-    layers = _layers_of(folder / WEIGHTS)
+    layers = None
+    with suppress(SafetensorError, OSError), safe_open(folder / WEIGHTS, "pt") as weights:
+        layers = _layers(weights.keys())  # a file that cannot be read is refused where its tensors are read
     if layers is not None and not getattr(own, "target_parameters", None):  # of these the file does not name the layers
         with suppress(TypeError, AttributeError, ValueError, re.error):  # the fields are compared one by one then
             alike = _ranks(theirs, layers) == _ranks(ours, layers)
-            for each in compared:
-                each.update({field: None if alike else _ordered(each.get(field)) for field in _RANKS})
+            for function in compared:
+                function.update({field: None if alike else _ordered(function.get(field)) for field in _RANKS})
     for field in defaults:
         if compared[0].get(field) != compared[1].get(field):
             raise ValueError(
@@ -365,22 +315,22 @@ def _function(config: dict[str, Any]) -> dict[str, Any]:
     start = config.get("init_lora_weights", True)
     config = {**config, "init_lora_weights": start.lower() if isinstance(start, str) else start}  # as PEFT reads it
     changes_base = config["init_lora_weights"] not in _LEAVES_BASE
-    found = {
+    function = {
         field: _plain(value)
         for field, value in config.items()
         if field not in _SAME_FUNCTION or (changes_base and _SAME_FUNCTION[field] is _HOW)
     }
     if not changes_base:
-        found.pop("init_lora_weights", None)
+        function.pop("init_lora_weights", None)
     if not config.get("use_qalora"):
-        found.pop("qalora_group_size", None)
-    tokens = found.get("trainable_token_indices")
+        function.pop("qalora_group_size", None)
+    tokens = function.get("trainable_token_indices")
     if isinstance(tokens, dict):  # the keys of the file name the layers, and PEFT takes any ending of such a name
         short = {name.rpartition(".")[2]: indices for name, indices in tokens.items()}
-        found["trainable_token_indices"] = short if len(short) == len(tokens) else tokens
+        function["trainable_token_indices"] = short if len(short) == len(tokens) else tokens
         if len(tokens) == 1:
-            (found["trainable_token_indices"],) = tokens.values()
-    return found
+            (function["trainable_token_indices"],) = tokens.values()
+    return function
 
 
 def with_sorted_patterns(config: PeftConfig, keys: Iterable[str]) -> PeftConfig:
@@ -388,21 +338,12 @@ def with_sorted_patterns(config: PeftConfig, keys: Iterable[str]) -> PeftConfig:
 
     PEFT takes the first key of a pattern that matches a layer, and writes the keys sorted. Where that gives a layer
     other values, the patterns of the config that is returned have a key for each layer.
-
-    Args:
-        config: The config of the model's adapter.
-        keys: The keys of the adapter's tensors in the file.
-
-    Raises:
-        ValueError: The layers' names do not tell them apart either.
     """
-    layers = _layers(keys)
-    if (
-        not isinstance(config, LoraConfig)
-        or config.target_parameters
-        or not (config.rank_pattern or config.alpha_pattern)
-    ):
+    if not isinstance(config, LoraConfig) or config.target_parameters:
         return config
+    if not (config.rank_pattern or config.alpha_pattern):
+        return config
+    layers = _layers(keys)
     wanted = _ranks(vars(config), layers)
     written = copy.copy(config)
     for pattern in ("rank_pattern", "alpha_pattern"):
@@ -433,17 +374,8 @@ def _ranks(config: Mapping[str, Any], layers: Iterable[str]) -> dict[str, tuple[
 
 def _layers(keys: Iterable[str]) -> list[str]:
     """Return the names of the layers whose `lora_A` is among the keys of an adapter file."""
-    found = [re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?A(?:\.weight)?", key) for key in keys]
-    return [match[1] for match in found if match is not None]
-
-
-def _layers_of(file: Path) -> list[str] | None:
-    """Return the names of the layers in an adapter file; None if it cannot be read, which who reads it says."""
-    try:
-        with safe_open(file, "pt") as opened:
-            return _layers(opened.keys())
-    except (SafetensorError, OSError):
-        return None
+    matches = [re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?A(?:\.weight)?", key) for key in keys]
+    return [match[1] for match in matches if match is not None]
 
 
 def _ordered(value: Any) -> Any:

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-_BYTES_ALIGNED = 16
-"""Number of bytes that the rows of the operands of a grouped matrix product on a GPU must be multiples of."""
+_BYTES_ALIGNED = 16  # the rows of the operands of a grouped matrix product on a GPU must be multiples of it
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,6 @@ class Factors:
     right: Tensor
     scaling: float
 
-    def map(self, left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> Factors:
-        return Factors(left(self.left), right(self.right), self.scaling)
-
     @property
     def transposed(self) -> Factors:
         return Factors(self.right.transpose(-2, -1), self.left.transpose(-2, -1), self.scaling)
@@ -40,9 +36,7 @@ class Factors:
 class LowRankWeight:
     """Stand for the weight `base + sum(scaling * left @ right)` without computing the sum.
 
-    Args:
-        base: The base weight [experts, a, b], or [a, b] of one expert; None for zeros.
-        factors: The factors of each adapter.
+    The base is [experts, a, b], or [a, b] of one expert; None for zeros.
     """
 
     def __init__(self, base: Tensor | None, factors: Sequence[Factors]) -> None:
@@ -54,8 +48,7 @@ class LowRankWeight:
     def shape(self) -> torch.Size:
         if self._base is not None:
             return self._base.shape
-        first = self._factors[0]
-        return torch.Size([*first.left.shape[:-1], first.right.shape[-1]])
+        return torch.Size([*self._factors[0].left.shape[:-1], self._factors[0].right.shape[-1]])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,18 +90,17 @@ class LowRankWeight:
 
     def dense(self) -> Tensor:
         """Return the sum of the base and the products of all factors, as a tensor."""
-        total = self._base
-        for each in self._factors:
-            product = each.scaling * (each.left @ each.right)
-            total = product if total is None else total + product
+        return self._sum(self._base, lambda each: each.scaling * (each.left @ each.right))
+
+    def _sum(self, total: Tensor | None, product: Callable[[Factors], Tensor]) -> Tensor:
+        """Add the product of each adapter's factors to a tensor, if there is one."""
+        for factors in self._factors:
+            total = product(factors) if total is None else total + product(factors)
         assert total is not None
         return total
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the weight of the chosen experts.
-
-        It is still factored if a stack is indexed by an int or a tensor of ints, and a tensor otherwise.
-        """
+        """Return the weight of some experts: still factored for a stack and ints or a tensor of them, else a tensor."""
         mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
         if self.dim() != 3 or mask or not isinstance(index, (int, Tensor)):
             return self.dense()[index]
@@ -157,7 +149,7 @@ class LowRankWeight:
         self, base: Callable[[Tensor], Tensor], left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]
     ) -> LowRankWeight:
         mapped = None if self._base is None else base(self._base)
-        return LowRankWeight(mapped, [each.map(left, right) for each in self._factors])
+        return LowRankWeight(mapped, [Factors(left(f.left), right(f.right), f.scaling) for f in self._factors])
 
     # ------------------------------------------------------------------ products
 
@@ -171,23 +163,15 @@ class LowRankWeight:
         """Return `x @ self`, computed by `multiply`."""
         if x.dim() < 2:  # broadcasting over one factor after the other would give another result
             return multiply(x, self.dense())
-        total = None if self._base is None else multiply(x, self._base)
-        for each in self._factors:
-            product = multiply(multiply(x, each.left), each.right) * each.scaling
-            total = product if total is None else total + product
-        assert total is not None
-        return total
+        base = None if self._base is None else multiply(x, self._base)
+        return self._sum(base, lambda each: multiply(multiply(x, each.left), each.right) * each.scaling)
 
     def _times(self, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return `self @ x`, computed by `multiply`."""
         if x.dim() < 2:
             return multiply(self.dense(), x)
-        total = None if self._base is None else multiply(self._base, x)
-        for each in self._factors:
-            product = multiply(each.left, multiply(each.right, x)) * each.scaling
-            total = product if total is None else total + product
-        assert total is not None
-        return total
+        base = None if self._base is None else multiply(self._base, x)
+        return self._sum(base, lambda each: multiply(each.left, multiply(each.right, x)) * each.scaling)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,15 +187,18 @@ class LowRankWeight:
         if _is_grouped(func) and not isinstance(args[0], cls) and isinstance(args[1], cls):
             rest = args[2:]
             return args[1]._aligned()._after(args[0], lambda x, w: func(x, w, *rest, **kwargs))
-        dense = tree_map_only(cls, cls.dense, (args, kwargs))
-        return func(*dense[0], **dense[1])
+        dense_args, dense_kwargs = tree_map_only(cls, cls.dense, (args, kwargs))
+        return func(*dense_args, **dense_kwargs)
 
     def _aligned(self) -> LowRankWeight:
-        """Return the weight with factors as kernels require: each r padded by zeros to alignment, and contiguous.
-
-        PEFT's B of a stack is a view whose innermost stride belongs to the experts.
-        """
-        return LowRankWeight(self._base, [_filled_up(each) for each in self._factors])
+        """Return the weight with contiguous factors, each r padded by zeros to the alignment that kernels require."""
+        # PEFT's B of a stack is a view whose innermost stride belongs to the experts.
+        missing = [-each.left.shape[-1] % (_BYTES_ALIGNED // each.left.element_size()) for each in self._factors]
+        padded = [
+            Factors(F.pad(f.left, (0, n)).contiguous(), F.pad(f.right, (0, 0, 0, n)).contiguous(), f.scaling)
+            for f, n in zip(self._factors, missing, strict=True)
+        ]
+        return LowRankWeight(self._base, padded)
 
 
 _PRODUCTS = frozenset([torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__])
@@ -244,10 +231,3 @@ def _linear(input: Tensor, weight: LowRankWeight, bias: Tensor | None = None) ->
         return F.linear(*tree_map_only(LowRankWeight, LowRankWeight.dense, (input, weight, bias)))
     y = weight.transpose(-2, -1)._after(input, torch.matmul)
     return y if bias is None else y + bias
-
-
-def _filled_up(factors: Factors) -> Factors:
-    missing = -factors.left.shape[-1] % (_BYTES_ALIGNED // factors.left.element_size())
-    return factors.map(
-        lambda left: F.pad(left, (0, missing)).contiguous(), lambda right: F.pad(right, (0, 0, 0, missing)).contiguous()
-    )

@@ -12,7 +12,7 @@ low_cpu_mem_usage=True leaves adapters on meta, uninitialised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from types import MethodType
 from typing import Any
@@ -34,98 +34,89 @@ from lora_parallel.lazy.tracking import DEFER, accept_memory, is_deferred, is_re
 _observers: list[Callable[[nn.Module], None]] = []
 _suspensions: list[Callable[[], AbstractContextManager[Any]]] = []
 _sharded: WeakSet[nn.Module] = WeakSet()
-_installed = False
 
 
+def _patch(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace a method of PEFT's by the decorated function, which gets PEFT's own method as its first argument."""
+    own = getattr(owner, name)
+
+    def replace(function: Callable[..., Any]) -> None:
+        @wraps(own)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(own, self, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+    return replace
+
+
+@cache  # PEFT's classes are patched for the rest of the process: PEFT may wrap a model at any time after it was built
 def adapters_off_meta() -> None:
-    """Patch PEFT so that it keeps an adapter off meta if `meta_init` put the adapter's base on meta.
+    """Patch PEFT so that it keeps an adapter off meta if `meta_init` put the adapter's base on meta."""
 
-    The first call patches PEFT's classes for the rest of the process, as PEFT may wrap a model at any time after it was
-    built. Later calls do nothing.
-    """
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    own_move = BaseTunerLayer._move_adapter_to_device_of_base_layer
-    own_move_parameter = ParamWrapper._move_adapter_to_device_of_base_layer
-    own_replace = LoraModel._replace_module
-    own_inject = BaseTuner.inject_adapter
-    own_cast = BaseTuner._cast_adapter_dtype
-    own_load = PeftAdapterMixin.load_adapter
-    own_add = PeftAdapterMixin.add_adapter
-
-    @wraps(own_move)
-    def move(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+    @_patch(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")
+    def move(own_move: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
         stay = device is None and _waits(self.get_base_layer())
         own_move(self, adapter_name, torch.device("cpu") if stay else device)
 
-    @wraps(own_move_parameter)
-    def move_parameter(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+    @_patch(ParamWrapper, "_move_adapter_to_device_of_base_layer")
+    def move_parameter(own_move: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
         if not _waits(self.get_base_layer()):
-            own_move_parameter(self, adapter_name, device)
+            own_move(self, adapter_name, device)
             return
         stand_in = torch.empty(0, dtype=self.get_param().dtype)
         self.__dict__["get_param"] = lambda: stand_in  # PEFT uses only its device and dtype
         try:
-            own_move_parameter(self, adapter_name, device)
+            own_move(self, adapter_name, device)
         finally:
             del self.__dict__["get_param"]
 
-    @wraps(own_replace)
-    def replace(self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
+    @_patch(LoraModel, "_replace_module")
+    def replace(own: Any, self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
         base = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child
         if _observers:
             _observers[-1](new_module)
         elif _waits(base):
             setattr(parent, child_name, new_module)
             return
-        own_replace(self, parent, child_name, new_module, child)
+        own(self, parent, child_name, new_module, child)
 
-    @wraps(own_load)
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @_patch(PeftAdapterMixin, "load_adapter")
+    def load(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_whole(self)
         if not _waits(self):
-            return own_load(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         self.hf_device_map = {"": "cpu"}  # the device for tensors that it reads; without a map, the base's device
         try:
-            with _all(_suspensions):
-                result = own_load(self, *args, **kwargs)
+            with _suspended():
+                result = own(self, *args, **kwargs)
             accept_memory(self)  # such as a trained head that was in the folder
             return result
         finally:
             del self.hf_device_map
 
-    @wraps(own_add)
-    def add(self: Any, *args: Any, **kwargs: Any) -> None:
+    @_patch(PeftAdapterMixin, "add_adapter")
+    def add(own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         _check_whole(self)
-        own_add(self, *args, **kwargs)
+        own(self, *args, **kwargs)
 
-    @wraps(own_inject)
-    def inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    @_patch(BaseTuner, "inject_adapter")
+    def inject(own: Any, self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         try:
             _check_whole(model)
         except ValueError:
-            if not any(isinstance(each, LoraLayer) and adapter_name in each.r for each in model.modules()):
+            if not any(isinstance(module, LoraLayer) and adapter_name in module.r for module in model.modules()):
                 self.peft_config.pop(adapter_name, None)  # add_weighted_adapter has put it there
             raise
         if _waits(model) and isinstance(self.peft_config[adapter_name], LoraConfig):
             check_needs_no_base(self.peft_config[adapter_name], model)
-        with _all(_suspensions):
-            return own_inject(self, model, adapter_name, *args, **kwargs)
+        with _suspended():
+            return own(self, model, adapter_name, *args, **kwargs)
 
-    @wraps(own_cast)
-    def cast(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _all(_suspensions):
-            return own_cast(self, *args, **kwargs)
-
-    BaseTunerLayer._move_adapter_to_device_of_base_layer = move  # type: ignore[method-assign]
-    ParamWrapper._move_adapter_to_device_of_base_layer = move_parameter  # type: ignore[method-assign]
-    LoraModel._replace_module = replace  # type: ignore[method-assign]
-    BaseTuner.inject_adapter = inject  # type: ignore[method-assign]
-    BaseTuner._cast_adapter_dtype = cast  # type: ignore[method-assign]
-    PeftAdapterMixin.load_adapter = load  # type: ignore[method-assign]
-    PeftAdapterMixin.add_adapter = add  # type: ignore[method-assign]
+    @_patch(BaseTuner, "_cast_adapter_dtype")
+    def cast(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _suspended():
+            return own(self, *args, **kwargs)
 
 
 # Initialisations that draw from the random state alone; PiSSA, OLoRA, LoftQ and others decompose the base weight.
@@ -133,17 +124,8 @@ DRAWN = (True, False, "gaussian", "orthogonal")
 
 
 def check_needs_no_base(config: Any, model: nn.Module) -> None:
-    """Check that an adapter's values do not depend on base weights that cannot be read yet.
-
-    Rows of an embedding that a file holds can be read; DoRA and decompositions need whole weights.
-
-    Args:
-        config: The adapter's `LoraConfig`.
-        model: The model on meta.
-
-    Raises:
-        ValueError: The adapter's values are computed from the base weights.
-    """
+    """Refuse an adapter whose values depend on base weights that cannot be read yet, as those of DoRA."""
+    # Rows of an embedding that a file holds can be read; decompositions need whole weights.
     wants = None
     if config.init_lora_weights not in DRAWN:
         wants = f"init_lora_weights={config.init_lora_weights!r}"
@@ -163,46 +145,35 @@ def _waits(base: nn.Module) -> bool:
     return bool(_observers) or any(is_deferred(parameter) for parameter in base.parameters())
 
 
-@contextmanager
-def _all(contexts: list[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
-    if not contexts:
-        yield
-        return
-    with contexts[-1]():
-        yield
+def _suspended() -> AbstractContextManager[Any]:
+    """Return the context that `suspend_during_injection` asks for, if any."""
+    return _suspensions[-1]() if _suspensions else nullcontext()
 
 
 @contextmanager
-def observe_layers(observer: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call `observer` with each LoRA layer that PEFT puts in place within the context.
-
-    The values of the layer's adapter have been drawn by then, and are still in memory.
-    """
+def _listed(callbacks: list[Any], callback: Any) -> Iterator[None]:
     adapters_off_meta()
-    _observers.append(observer)
+    callbacks.append(callback)
     try:
         yield
     finally:
-        _observers.pop()
+        callbacks.pop()
 
 
-@contextmanager
-def suspend_during_injection(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def observe_layers(observer: Callable[[nn.Module], None]) -> AbstractContextManager[None]:
+    """Call `observer` with each LoRA layer that PEFT puts in place, while its adapter's values are still in memory."""
+    return _listed(_observers, observer)
+
+
+def suspend_during_injection(context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Open `context()`, within the context of this function, whenever PEFT builds, casts or loads an adapter."""
-    adapters_off_meta()
-    _suspensions.append(context)
-    try:
-        yield
-    finally:
-        _suspensions.pop()
+    return _listed(_suspensions, context)
 
 
 def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
     """Make a DoRA layer that has only some columns of its weight take the norms of all columns.
 
-    Args:
-        dora: PEFT's `DoraLinearLayer`. It treats the norm as a constant, without a gradient.
-        total: Sums a tensor over all ranks; gets this rank's sums of squares [out].
+    `total` sums this rank's sums of squares [out] over all ranks. PEFT treats the norm as a constant, without gradient.
     """
     own = dora.get_weight_norm
 
@@ -217,11 +188,8 @@ def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
 
 @cache
 def trace_dora() -> None:
-    """Let `torch.compile` trace DoRA on weights that are not quantised, in this process.
-
-    PEFT asks for the module in which the weight's class is defined, which `torch.compile` cannot trace. A quantised
-    weight still breaks the graph there.
-    """
+    """Let `torch.compile` trace DoRA on weights that are not quantised, in this process."""
+    # PEFT asks for the module in which the weight's class is defined, which torch.compile cannot trace.
 
     @torch.compiler.substitute_in_graph(dequantize_module_weight)
     def weight_of(module: torch.nn.Module) -> Any:
@@ -235,14 +203,8 @@ def trace_dora() -> None:
 
 
 def keep_factored(model: nn.Module) -> None:
-    """Make adapters of parameters (experts, routers) compute with their factors, without adding them to the weight.
-
-    PEFT multiplies the factors and adds them to the weight in every forward
-    (https://github.com/huggingface/peft/issues/3080 is about that layer on shards).
-
-    Args:
-        model: A model with PEFT layers, changed in place.
-    """
+    """Make adapters of parameters (experts, routers) compute with their factors, without adding them to the weight."""
+    # PEFT adds their product in every forward (https://github.com/huggingface/peft/issues/3080 is about that layer).
     for module in model.modules():
         if isinstance(module, ParamWrapper) and module.get_param().dtype in _COMPUTED_WITH:
             module._activate_lora = MethodType(_activate_factored, module)  # type: ignore[method-assign]
@@ -269,10 +231,8 @@ def _activate_factored(layer: Any, active_adapters: list[str]) -> Iterator[None]
 
 
 def _factors(layer: Any, adapter: str, weight: Tensor) -> Factors:
-    """Return an adapter's factors in the layout of `weight`: a stack [experts, ., .], or 2-D [out, in] (a router's).
-
-    PEFT stores lora_A [experts * r, in] and lora_B [out, r * experts].
-    """
+    """Return an adapter's factors in the layout of `weight`: a stack [experts, ., .], or 2-D [out, in] (a router's)."""
+    # PEFT stores lora_A [experts * r, in] and lora_B [out, r * experts].
     A, B = layer.lora_A[adapter].weight.to(weight.dtype), layer.lora_B[adapter].weight.to(weight.dtype)
     if weight.dim() == 2:
         return Factors(B, A, layer.scaling[adapter])
@@ -284,23 +244,16 @@ def _factors(layer: Any, adapter: str, weight: Tensor) -> Factors:
 
 
 def activate(layer: Any, adapters: list[str]) -> None:
-    """Set the active adapters of a PEFT layer, without any other effect.
-
-    PEFT's `set_adapter` would go over the parameters of all adapters of the layer and freeze those of the others. That
-    takes a tenth of a second for 560 layers with eight adapters each.
-    """
+    """Set the active adapters of a PEFT layer, without any other effect."""
+    # PEFT's `set_adapter` goes over the parameters of all adapters of the layer and freezes those of the others: a
+    # tenth of a second for 560 layers with eight adapters each.
     layer._active_adapter = adapters
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Make every function of PEFT and transformers that adds an adapter refuse a sharded model.
-
-    PEFT would give the adapter the sizes of a whole layer, or of this rank's part of one, and its gradients would not
-    be reduced.
-
-    Args:
-        model: A model that has been sharded.
-    """
+    """Make every function of PEFT and transformers that adds an adapter refuse a sharded model."""
+    # PEFT would give the adapter the sizes of a whole layer, or of this rank's part of one, and its gradients would not
+    # be reduced.
     adapters_off_meta()
     _sharded.update(model.modules())
 
@@ -315,13 +268,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def refuse_unload(model: nn.Module) -> None:
-    """Make PEFT's `merge_and_unload` and `unload` raise an error.
-
-    They would leave the bare layers, which have no tensor parallel forward.
-
-    Args:
-        model: A model whose layers are tensor parallel.
-    """
+    """Make PEFT's `merge_and_unload` and `unload` raise an error: they would leave layers without a TP forward."""
 
     def unload(*_: Any, **__: Any) -> None:
         raise ValueError(
@@ -335,13 +282,7 @@ def refuse_unload(model: nn.Module) -> None:
 
 
 def refuse_merge(layer: Any, what: str, where: str = "under tensor parallelism") -> None:
-    """Make `merge_adapter` and similar calls raise for a PEFT layer: they would compute with its tensors as stored.
-
-    Args:
-        layer: A PEFT layer.
-        what: The kind of adapter, for the error message.
-        where: The circumstances in which merging fails, for the error message.
-    """
+    """Make `merge_adapter` and similar calls raise for a PEFT layer: they would compute with its tensors as stored."""
 
     def merge(*_: Any, **__: Any) -> None:
         raise ValueError(

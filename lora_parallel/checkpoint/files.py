@@ -8,9 +8,6 @@ meta.json    format version, mesh, fingerprints of the base, versions, the size 
              of itself; written last
 
 Each rank records checksums of the files that it writes; before loading, each rank checks the checksums of some files.
-
-torch has no hook that runs before `destroy_process_group`, and its groups take no attribute that could wait: while a
-save is in flight the function itself is replaced, in torch and in modules that import it by name.
 """
 
 from __future__ import annotations
@@ -48,13 +45,7 @@ LAYOUT = frozenset({ADAPTER, EXTRA, STATE, META})
 
 
 def adapter_folder(path: Path, model: str, models: Iterable[str]) -> Path:
-    """Return the folder of a model's adapters: adapter/ if the checkpoint holds one model, else adapter/<model>.
-
-    Args:
-        path: The checkpoint.
-        model: The name of the model.
-        models: The names of all models in the checkpoint.
-    """
+    """Return the folder of a model's adapters: adapter/ if the checkpoint holds one model, else adapter/<model>."""
     return path / ADAPTER if len(list(models)) == 1 else path / ADAPTER / model
 
 
@@ -64,13 +55,7 @@ def loose_key(parameter: str) -> str:
 
 
 def optimizer_key(optimizer: str, parameter: str, key: str) -> str:
-    """Return the name in state/ of a tensor that an optimizer keeps for a parameter.
-
-    Args:
-        optimizer: The name of the optimizer.
-        parameter: The name of the parameter.
-        key: The optimizer's name for the tensor, such as "exp_avg".
-    """
+    """Return the name in state/ of a tensor that an optimizer keeps for a parameter under a key such as "exp_avg"."""
     return f"optimizer_{optimizer}.{parameter}.{key}"
 
 
@@ -132,22 +117,14 @@ def checksum(file: Path) -> int:
     """Return the CRC-32 of a file's bytes."""
     total = 0
     with open(file, "rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
+        while block := stream.read(2**24):
             total = zlib.crc32(block, total)
     return total
 
 
-_BLOCK_BYTES = 2**24
-
-
 def find_alteration(path: Path, meta: Mapping[str, Any], names: Container[str] | None = None) -> str | None:
-    """Describe the first file of a checkpoint whose bytes do not match its checksum; return None if there is none.
-
-    Args:
-        path: The checkpoint.
-        meta: The contents of its meta.json. In formats before 2, the shards in state/ have no checksums.
-        names: The files to check, of those that have a checksum; None: all of them.
-    """
+    """Describe the first file (of `names`, or of all) whose bytes do not match its checksum; return None if all do."""
+    # In formats before 2, the shards in state/ have no checksums.
     for name, written in meta.get("checksums", {}).items():
         if (names is None or name in names) and checksum(path / name) != written:
             return f"{path / name} has other bytes than were written: the disk or a copy damaged it, or it was edited"
@@ -155,11 +132,7 @@ def find_alteration(path: Path, meta: Mapping[str, Any], names: Container[str] |
 
 
 class ChecksummedWriter(dcp.StorageWriter):
-    """Write a train state as torch's `FileSystemWriter` does, and collect the checksums of all files on rank 0.
-
-    Each rank sends the checksums of its files along with the write results that torch gathers on rank 0 anyway, so a
-    save in the background has them too.
-    """
+    """Write a train state as torch's `FileSystemWriter` does, and collect the checksums of all files on rank 0."""
 
     def __init__(self, path: Path) -> None:
         self.checksums: dict[str, int] = {}
@@ -171,6 +144,7 @@ class ChecksummedWriter(dcp.StorageWriter):
         self._path = path
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
+        # The checksums go along with the results that torch gathers anyway, so a save in the background has them too.
         results = self._files.write_data(plan, planner).wait()
         files = {file_of(result) for result in results}
         written: torch.futures.Future[Any] = torch.futures.Future()
@@ -203,21 +177,14 @@ class ChecksummedWriter(dcp.StorageWriter):
 
 
 def check_bytes(path: Path, meta: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's files have the bytes that were written. Collective.
+    """Check that a checkpoint's files have the bytes that were written; errors on every rank. Collective.
 
     Ranks that see the same folder divide its files among themselves, so that each file is read once. A rank that sees a
     copy of its own, for example on a disk of its node, checks the whole copy.
-
-    Args:
-        path: The checkpoint's folder.
-        meta: The contents of its meta.json.
-
-    Raises:
-        ValueError: A file has other bytes; raised on every rank.
     """
     with agreed():
-        place = (path / META).stat()
-        mine = (platform.node(), place.st_dev, place.st_ino)
+        inode = (path / META).stat()
+        mine = (platform.node(), inode.st_dev, inode.st_ino)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     here = [rank for rank, theirs in enumerate(everyone) if theirs == mine]
@@ -230,7 +197,7 @@ def check_bytes(path: Path, meta: Mapping[str, Any]) -> None:
 def _share(sizes: Mapping[str, int], parts: int, index: int) -> set[str]:
     """Divide files into parts of about equal size, the largest file first; return the names in part `index`."""
     loads, mine = [0] * parts, set()
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         part = loads.index(min(loads))
         loads[part] += sizes[name]
         if part == index:
@@ -245,10 +212,8 @@ _CALLS = {
     "Trainer": ("Lightning's Trainer", "trainer.fit(module, ckpt_path={path!r})"),
     "Fabric": ("fabric.save", "fabric.load({path!r}, state)"),
 }
-"""Calls that write and read a checkpoint, by the writer that meta.json names.
-
-`{path}` stands for the checkpoint and `{folder}` for the folder that it is in: under transformers' Trainer that folder
-is the Trainer's own checkpoint, from which it resumes.
+"""Calls that write and read a checkpoint, by the writer that meta.json names: `{path}` stands for the checkpoint, and
+`{folder}` for the folder that it is in, the own checkpoint of transformers' Trainer.
 """
 
 
@@ -270,16 +235,9 @@ def of_another(path: Path, wrote: str, reads: str) -> str:
 
 
 def written_here(path: Path, reads: str) -> str | None:
-    """Return a message about the checkpoints in a folder that is no checkpoint itself; None if it holds none.
-
-    Args:
-        path: The folder, which need not exist.
-        reads: The writer whose checkpoints the caller reads.
-    """
-    found = []
-    for each in sorted(path.iterdir()) if path.is_dir() else ():
-        if not each.name.startswith(".") and (each / META).is_file():
-            found.append(each)
+    """Return a message about the checkpoints in a folder that is none itself; None if it holds none or is not there."""
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    found = [entry for entry in entries if not entry.name.startswith(".") and (entry / META).is_file()]
     if not found:
         return None
     wrote = [read_meta(each)["writer"] for each in found]
@@ -315,11 +273,7 @@ def wait_for_save() -> None:
 
 
 def finish_in_background(finish: Callable[[], None]) -> None:
-    """Let a thread finish a save; `wait_for_save` and the end of the process group wait for it.
-
-    Args:
-        finish: Function that waits for the values to be on disk and puts the checkpoint in place.
-    """
+    """Let a thread put a checkpoint in place; `wait_for_save` and the end of the process group wait for it."""
     global _pending
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     _pending = thread.submit(finish)
@@ -336,10 +290,10 @@ def _replace_everywhere(one: Any, other: Any) -> None:
 
 
 def _destroy_afterwards(*args: Any, **kwargs: Any) -> None:
-    """Wait for the save in flight, then destroy the process group.
+    """Wait for the save in flight, then destroy the process group, as scripts do at their end.
 
-    While a save is in flight, this function stands in place of torch's `destroy_process_group`, with which scripts end
-    and which would destroy the process group of the save.
+    torch has no hook that runs before `destroy_process_group`, and its groups take no attribute that could wait: while
+    a save is in flight this stands in place of the function, in torch and in modules that import it by name.
     """
     _replace_everywhere(_destroy_afterwards, _own_destroy)
     if _pending is not None:

@@ -6,9 +6,9 @@ import errno
 import hashlib
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def _complete(path: Path, writer: str) -> dict[str, Any]:
 
 
 def _record(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read extra.pt and check that it has all entries of `_ENTRIES`."""
+    """Read extra.pt and check that it has all entries of a checkpoint."""
     try:
         record = torch.load(path / EXTRA, map_location="cpu", weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
@@ -171,13 +171,11 @@ def _record(path: Path, weights_only: bool | None) -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a seek to a damaged offset
             raise
         raise ValueError(f"{path / EXTRA} cannot be read ({error}): it is damaged. Resume from another one.") from error
-    lacking = [key for key in _ENTRIES if key not in record] if isinstance(record, dict) else list(_ENTRIES)
+    entries = ("models", "adapters", "forward_counts", "optimizers", "random", "buffers", "other_state")
+    lacking = [key for key in entries if not isinstance(record, dict) or key not in record]
     if lacking:
         raise ValueError(f"{path / EXTRA} is damaged: it lacks {lacking[0]!r}.")
     return record
-
-
-_ENTRIES = ("models", "adapters", "forward_counts", "optimizers", "random", "buffers", "other_state")
 
 
 def state_dict_of(found: Contents) -> dict[str, Any]:
@@ -185,25 +183,26 @@ def state_dict_of(found: Contents) -> dict[str, Any]:
 
     The checkpoint holds trained parameters, buffers and other states; the frozen base is not among them.
     """
-    return {**_whole_tensors(found.path), **found.record["buffers"], **found.record["other_state"]}
-
-
-def _whole_tensors(path: Path) -> dict[str, Tensor]:
+    path = found.path
     tensors: dict[str, Tensor] = {}
     files: dict[str, dict[str, str]] = {}
-    for place, name in read_meta(path)["parameters"].items():
-        file, _, key = place.rpartition(":")
+    for location, name in read_meta(path)["parameters"].items():
+        file, _, key = location.rpartition(":")
         files.setdefault(file, {})[key] = name
     for file, names in files.items():
         with safe_open(path / file, framework="pt") as stored:
             tensors |= {name: stored.get_tensor(key) for key, name in names.items()}
     source = DcpDirectory(path / STATE)
-    leaves = source.list() if source.path.is_dir() else {}
-    loose = [key for key in leaves if key.startswith(loose_key(""))]
-    if loose:
+    if loose := _stored_loose(source):
         with source.open() as reader:
-            tensors |= {key.removeprefix(loose_key("")): reader(key, whole(leaves[key].shape)) for key in loose}
-    return tensors
+            tensors |= {name: reader(loose_key(name), whole(leaf.shape)) for name, leaf in loose.items()}
+    return {**tensors, **found.record["buffers"], **found.record["other_state"]}
+
+
+def _stored_loose(source: DcpDirectory) -> dict[str, Any]:
+    """Return what a checkpoint's state/ holds of trained parameters that are in no adapter, by name."""
+    leaves = source.list() if source.path.is_dir() else {}
+    return {key.removeprefix(loose_key("")): leaf for key, leaf in leaves.items() if key.startswith(loose_key(""))}
 
 
 def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
@@ -231,10 +230,12 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
         for name, model in state.models.items()
         for adapter in peft_configs(model)
     ]
-    everywhere = _Names.of(state)
+    names = set(loose_parameters(state.module)), set(state.buffers()), set(state.other_state())
+    stages = zip(*over_stages(names, state.mesh), strict=True)
+    loose_names, buffer_names, other_names = (set().union(*of_stages) for of_stages in stages)
     with agreed():
-        values = [*_read_loose(found, state, everywhere), *_read_buffers(found, state, everywhere)]
-        others = _other_state(found, state, everywhere)
+        values = [*_read_loose(found, state, loose_names), *_read_buffers(found, state, buffer_names)]
+        others = _other_state(found, state, other_names)
 
     def commit() -> None:
         for adapter in adapters:
@@ -242,44 +243,23 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
         with torch.no_grad():
             for target, value in values:
                 target.copy_(value)
-        if everywhere.other_state:
+        if other_names:
             with agreed():
                 state.load_other_state(others)
 
     return [commit]
 
 
-@dataclass(frozen=True)
-class _Names:
-    """List what the models hold, on all pipeline stages."""
-
-    loose: set[str]
-    buffers: set[str]
-    other_state: set[str]
-
-    @classmethod
-    def of(cls, state: TrainState) -> _Names:
-        """Ask all stages. Collective."""
-        mine = cls(set(loose_parameters(state.module)), set(state.buffers()), set(state.other_state()))
-        stages = over_stages(mine, state.mesh)
-        return cls(
-            *(set().union(*(getattr(each, part.name) for each in stages)) for part in fields(cls)),
-        )
+def _of_models(saved: Mapping[str, Any], found: Contents, state: TrainState) -> dict[str, Any]:
+    """Leave out what belongs to saved models that are not in `state`: a front end may load only some of them."""
+    elsewhere = tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+    return {name: value for name, value in saved.items() if not name.startswith(elsewhere)}
 
 
-def _elsewhere(found: Contents, state: TrainState) -> tuple[str, ...]:
-    """Return the prefixes of names in models that were saved and are not in `state`.
-
-    A front end may load only some of the saved models; names with these prefixes are then skipped.
-    """
-    return tuple(f"{name}." for name in found.record["models"] if name not in state.models)
-
-
-def _read_buffers(found: Contents, state: TrainState, everywhere: _Names) -> list[tuple[Tensor, Tensor]]:
+def _read_buffers(found: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
     here = state.buffers()
-    elsewhere = _elsewhere(found, state)
-    stored = {name: value for name, value in found.record["buffers"].items() if not name.startswith(elsewhere)}
-    lacking = everywhere.buffers ^ stored.keys()
+    stored = _of_models(found.record["buffers"], found, state)
+    lacking = names ^ stored.keys()
     wrong = [name for name in here if name in stored and here[name].shape != stored[name].shape]
     if lacking or wrong:
         raise ValueError(
@@ -289,26 +269,17 @@ def _read_buffers(found: Contents, state: TrainState, everywhere: _Names) -> lis
     return [(buffer, stored[name]) for name, buffer in here.items()]
 
 
-def _other_state(found: Contents, state: TrainState, everywhere: _Names) -> dict[str, Any]:
-    elsewhere = _elsewhere(found, state)
-    stored = {name: value for name, value in found.record["other_state"].items() if not name.startswith(elsewhere)}
-    if stored.keys() != everywhere.other_state:
-        raise ValueError(
-            f"the state dict has other entries than in {found.path}: "
-            f"{sorted(stored.keys() ^ everywhere.other_state)[0]} is not in both."
-        )
+def _other_state(found: Contents, state: TrainState, names: set[str]) -> dict[str, Any]:
+    stored = _of_models(found.record["other_state"], found, state)
+    if lacking := names ^ stored.keys():
+        raise ValueError(f"the state dict has other entries than in {found.path}: {sorted(lacking)[0]} is not in both.")
     return {name: stored[name] for name in state.other_state()}
 
 
-def _read_loose(found: Contents, state: TrainState, everywhere: _Names) -> list[tuple[Tensor, Tensor]]:
+def _read_loose(found: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
     loose = loose_parameters(state.module)
-    elsewhere = _elsewhere(found, state)
     source = DcpDirectory(found.path / STATE)
-    stored = {
-        key.removeprefix(loose_key("")): leaf
-        for key, leaf in (source.list() if source.path.is_dir() else {}).items()
-        if key.startswith(loose_key("")) and not key.removeprefix(loose_key("")).startswith(elsewhere)
-    }
+    stored = _of_models(_stored_loose(source), found, state)
     for name, leaf in stored.items():
         here = loose.get(name)
         if here is not None and (leaf.shape, leaf.dtype) != (tuple(here.shape), here.dtype):
@@ -316,7 +287,7 @@ def _read_loose(found: Contents, state: TrainState, everywhere: _Names) -> list[
                 f"{name} has shape {leaf.shape} and dtype {leaf.dtype} in {found.path}, the model's has "
                 f"{tuple(here.shape)} and {here.dtype}."
             )
-    more, lacking = everywhere.loose - stored.keys(), stored.keys() - everywhere.loose
+    more, lacking = names - stored.keys(), stored.keys() - names
     if more or lacking:
         raise ValueError(
             f"other parameters train than in {found.path}: {len(more)} are not in it (first: {sorted(more)[:1]}), "
@@ -343,29 +314,25 @@ def load_optimizers(found: Contents, state: TrainState) -> list[Callable[[], Non
     names = state.parameter_names()
     source = DcpDirectory(found.path / STATE)
     commits = []
-    mesh = state.mesh
-    held = {name: group_names(optimizer, names, mesh) for name, optimizer in state.optimizers.items()}
+    groups = {name: group_names(optimizer, names, state.mesh) for name, optimizer in state.optimizers.items()}
     with agreed():
         for name, optimizer in state.optimizers.items():
             if name not in found.optimizers:
                 raise ValueError(f"{found.path} holds no state of optimizer {name!r}.")
-            check_optimizer(optimizer, names, held[name], found.optimizers[name])
+            check_optimizer(optimizer, names, groups[name], found.optimizers[name])
         for name, optimizer in state.optimizers.items():
             record = found.optimizers[name]
-            with source.open() if record["tensors"] else nullcontext(_no_tensors) as reader:
+            with source.open() if record["tensors"] else nullcontext() as reader:
                 commits.append(restored(optimizer, names, record, partial(_read_state, reader, name)))
     return commits
 
 
-def _read_state(reader: Reader, optimizer: str, parameter: str, key: str, region: Region) -> Tensor:
+def _read_state(reader: Reader | None, optimizer: str, parameter: str, key: str, region: Region) -> Tensor:
+    assert reader is not None  # the record lists tensors
     return reader(optimizer_key(optimizer, parameter, key), region)
-
-
-def _no_tensors(key: str, region: Region) -> Tensor:
-    raise AssertionError(f"nothing is stored, {key} neither")
 
 
 def resume_counting(found: Contents, state: TrainState) -> None:
     """Set each model's count of training forwards, on which dropout masks depend, to the saved count."""
-    for name, each in state.states.items():
-        each.forward_count.done = found.record["forward_counts"][name]
+    for name, model_state in state.states.items():
+        model_state.forward_count.done = found.record["forward_counts"][name]

@@ -126,8 +126,10 @@ def load_checkpoint(
 
 
 def _numbered(optimizer: Optimizer | list[Optimizer] | None) -> dict[str, Optimizer]:
-    given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in given:
+    if optimizer is None:
+        return {}
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in optimizers:
         if not isinstance(each, Optimizer):
             raise TypeError(f"optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, a list, or None.")
-    return {str(index): each for index, each in enumerate(given)}
+    return {str(index): each for index, each in enumerate(optimizers)}

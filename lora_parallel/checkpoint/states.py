@@ -48,15 +48,7 @@ class OptimizerState:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerState:
-    """Divide an optimizer's state into shards and other values. The shards share memory with the optimizer.
-
-    Args:
-        optimizer: The optimizer; its parameters may be sharded.
-        names: The name of each of its parameters.
-
-    Raises:
-        ValueError: The optimizer holds a parameter that is not in `names`, or a state that cannot be saved from shards.
-    """
+    """Divide an optimizer's state into shards, which share memory with it, and values that can be saved as they are."""
     tensors: Tensors = {}
     values: dict[str, dict[str, Any]] = {}
     kind = type(optimizer).__name__
@@ -91,7 +83,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
         {
             "parameters": [names[parameter] for parameter in group["params"]],
             "settings": copy.deepcopy(
-                {key: without_numpy(value) for key, value in group.items() if key not in _OF_PARAMETERS}
+                {key: without_numpy(value) for key, value in group.items() if key not in ("params", "param_names")}
             ),
         }
         for group in optimizer.param_groups
@@ -102,7 +94,6 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     )
 
 
-_OF_PARAMETERS = ("params", "param_names")
 _SHARDS = (Tensor, nn.Parameter, DTensor)
 """Types of state tensors that can be cut anywhere; one in 8 bits, of a class of torchao, cannot."""
 
@@ -118,40 +109,27 @@ def _is_part(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record of an optimizer of the whole model, from the records of all pipeline stages.
-
-    Raises:
-        ValueError: The optimizers of two stages have different classes, or their parameter groups other settings.
-    """
+    """Return the record of an optimizer of the whole model, from the records of all pipeline stages."""
     first = records[0]
-    for each in records:
-        mine, theirs = ([repr(group["settings"]) for group in record["groups"]] for record in (first, each))
-        if each["class"] != first["class"] or mine != theirs:
+    for record in records:
+        mine, theirs = ([repr(group["settings"]) for group in of_stage["groups"]] for of_stage in (first, record))
+        if record["class"] != first["class"] or mine != theirs:
             raise ValueError(
                 f"one pipeline stage has a {first['class']} with {len(mine)} parameter groups, another a "
-                f"{each['class']} with {len(theirs)}, or with other settings in them: make the same groups on every "
+                f"{record['class']} with {len(theirs)}, or with other settings in them: make the same groups on every "
                 "rank; those that a stage has no parameters of are empty there."
             )
     groups = [
-        {**group, "parameters": [name for each in records for name in each["groups"][index]["parameters"]]}
+        {**group, "parameters": [name for record in records for name in record["groups"][index]["parameters"]]}
         for index, group in enumerate(first["groups"])
     ]
-    parts = {key: {name: kept for each in records for name, kept in each[key].items()} for key in _BY_NAME}
+    by_name = ("values", "shared", "tensors")  # entries of a record with an entry for each parameter, or other name
+    parts = {key: {name: value for record in records for name, value in record[key].items()} for key in by_name}
     return {**first, **parts, "groups": groups}
 
 
-_BY_NAME = ("values", "shared", "tensors")
-"""Entries of a record that have an entry for each parameter, or name, that has a state."""
-
-
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str], mesh: DeviceMesh | None) -> list[set[str]]:
-    """Return the names of the parameters in each group, on all pipeline stages. Collective if there are several.
-
-    Args:
-        optimizer: The optimizer.
-        names: The name of each of its parameters; others are named "?".
-        mesh: The mesh of the model; None for one that is not sharded.
-    """
+    """Return the names of the parameters in each group, on all pipeline stages. Collective if there are several."""
     mine = [[names.get(parameter, "?") for parameter in group["params"]] for group in optimizer.param_groups]
     stages = zip_longest(*over_stages(mine, mesh), fillvalue=())
     return [{name for names in group for name in names} for group in stages]
@@ -163,18 +141,7 @@ def check_optimizer(
     held: Sequence[Collection[str]],
     record: Mapping[str, Any],
 ) -> None:
-    """Check that a saved record fits an optimizer.
-
-    Args:
-        optimizer: The optimizer to fill.
-        names: The name of each of its parameters.
-        held: The names of the parameters in each of its groups, on all pipeline stages (see `group_names`).
-        record: The `record` of an `OptimizerState`.
-
-    Raises:
-        ValueError: The record is of another class, of other groups or of other parameters in them, or holds a state
-            that cannot be divided as its parameter is.
-    """
+    """Check that a saved record fits an optimizer; `held` is what `group_names` returns for it."""
     kind, groups = type(optimizer).__name__, record["groups"]
     if record["class"] != kind:
         raise ValueError(f"the optimizer that was saved is a {record['class']}, the one to fill a {kind}.")
@@ -219,26 +186,23 @@ def restored(
 ) -> Callable[[], None]:
     """Read a saved state for this rank's shards; return a function that puts it into the optimizer.
 
-    Args:
-        optimizer: An optimizer that `check_optimizer` accepts. Only the returned function changes it.
-        names: The name of each of its parameters.
-        record: The `record` of an `OptimizerState`, saved on any mesh; what it has for other pipeline stages is left.
-        read: A function that returns the values of a region of a full state tensor, given the name of its parameter,
-            its key and the region.
+    `check_optimizer` must accept the record, which may be of any mesh. `read` returns the values of a region of a full
+    state tensor, given the name of its parameter, its key and the region.
     """
     state: dict[Tensor, dict[str, Any]] = {}
     for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
         for parameter in group["params"]:
             name = names[parameter]
-            found: dict[str, Any] = {}
-            for key, value in record["values"].get(name, {}).items():
-                found[key] = _on_device(key, value, parameter, saved["settings"])
+            values = {
+                key: _on_device(key, value, parameter, saved["settings"])
+                for key, value in record["values"].get(name, {}).items()
+            }
             for key, dtype in record["tensors"].get(name, {}).items():
-                found[key] = torch.empty_like(parameter.detach(), dtype=dtype)
-                if local(found[key]).numel():
-                    local(found[key]).copy_(read(name, key, region_of(parameter)))
-            if found:
-                state[parameter] = found
+                values[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+                if local(values[key]).numel():
+                    local(values[key]).copy_(read(name, key, region_of(parameter)))
+            if values:
+                state[parameter] = values
 
     def put() -> None:
         optimizer.state.clear()
@@ -251,12 +215,7 @@ def restored(
 
 
 def restored_bytes(names: Mapping[nn.Parameter, str], record: Mapping[str, Any]) -> int:
-    """Return how many bytes a saved state takes on this rank once it is restored.
-
-    Args:
-        names: The name of each of the optimizer's parameters.
-        record: The `record` of an `OptimizerState`.
-    """
+    """Return how many bytes a saved state takes on this rank once it is restored."""
     parts = {name: local(parameter).numel() for parameter, name in names.items()}
     shards = [parts[name] * dtype.itemsize for name, of in record["tensors"].items() for dtype in of.values()]
     whole = [leaf.nbytes for leaf in tree_leaves(record["values"]) if isinstance(leaf, Tensor)]
@@ -264,18 +223,12 @@ def restored_bytes(names: Mapping[nn.Parameter, str], record: Mapping[str, Any])
 
 
 def _on_device(key: str, value: Any, parameter: nn.Parameter, settings: Mapping[str, Any]) -> Any:
-    """Copy a saved value to the device where torch's `Optimizer.load_state_dict` would put it.
-
-    Step counts stay on the CPU unless the optimizer's kernels need them on the device ("capturable" or "fused"). The
-    saved settings decide that, since the optimizer continues with them.
-    """
+    """Copy a saved value to the device where torch's `Optimizer.load_state_dict` would put it."""
+    # Step counts stay on the CPU unless the optimizer's kernels need them on the device. The saved settings decide
+    # that, since the optimizer continues with them.
     on_cpu = key == "step" and not (settings.get("capturable") or settings.get("fused"))
     device = torch.device("cpu") if on_cpu else parameter.device
     return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf), value)
-
-
-_EXTRA_STATE = "_extra_state"
-"""Ending of the state dict key under which torch stores what a module's `get_extra_state` returns."""
 
 
 @dataclass(frozen=True)
@@ -336,19 +289,17 @@ class TrainState:
     def load_other_state(self, values: Mapping[str, Any]) -> None:
         """Load the entries that `other_state` returned into the modules that they came from."""
         device = self.mesh.device_type
-        # Modules move their extra state to a device themselves.
-        placed = {
-            name: value if name.endswith(_EXTRA_STATE) else tree_map_only(Tensor, lambda each: each.to(device), value)
+        placed = {  # a module moves its own extra state (get_extra_state) to a device itself
+            name: value if name.endswith("_extra_state") else tree_map_only(Tensor, lambda x: x.to(device), value)
             for name, value in values.items()
         }
         nn.Module.load_state_dict(self.module, placed, strict=False)
 
 
 def gather_random_states(mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """Gather Python's, NumPy's and torch's random states on rank 0. Collective.
+    """Gather Python's, NumPy's and torch's random states on rank 0: one entry for each dp rank in order. Collective.
 
-    Returns:
-        One dictionary for each data-parallel rank, in their order, on rank 0; an empty list on other ranks.
+    Other ranks get an empty list.
     """
     mine = _capture(mesh.device_type)
     states: list[Any] = [None] * dist.get_world_size()

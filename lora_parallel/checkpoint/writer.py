@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -114,7 +115,12 @@ def write_checkpoint(
     """
     wait_for_save()
     extra = without_numpy(extra)
-    _check_extra(extra)
+    with agreed():
+        for key, value in extra.items():
+            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"{key!r} holds a DTensor, of which only rank 0's shard would be saved: save its full_tensor()."
+                )
     check_alike(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
     save = _Save(path, state, writer, replace, keep_last)
     try:
@@ -126,12 +132,13 @@ def write_checkpoint(
         if async_save:
             written = None
             if save.has_shards:  # DCP writes from copies, and its collectives have a process group of their own
-                group = background_group(save.timeout_seconds)
+                group = background_group(state.timeout_seconds)
                 written = dcp.async_save(tensors, storage_writer=save.state_writer, process_group=group)
             finish_in_background(partial(_finish, save, written))
             return path
         if save.has_shards:
-            _write_state(tensors, save)
+            with _os_errors(save.folder):
+                dcp.save(tensors, storage_writer=save.state_writer, planner=SavePlanner())
         with agreed():
             save.finish()
     except BaseException:
@@ -146,6 +153,9 @@ class _Save:
     def __init__(self, path: Path, state: TrainState, writer: str, replace: bool, keep_last: int | None) -> None:
         self._state, self._writer, self._replace, self._keep_last = state, writer, replace, keep_last
         self._scratch = Scratch(path)
+        self.folder = self._scratch.path
+        """Folder to write in, which is beside the checkpoint's place."""
+
         self._rank = dist.get_rank()
         self._adapters: list[tuple[Path, GatheredAdapter]] = []
         self._optimizers: dict[str, OptimizerState] = {}
@@ -158,16 +168,6 @@ class _Save:
         self.state_writer = ChecksummedWriter(self.folder / STATE)
         """Writer of every rank's shards, which also holds the checksums of their files."""
 
-    @property
-    def folder(self) -> Path:
-        """Return the folder to write in, which is beside the checkpoint's place."""
-        return self._scratch.path
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Return the timeout of collectives, in seconds."""
-        return self._state.timeout_seconds
-
     def begin(self) -> None:
         """Take the states to save from the optimizers and modules, check them, and make the folder on rank 0."""
         target = self._scratch.target
@@ -176,11 +176,17 @@ class _Save:
             reshard(model)  # a forward may have left full parameters in place of the shards that optimizers hold
         names = self._state.parameter_names()
         check_finite(loose_parameters(self._state.module))  # adapters are checked as they are gathered
-        self._optimizers = {name: optimizer_state(each, names) for name, each in self._state.optimizers.items()}
+        self._optimizers = {name: optimizer_state(opt, names) for name, opt in self._state.optimizers.items()}
         others = without_numpy(self._state.other_state())
-        self._other_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), others)
+        self._other_state = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), others)
         for name, value in self._other_state.items():
-            _check_other(name, value)
+            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"{name} in the state dict is or holds a DTensor and is no parameter, and of it only rank 0's "
+                    "shard would be saved: keep it as a plain tensor that all ranks have, or in a buffer that is not "
+                    "persistent."
+                )
+            check_loadable(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
         if self._rank != 0:
             return
         if not (self._replace and may_be_replaced(target)):
@@ -199,11 +205,7 @@ class _Save:
             )
 
     def collect(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Gather what rank 0 writes; return the tensors of which each rank writes its shards. Collective.
-
-        Args:
-            extra: The front end's own entries for extra.pt.
-        """
+        """Gather what rank 0 writes, `extra` included; return the tensors whose shards each rank writes. Collective."""
         models, mesh, states = self._state.models, self._state.mesh, self._optimizers
         parameters: dict[str, str] = {}
         for name, model in models.items():
@@ -214,14 +216,14 @@ class _Save:
                 own = {key: f"{name}.{each}" if name else each for key, each in gathered.names.items()}
                 parameters |= {f"{file}:{key}": each for key, each in own.items()}
         tensors = {loose_key(name): p.detach() for name, p in loose_parameters(self._state.module).items()}
-        for name, each in states.items():
-            for parameter, kept in each.tensors.items():
-                tensors.update({optimizer_key(name, parameter, key): tensor for key, tensor in kept.items()})
+        for name, optimizer in states.items():
+            for parameter, values in optimizer.tensors.items():
+                tensors |= {optimizer_key(name, parameter, key): tensor for key, tensor in values.items()}
         self.has_shards = any(over_stages(bool(tensors), mesh))
-        records = {name: over_stages(each.record, mesh) for name, each in states.items()}
+        records = {name: over_stages(optimizer.record, mesh) for name, optimizer in states.items()}
         buffers = {name: buffer.detach().cpu() for name, buffer in self._state.buffers().items()}
         with agreed():
-            optimizers = {name: merged_records(each) for name, each in records.items()}
+            optimizers = {name: merged_records(of_stages) for name, of_stages in records.items()}
         record = {
             **extra,
             "models": list(models),
@@ -253,45 +255,34 @@ class _Save:
         return tensors
 
     def finish(self) -> None:
-        """Write everything but the shards, which must be written already, and put the checkpoint in its place.
-
-        Ranks other than 0 do nothing.
-        """
+        """Write everything but the shards, and put the checkpoint in its place, on rank 0."""
         if self._rank != 0:
             return
         for folder, adapter in self._adapters:
             adapter.write(folder)
         (self.folder / EXTRA).write_bytes(self._record)
         # Users may edit or remove a model card, so it is not among the files that are checked.
-        files = [
-            each
-            for each in sorted(self.folder.rglob("*"))
-            if each.is_file() and each != self._scratch.lock and each.name != CARD
-        ]
+        written = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
+        files = [path for path in written if path != self._scratch.lock and path.name != CARD]
         self._meta["files"] = {str(file.relative_to(self.folder)): file.stat().st_size for file in files}
-        shards = {f"{STATE}/{name}": written for name, written in self.state_writer.checksums.items()}
+        shards = {f"{STATE}/{name}": crc for name, crc in self.state_writer.checksums.items()}
         own = [name for name in self._meta["files"] if name not in shards]
         self._meta["checksums"] = {**{name: checksum(self.folder / name) for name in own}, **shards}
         before = complete_checkpoints(self._scratch.target.parent)
-        self._meta["number"] = max((read_meta(each)["number"] for each in before), default=0) + 1
+        self._meta["number"] = max((read_meta(path)["number"] for path in before), default=0) + 1
         write_meta(self.folder, self._meta)
-        self._keep_others()
+        target = self._scratch.target
+        for path in target.iterdir() if target.is_dir() and not target.is_symlink() else ():
+            if path.name not in LAYOUT:  # the user's own file in the checkpoint that is replaced
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, self.folder / path.name)
         self._scratch.place(self._replace)
         if self._keep_last is not None:
             prune(self._scratch.target.parent, self._keep_last)
 
-    def _keep_others(self) -> None:
-        """Copy the user's own files from the checkpoint that is replaced into the new one."""
-        target = self._scratch.target
-        for path in target.iterdir() if target.is_dir() and not target.is_symlink() else ():
-            if path.name not in LAYOUT:
-                copy = shutil.copytree if path.is_dir() else shutil.copy2
-                copy(path, self.folder / path.name)
-
     def discard(self) -> None:
-        """Remove the unfinished folder, on rank 0."""
-        if self._rank == 0:
-            self._scratch.discard()
+        """Remove the unfinished folder, on rank 0, which made it."""
+        self._scratch.discard()
 
 
 def may_be_replaced(path: Path) -> bool:
@@ -305,15 +296,11 @@ def may_be_replaced(path: Path) -> bool:
     return not is_taken(path) or _is_ours(path)
 
 
-_SUFFIX = ".ckpt"
-"""Ending of the names that Lightning's users give to checkpoints."""
+_SUFFIX = ".ckpt"  # of the names that Lightning's users give to checkpoints
 
 
 def _is_ours(path: Path) -> bool:
-    """Return True if `path` is a checkpoint of this library, or a file that is named *.ckpt.
-
-    The contents of meta.json are checked, because other programs write files of that name too.
-    """
+    """Return True if `path` is a checkpoint of this library, by its meta.json's contents, or a file named *.ckpt."""
     if path.is_file():
         return path.suffix == _SUFFIX
     try:
@@ -323,41 +310,22 @@ def _is_ours(path: Path) -> bool:
     return True
 
 
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    """Check that `extra` holds no DTensor: rank 0's shard would be saved, and every rank would load it. Collective."""
-    with agreed():
-        for key, value in extra.items():
-            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
-                raise ValueError(
-                    f"{key!r} holds a DTensor, of which only rank 0's shard would be saved: save its full_tensor()."
-                )
-
-
-def _check_other(name: str, value: Any) -> None:
-    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
-        raise ValueError(
-            f"{name} in the state dict is or holds a DTensor and is no parameter, and of it only rank 0's shard would "
-            "be saved: keep it as a plain tensor that all ranks have, or in a buffer that is not persistent."
-        )
-    check_loadable(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
-
-
 _swept: set[Path] = set()
 """Folders that this process has cleared of leftovers of killed processes; each is cleared once."""
 
 
-def _write_state(tensors: dict[str, Tensor], save: _Save) -> None:
+@contextmanager
+def _os_errors(folder: Path) -> Iterator[None]:
+    """Raise an OSError where torch cannot write a train state; torch's own error is raised on every rank."""
     try:
-        dcp.save(tensors, storage_writer=save.state_writer, planner=SavePlanner())
-    except dcp.CheckpointException as error:  # raised on every rank
-        raise OSError(f"the train state cannot be written to {save.folder}: {error}") from error
+        yield
+    except dcp.CheckpointException as error:
+        raise OSError(f"the train state cannot be written to {folder}: {error}") from error
 
 
 def _check_rectangles(tensors: dict[str, Tensor]) -> None:
-    """Check that this rank's shards are rectangles of the full tensors, the only form that torch DCP can describe.
-
-    A shard of several fused matrices, each of which is split by itself, consists of several rectangles.
-    """
+    """Check that this rank's shards are rectangles of the full tensors, the only form that torch DCP can describe."""
+    # A shard of several fused matrices, each of which is split by itself, consists of several rectangles.
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and not is_rectangle(tensor):
             raise ValueError(
@@ -383,11 +351,10 @@ def _installed(name: str) -> bool:
 def _finish(save: _Save, written: Any) -> None:
     try:
         if written is not None:
-            written.result()
+            with _os_errors(save.folder):
+                written.result()
         save.finish()
     except BaseException as error:
         save.discard()
         _log.error("the checkpoint %s was not written: %s", save.folder, error)
-        if isinstance(error, dcp.CheckpointException):
-            raise OSError(f"the train state cannot be written to {save.folder}: {error}") from error
         raise

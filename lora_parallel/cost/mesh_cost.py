@@ -54,18 +54,10 @@ def predicted_seconds(
     messages: Mapping[str, float],
     microbatches: int,
 ) -> float:
-    """Return the seconds of a step.
+    """Return the seconds of a step, from a rank's operations, and its bytes and messages for each axis.
 
     Messages over tp and cp are waited for; those over dp are hidden behind compute as far as it lasts. A pipeline's
     ranks wait for (pp - 1) of (microbatches + pp - 1) slots (Narayanan et al. 2021, Megatron-LM, section 2.2.1).
-
-    Args:
-        hardware: The cluster.
-        sizes: Size of each mesh axis.
-        flops: Operations of a rank's step.
-        sent: Bytes that a rank sends in a step, for each axis.
-        messages: Messages of a rank's step, for each axis.
-        microbatches: Number of micro-batches of a step.
     """
     seconds: dict[str, float] = {}
     span = 1  # ranks that are nearer than those of the axis
@@ -80,8 +72,7 @@ def predicted_seconds(
     return step * (microbatches + pp - 1) / microbatches + seconds["pp"]
 
 
-_RESERVED = 0.08
-"""Share of a GPU's memory that is left for CUDA's context, NCCL's buffers and what the allocator cannot use."""
+_RESERVED = 0.08  # of a GPU's memory, for CUDA's context, NCCL's buffers and what the allocator cannot use
 
 
 @dataclass(frozen=True)
@@ -149,19 +140,10 @@ def cost_of_mesh(
     microbatches: int,
     hardware: Hardware,
 ) -> MeshCost:
-    """Return the cost of a mesh.
+    """Return the cost of a mesh, from what one micro-batch takes on a smaller mesh with the same tp and cp.
 
-    Args:
-        step: What one micro-batch takes of a rank of a smaller mesh with the same tp and cp.
-        sizes: Sizes of the mesh's axes.
-        options: Fields of `ParallelConfig` besides the sizes.
-        simulated: Sizes of the smaller mesh.
-        stages: The blocks of each pipeline stage: first, and last (left out).
-        hidden_bytes: Bytes of the hidden states between blocks, of one micro-batch.
-        logits_bytes: Bytes of the logits of one micro-batch: the last stage of a pipeline holds those of all.
-        rows: Rows of a micro-batch.
-        microbatches: Micro-batches of a step.
-        hardware: The cluster.
+    `stages` are the first and last (left out) blocks of each pipeline stage; the last stage holds the logits of all
+    micro-batches.
     """
     pp, last = sizes["pp"], len(stages) - 1
     parts = []
@@ -169,15 +151,13 @@ def cost_of_mesh(
         in_flight = min(pp - index, microbatches) if pp > 1 else 1  # 1F1B
         held = microbatches * hidden_bytes * (1 if index == 0 else 2) if pp > 1 else 0
         logits = microbatches * logits_bytes if pp > 1 and index == last else 0
-        ends = (index == 0, index == last)
-        parts.append(_stage(step, bounds, ends, (in_flight - 1, held + logits), sizes, simulated))
+        parts.append(_stage(step, bounds, index, last, in_flight - 1, held + logits, sizes, simulated))
     largest = max(parts, key=lambda part: part["total"])
     busiest = max(parts, key=lambda part: part["flops"])
     sent = {axis: microbatches * busiest.get(f"sent {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
     messages = {axis: microbatches * busiest.get(f"messages {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
-    if sizes["dp_replicate"] > 1:
-        n = sizes["dp_replicate"]
-        sent["dp_replicate"] = 2 * largest["trained"] * (n - 1) / n
+    if (copies := sizes["dp_replicate"]) > 1:
+        sent["dp_replicate"] = 2 * largest["trained"] * (copies - 1) / copies
         messages["dp_replicate"] = len(step.blocks) / pp + 1
     if pp > 1:
         sent["pp"], messages["pp"] = 2.0 * microbatches * hidden_bytes, 2.0 * microbatches
@@ -204,34 +184,27 @@ def cost_of_mesh(
 def _stage(
     step: StepCost,
     bounds: tuple[int, int],
-    ends: tuple[bool, bool],
-    kept: tuple[int, int],
+    index: int,
+    last: int,
+    more_in_flight: int,
+    held_bytes: int,
     sizes: Mapping[str, int],
     simulated: Mapping[str, int],
 ) -> Numbers:
-    """Return what a stage takes.
+    """Return what a stage takes, which keeps the activations of `more_in_flight` micro-batches besides those of one.
 
-    Args:
-        step: What one micro-batch takes of all stages.
-        bounds: The stage's blocks.
-        ends: Whether it is the first stage, which has the embedding, and whether it is the last, which has the head.
-        kept: Micro-batches whose activations are kept besides those of one, and bytes that are held until the end of
-            the step: hidden states and gradients that are sent, and logits. (The peak of `step` is in the backward of
-            the head, for which it holds no logits.)
-        sizes: Sizes of the mesh's axes.
-        simulated: Sizes of the mesh that `step` is of.
+    `held_bytes` are held until the end of the step: hidden states and gradients that are sent, and logits. (The peak of
+    `step` is in the backward of the head, for which it holds no logits.)
     """
-    is_first, is_last = ends
     total = step.total(*bounds)
     shards, had = sizes["dp_shard"] * sizes["cp"], simulated["dp_shard"] * simulated["cp"]
-    elsewhere = 0.0 if is_first else total["embedding"]
-    elsewhere += 0.0 if is_last else total["head"]
+    elsewhere = (0.0 if index == 0 else total["embedding"]) + (0.0 if index == last else total["head"])
     gathered = had if had > 1 else 0  # the weights around the blocks, gathered in every phase
-    activations = sum(each.get("peak head", 0.0) for each in step.blocks[slice(*bounds)])
+    activations = sum(block.get("peak head", 0.0) for block in step.blocks[slice(*bounds)])
     peaks = {phase: total.get(f"peak {phase}", 0.0) - gathered * elsewhere for phase in PHASES}
     for phase in ("forward", "head", "last blocks", "other blocks"):
-        peaks[phase] += kept[0] * activations + kept[1]
-    if not is_last:
+        peaks[phase] += more_in_flight * activations + held_bytes
+    if index != last:
         del peaks["head"]
     ratio = had / shards
     held = {name: total[name] * ratio for name in ("base", "trained", "states")}
@@ -255,32 +228,21 @@ def _stage(
     }
 
 
-_TOKENS_OF_A_CHUNK = 4096
-"""Fewest tokens of a context parallel chunk that is looked at: shorter rows are better divided by other axes."""
-
-
 def possible_meshes(gpus: int, gpus_per_node: int, blocks: int, tokens: int, batch: int) -> Iterator[dict[str, int]]:
-    """Yield the sizes of the axes of each mesh.
+    """Yield the sizes of the axes of each mesh for `batch` rows of a step, of so many tokens each.
 
     - tp stays inside of a machine, as it sends the activations of every layer.
-    - cp leaves each rank 4,096 tokens at least.
+    - cp leaves each rank 4,096 tokens at least: shorter rows are better divided by other axes.
     - pp has a block at least for each stage, and a micro-batch at least for each stage.
     - dp_replicate is 1, or as many copies as let dp_shard, of 2 at least, stay inside of a machine: Accelerate refuses
       copies that nothing is sharded in.
     - The data-parallel ranks divide the batch.
-
-    Args:
-        gpus: Number of GPUs.
-        gpus_per_node: GPUs of a machine.
-        blocks: Number of the model's blocks.
-        tokens: Tokens of a row.
-        batch: Rows of a step, over all ranks.
     """
     for pp in _divisors(gpus):
         for cp in _divisors(gpus // pp):
             for tp in _divisors(gpus // (pp * cp)):
                 dp = gpus // (pp * cp * tp)
-                if pp > blocks or tp > gpus_per_node or (cp > 1 and tokens // cp < _TOKENS_OF_A_CHUNK):
+                if pp > blocks or tp > gpus_per_node or (cp > 1 and tokens // cp < 4096):
                     continue
                 if batch % dp or (pp > 1 and batch // dp < pp):
                     continue
@@ -290,4 +252,4 @@ def possible_meshes(gpus: int, gpus_per_node: int, blocks: int, tokens: int, bat
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,7 @@ from lora_parallel.pp.schedules import balanced_bounds, check_held
 
 
 def hardware_of(hardware: str | Hardware, gpu_memory: float | None) -> Hardware:
-    """Return the numbers of a GPU, with another memory if one is given.
-
-    Raises:
-        ValueError: There is no such GPU, or it can have no such memory.
-    """
+    """Return the numbers of a GPU, with another memory if one is given."""
     if isinstance(hardware, str):
         if hardware not in GPUS:
             raise ValueError(f"hardware={hardware!r}: give one of {', '.join(GPUS)}, or a Hardware with its numbers.")
@@ -41,48 +38,44 @@ def hardware_of(hardware: str | Hardware, gpu_memory: float | None) -> Hardware:
     return replace(hardware, gpu_memory=gpu_memory)
 
 
-def check_gpus(gpus: int, hardware: Hardware) -> None:
-    """Check that whole machines have so many GPUs.
-
-    Raises:
-        ValueError: They do not.
-    """
+def _check_step(
+    hardware: Hardware,
+    gpus: int,
+    tokens: int,
+    rows: int,
+    batch: int,
+    optimizer: str,
+    config: ParallelConfig | None,
+    full: bool,
+) -> None:
+    """Refuse numbers, an optimizer or a pipeline of which no step can be simulated."""
+    for number, value in (("gpus", gpus), ("sequence_length", tokens), ("rows", rows), ("batch_size", batch)):
+        check_positive(number, value)
+    if batch % rows:
+        raise ValueError(f"batch_size={batch} is no multiple of rows={rows}: give values that divide.")
     per_node = hardware.gpus_per_node
     if gpus > per_node and gpus % per_node:
         raise ValueError(
             f"gpus={gpus} is no whole number of machines of {per_node} GPUs: give up to {per_node}, or a multiple of "
             f"{per_node}. (In Python a Hardware has its own gpus_per_node.)"
         )
-
-
-def check_optimizer(name: str) -> None:
-    """Check that a step of the optimizer can be simulated.
-
-    Raises:
-        ValueError: It is no class of `torch.optim` that steps without a closure.
-    """
-    kind = vars(torch.optim).get(name)
-    base = torch.optim.Optimizer
+    kind, base = vars(torch.optim).get(optimizer), torch.optim.Optimizer
     if not isinstance(kind, type) or not issubclass(kind, base) or kind is base:
-        raise ValueError(f"optimizer={name!r}: give the name of a class of torch.optim, such as AdamW.")
+        raise ValueError(f"optimizer={optimizer!r}: give the name of a class of torch.optim, such as AdamW.")
     if kind is torch.optim.LBFGS:
         raise ValueError(
-            f"optimizer={name!r} runs the model several times in a step, by a closure, for which there is no "
+            f"optimizer={optimizer!r} runs the model several times in a step, by a closure, for which there is no "
             "prediction: give another class of torch.optim, such as AdamW."
         )
-
-
-def check_pipeline(config: ParallelConfig, microbatches: int) -> None:
-    """Check that a config's pipeline has a prediction, and the micro-batches that the batch makes.
-
-    Raises:
-        ValueError: It does not.
-    """
+    if config is None or config.pp == 1:
+        return
+    check_held(config.pp, config.pp_schedule, not full)
     if config.pp_schedule != "1f1b":
         raise ValueError(
             f'pp_schedule="{config.pp_schedule}" has no prediction: it holds more than "1f1b". Plan for '
             'pp_schedule="1f1b".'
         )
+    microbatches = batch // rows * config.pp * config.cp * config.tp // gpus
     if config.pp_microbatches != microbatches:
         raise ValueError(
             f"pp_microbatches={config.pp_microbatches}, and batch_size with rows make {microbatches} micro-batches on "
@@ -91,12 +84,7 @@ def check_pipeline(config: ParallelConfig, microbatches: int) -> None:
 
 
 def config_of(model: str | Path | PretrainedConfig | nn.Module) -> PretrainedConfig:
-    """Return the config of a model: of a folder, of a file, of a name on the hub, or the model's own.
-
-    Raises:
-        ValueError: The model has code of its own, which a plan does not run.
-        OSError: There is no config.
-    """
+    """Return the config of a model: of a folder, of a file, of a name on the hub, or the model's own."""
     described: Any = model.config if isinstance(model, nn.Module) else model
     if isinstance(described, PretrainedConfig):
         return described
@@ -123,17 +111,12 @@ def config_of(model: str | Path | PretrainedConfig | nn.Module) -> PretrainedCon
 
 
 def quantization_of(given: Any, config: PretrainedConfig, name: str) -> dict[str, Any] | None:
-    """Return the quantisation of the base as JSON holds it: what is given, else that of the config, or None.
-
-    Raises:
-        ValueError: The weights of such a base cannot be sharded.
-    """
-    held = given if given is not None else getattr(config, "quantization_config", None)
-    if not held:
+    """Return the quantisation of the base as JSON holds it: what is given, else that of the config, or None."""
+    settings = given if given is not None else getattr(config, "quantization_config", None)
+    if not settings:
         return None
-    held = held if isinstance(held, Mapping) else held.to_dict()
-    method = held.get("quant_method")
-    method = getattr(method, "value", method)
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
     try:
         check_method(name, str(method))
     except ValueError as error:
@@ -141,7 +124,7 @@ def quantization_of(given: Any, config: PretrainedConfig, name: str) -> dict[str
             f"{error} Train on a bfloat16 copy (docs/recipes.md, gpt-oss), and plan for it with --quantization none "
             "(quantization_config={} in Python)."
         ) from error
-    return {**held, "quant_method": method}
+    return {**settings, "quant_method": method}
 
 
 _FULL = "all parameters"
@@ -227,17 +210,9 @@ def plan_memory(
         ValueError: An argument cannot work, or the config describes no causal language model.
         OSError: There is no config, or a process that simulates a step ended.
     """
-    given = hardware_of(hardware, gpu_memory)
+    cluster = hardware_of(hardware, gpu_memory)
     batch = gpus * rows if batch_size is None else batch_size
-    for number, value in (("gpus", gpus), ("sequence_length", sequence_length), ("rows", rows), ("batch_size", batch)):
-        check_positive(number, value)
-    if batch % rows:
-        raise ValueError(f"batch_size={batch} is no multiple of rows={rows}: give values that divide.")
-    check_gpus(gpus, given)
-    check_optimizer(optimizer)
-    if config is not None and config.pp > 1:
-        check_held(config.pp, config.pp_schedule, not full)
-        check_pipeline(config, batch // rows * config.pp * config.cp * config.tp // gpus)
+    _check_step(cluster, gpus, sequence_length, rows, batch, optimizer, config, full)
     if full and lora_config is not None:
         raise ValueError("full=True trains all parameters, without adapters: leave lora_config out.")
     lora = lora_config or LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -248,24 +223,10 @@ def plan_memory(
     if full and quantization is not None:
         raise ValueError("full=True trains all parameters, which a quantised base cannot: leave one of the two out.")
     training = _FULL if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
-    with tempfile.TemporaryDirectory() as folder, Simulations() as simulations:
-        described.save_pretrained(folder)
-        if not full:
-            lora.save_pretrained(str(Path(folder, "lora")))
-        files = {
-            "config": folder,
-            "lora": None if full else str(Path(folder, "lora")),
-            "dtype": str(dtype).removeprefix("torch."),
-            "quantization": quantization,
-        }
-        stack = simulations.ask({"kind": "stack", "model": files})
-        if "refused" in stack:
-            raise ValueError(stack["refused"])
+    with _simulated_model(described, None if full else lora, dtype, quantization) as simulated:
         look = _Look(
-            simulations=simulations,
-            files=files,
-            stack=stack,
-            hardware=given,
+            *simulated,
+            hardware=cluster,
             rows=rows,
             tokens=sequence_length,
             batch=batch,
@@ -274,35 +235,29 @@ def plan_memory(
             element_size=dtype.itemsize,
             exact=config is not None,
         )
-        if config is not None:
-            costs = look.at([_Candidate(mesh_sizes(config, gpus), _options(config))], progress)
-        else:
-            costs = _search(look, gpus, progress)
-    order = sorted(
-        costs, key=lambda each: (bool(each.refused), not each.fits, each.seconds if each.fits else each.total)
-    )
-    return MemoryPlan(name, gpus, sequence_length, batch, training, given, order)
+        costs = look.costs(config, gpus, progress)
+    return MemoryPlan(name, gpus, sequence_length, batch, training, cluster, costs)
 
 
-def _search(look: _Look, gpus: int, progress: bool) -> list[MeshCost]:
-    """Return the cost of every mesh, with options that take less memory where none fits without."""
-    per_node = min(gpus, look.hardware.gpus_per_node)
-    found = possible_meshes(gpus, per_node, len(look.stack["costs"]["blocks"]), look.tokens, look.batch // look.rows)
-    candidates = [
-        _Candidate(sizes, {"activation_checkpointing": recompute})
-        for sizes in found
-        if sizes["pp"] == 1 or look.adapters  # check_held
-        for recompute in (False, True)
-    ]
-    if not candidates:
-        raise ValueError(
-            f"gpus={gpus}, batch_size={look.batch}, rows={look.rows}: no mesh divides such a batch. Give a batch_size "
-            f"that is a multiple of {gpus * look.rows} rows."
-        )
-    costs = look.at(candidates, progress)
-    if not any(each.fits for each in costs):
-        costs += look.at([more for each in candidates for more in each.with_less_memory()], progress)
-    return costs
+@contextmanager
+def _simulated_model(
+    described: PretrainedConfig, lora: LoraConfig | None, dtype: torch.dtype, quantization: dict[str, Any] | None
+) -> Iterator[tuple[Simulations, dict[str, Any], dict[str, Any]]]:
+    """Start processes that simulate steps; yield them, the files that describe a model to them, and its blocks."""
+    with tempfile.TemporaryDirectory() as folder, Simulations() as simulations:
+        described.save_pretrained(folder)
+        files = {
+            "config": folder,
+            "lora": None if lora is None else str(Path(folder, "lora")),
+            "dtype": str(dtype).removeprefix("torch."),
+            "quantization": quantization,
+        }
+        if lora is not None:
+            lora.save_pretrained(str(Path(folder, "lora")))
+        stack = simulations.ask({"kind": "stack", "model": files})
+        if "refused" in stack:
+            raise ValueError(stack["refused"])
+        yield simulations, files, stack
 
 
 @dataclass(frozen=True)
@@ -336,7 +291,34 @@ class _Look:
     exact: bool
     """True simulates as many shards as there are; False 2 at most, so that meshes with equal tp and cp share a run."""
 
-    def at(self, candidates: list[_Candidate], progress: bool) -> list[MeshCost]:
+    def costs(self, config: ParallelConfig | None, gpus: int, progress: bool) -> list[MeshCost]:
+        """Return the costs of a config's mesh, or of all meshes, in the order of a plan."""
+        if config is not None:
+            costs = self._at([_Candidate(mesh_sizes(config, gpus), _options(config))], progress)
+        else:
+            costs = self._search(gpus, progress)
+        return sorted(costs, key=lambda c: (bool(c.refused), not c.fits, c.seconds if c.fits else c.total))
+
+    def _search(self, gpus: int, progress: bool) -> list[MeshCost]:
+        """Return the cost of every mesh, with options that take less memory where none fits without."""
+        per_node, blocks = min(gpus, self.hardware.gpus_per_node), len(self.stack["costs"]["blocks"])
+        candidates = [
+            _Candidate(sizes, {"activation_checkpointing": recompute})
+            for sizes in possible_meshes(gpus, per_node, blocks, self.tokens, self.batch // self.rows)
+            if sizes["pp"] == 1 or self.adapters  # check_held
+            for recompute in (False, True)
+        ]
+        if not candidates:
+            raise ValueError(
+                f"gpus={gpus}, batch_size={self.batch}, rows={self.rows}: no mesh divides such a batch. Give a "
+                f"batch_size that is a multiple of {gpus * self.rows} rows."
+            )
+        costs = self._at(candidates, progress)
+        if not any(cost.fits for cost in costs):
+            costs += self._at([more for each in candidates for more in each.with_less_memory()], progress)
+        return costs
+
+    def _at(self, candidates: list[_Candidate], progress: bool) -> list[MeshCost]:
         """Return the cost of each candidate."""
         answers = self.simulations.answers([self._job(each) for each in candidates], progress)
         return [self._cost(each, answer) for each, answer in zip(candidates, answers, strict=True)]
@@ -348,12 +330,11 @@ class _Look:
 
     def _job(self, candidate: _Candidate) -> dict[str, Any]:
         mesh = self._simulated(candidate.sizes)
-        ranks = mesh["dp_shard"] * mesh["cp"] * mesh["tp"]
         return {
             "kind": "step",
             "model": self.files,
             "config": {**candidate.options, **mesh, "require_adapters": self.adapters},
-            "ranks": ranks,
+            "ranks": mesh["dp_shard"] * mesh["cp"] * mesh["tp"],
             "rows": self.rows,
             "tokens": self.tokens,
             "optimizer": self.optimizer,
@@ -374,27 +355,22 @@ class _Look:
         hidden = self.rows * self.tokens // sizes["cp"] * self.stack["hidden"] * self.element_size
         logits = hidden // self.stack["hidden"] * self.stack["vocabulary"]
         logits //= sizes["tp"] if candidate.options.get("loss_parallel") else 1
-        return cost_of_mesh(
-            step,
-            sizes,
-            candidate.options,
-            self._simulated(sizes),
-            stages,
-            hidden,
-            logits,
-            self.rows,
-            microbatches,
-            self.hardware,
-        )
+        small = self._simulated(sizes)
+        args = (hidden, logits, self.rows, microbatches, self.hardware)
+        return cost_of_mesh(step, sizes, candidate.options, small, stages, *args)
 
 
 def _options(config: ParallelConfig) -> dict[str, Any]:
     """Return the fields of a config besides the mesh's sizes, as JSON holds them."""
     sizes = ("tp", "cp", "pp", "dp_shard", "dp_replicate", "timeout_seconds", "compile", "require_adapters", "seed")
-    found = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in sizes}
-    found = {name: value for name, value in found.items() if not name.startswith("pp_")}
+    defaults = ParallelConfig()
+    values = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name not in sizes and not field.name.startswith("pp_")
+    }
     return {
         name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        for name, value in found.items()
-        if value != getattr(ParallelConfig(), name)
+        for name, value in values.items()
+        if value != getattr(defaults, name)
     }

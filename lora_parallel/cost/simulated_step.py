@@ -36,12 +36,9 @@ from lora_parallel.parallelize import parallelize
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _SENT = {
-    "all_gather": lambda sent, received, n: received * (n - 1) / n,
     "allgather": lambda sent, received, n: received * (n - 1) / n,
-    "reduce_scatter": lambda sent, received, n: sent * (n - 1) / n,
-    "all_reduce": lambda sent, received, n: 2 * sent * (n - 1) / n,
+    "reducescatter": lambda sent, received, n: sent * (n - 1) / n,
     "allreduce": lambda sent, received, n: 2 * sent * (n - 1) / n,
-    "all_to_all": lambda sent, received, n: sent * (n - 1) / n,
     "alltoall": lambda sent, received, n: sent * (n - 1) / n,
 }
 """Bytes that a rank sends in a ring algorithm, of the bytes that it gives to and gets from a collective of n ranks.
@@ -70,9 +67,8 @@ class Counts:
 class SimulatedStep(TorchDispatchMode):
     """Keep floating-point tensors on meta and integers in memory, and count memory, operations and messages.
 
-    Args:
-        held: Tensors that are alive before the step and all through it; their memory is not counted.
-        axes: Names of mesh axes by the process group of each.
+    `held` are tensors that are alive before the step and all through it; their memory is not counted. `axes` names mesh
+    axes by the process group of each.
     """
 
     def __init__(self, held: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> None:
@@ -103,28 +99,28 @@ class SimulatedStep(TorchDispatchMode):
         self.counts.flops += 2 * products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        out = self._run(func, args, kwargs or {}, given)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        out = self._run(func, args, kwargs or {}, inputs)
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.counts.flops += count(*args, **(kwargs or {}), out_val=out)
         elif func._overloadpacket.__name__ in ("_grouped_mm", "int8_linear_matmul"):  # which the registry lacks
             self.counts.flops += 2 * args[0].numel() * out.shape[-1]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_message(func, args, given, out)
+            self._note_message(func, args, inputs, out)
         # A tensor made on the device "meta" may serve for its shape alone: it counts once an operation reads it.
-        is_shape = not given and (kwargs or {}).get("device") == _META
-        for each in ([] if func.is_view else given) + ([] if is_shape else tree_leaves(out)):
-            if type(each) is Tensor:
-                self._note(each)
+        is_shape = not inputs and (kwargs or {}).get("device") == _META
+        for leaf in ([] if func.is_view else inputs) + ([] if is_shape else tree_leaves(out)):
+            if type(leaf) is Tensor:
+                self._note(leaf)
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-        if any(each.is_meta for each in given):
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+        if any(tensor.is_meta for tensor in inputs):
             name = func._overloadpacket.__name__
             if name == "_local_scalar_dense":
-                return 1.0 if given[0].is_floating_point() else 1
+                return 1.0 if inputs[0].is_floating_point() else 1
             if name == "copy_":
-                return func(*args, **kwargs) if given[0].is_meta else given[0]
+                return func(*args, **kwargs) if inputs[0].is_meta else inputs[0]
             on_meta = {**kwargs, "device": _META} if kwargs.get("device") is not None else kwargs
             args, on_meta = tree_map_only(Tensor, _on_meta, (args, on_meta))
             if name == "_grouped_mm":
@@ -134,12 +130,12 @@ class SimulatedStep(TorchDispatchMode):
             if name == "int8_mixed_scaled_mm":
                 return self._product_of_bytes(*args), args[0].new_empty(0)
             out = func(*args, **on_meta)
-            return (out[0], _in_turn(out[1], given[0].shape[-1])) if name == "topk" else out
-        if given and kwargs.get("device") is None:
+            return (out[0], _in_turn(out[1], inputs[0].shape[-1])) if name == "topk" else out
+        if inputs and kwargs.get("device") is None:
             if (
-                func is torch.ops.aten.histc.default and not given[0].is_floating_point()
-            ):  # the CPU has none of integers
-                return func(given[0].float(), *args[1:], **kwargs).to(given[0].dtype)
+                func is torch.ops.aten.histc.default and not inputs[0].is_floating_point()
+            ):  # not for integers on the CPU
+                return func(inputs[0].float(), *args[1:], **kwargs).to(inputs[0].dtype)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
@@ -171,16 +167,16 @@ class SimulatedStep(TorchDispatchMode):
     def _note_peak(self) -> None:
         self.counts.peaks[self._phase] = max(self.counts.peaks.get(self._phase, 0), self.alive)
 
-    def _note_message(self, func: Any, args: Any, given: list[Tensor], out: Any) -> None:
-        name = func._overloadpacket.__name__.strip("_")
+    def _note_message(self, func: Any, args: Any, inputs: list[Tensor], out: Any) -> None:
+        name = func._overloadpacket.__name__.replace("_", "")
         rule = next((rule for kind, rule in _SENT.items() if name.startswith(kind)), None)
         if rule is None or (group := group_of_collective(args)) is None:
             return
         axis = self._axes.get(group.group_name)
         if axis is None or group.size() == 1:  # a check of all ranks, of the first step
             return
-        size = max(map(_bytes, given), default=0)  # of the larger side, where outputs are given too
-        received = max([size, *(_bytes(each) for each in tree_leaves(out) if isinstance(each, Tensor))])
+        size = max(map(_bytes, inputs), default=0)  # of the larger side, where outputs are given too
+        received = max([size, *(_bytes(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
         self.counts.messages[axis] = self.counts.messages.get(axis, 0) + 1
         self.counts.sent[axis] = self.counts.sent.get(axis, 0) + rule(size, received, group.size())
 
@@ -226,13 +222,7 @@ class _FusedAttention(torch.autograd.Function):
 
 @contextmanager
 def simulated_step(held: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> Iterator[SimulatedStep]:
-    """Within the context, run on tensors without memory, and count.
-
-    `scaled_dot_product_attention` takes the memory of the fused kernels of accelerators; on meta torch has none.
-
-    Yields:
-        The counts so far.
-    """
+    """Within the context, run on tensors without memory, and count; attention takes the memory of fused kernels."""
     step = SimulatedStep(held, axes)
     storages: Any = torch.UntypedStorage
     functions: Any = functional
@@ -255,8 +245,7 @@ def simulated_step(held: Iterable[Tensor] = (), axes: Mapping[str, str] | None =
 
 
 Numbers = dict[str, float]
-"""Type of what a step takes of a rank: bytes, operations and messages by name. Each is a constant and a share of each
-block."""
+"""What a step takes of a rank, as a constant and a share of each block: bytes, operations and messages by name."""
 
 HELD = ("base", "trained", "embedding", "head", "buffers")
 """Bytes that a rank holds between steps: frozen parameters, those that train, and of both those around the blocks."""
@@ -295,21 +284,9 @@ def _added(parts: Iterable[tuple[Numbers, float]]) -> Numbers:
 def cost_of_a_step(
     model: DescribedModel, stack: Stack, config: ParallelConfig, ranks: int, rows: int, tokens: int, optimizer: str
 ) -> StepCost:
-    """Return what a step takes of the first rank of a mesh, which holds the largest shards.
+    """Return what a step takes of the first rank of a mesh without pipeline, which holds the largest shards.
 
     The step is run for a short model, and once more for each kind of block with one block more or less.
-
-    Args:
-        model: The model.
-        stack: The model's blocks.
-        config: The mesh and the options of the run, without pipeline parallelism.
-        ranks: The size of the mesh.
-        rows: Rows of a rank's batch.
-        tokens: Tokens of a row.
-        optimizer: Name of a class of `torch.optim`.
-
-    Raises:
-        ValueError: The model cannot be cut in this way; the text is that of the run itself.
     """
 
     @cache

@@ -15,8 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-_WORKERS = 4
-"""Most processes that simulate steps at the same time; each takes about 1 GB."""
+_WORKERS = 4  # most processes that simulate steps at the same time; each takes about 1 GB
 
 
 class Simulations:
@@ -42,12 +41,7 @@ class Simulations:
         self._folder.cleanup()
 
     def answers(self, jobs: Sequence[dict[str, Any]], progress: bool) -> list[dict[str, Any]]:
-        """Return the answer to each job. Equal jobs, of earlier calls too, are answered once.
-
-        Args:
-            jobs: Jobs, as JSON holds them.
-            progress: Show a bar.
-        """
+        """Return the answer to each job. Equal jobs, of earlier calls too, are answered once."""
         keys = [json.dumps(job) for job in jobs]
         missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._answers}
         bar = tqdm(total=len(missing), desc="Planning", unit="run", disable=not progress)
@@ -58,11 +52,7 @@ class Simulations:
         return [self._answers[key] for key in keys]
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a job. Several threads may ask.
-
-        Raises:
-            ChildProcessError: The process ended without an answer.
-        """
+        """Return the answer to a job, or raise ChildProcessError if its process ends. Several threads may ask."""
         process = self._free.get() or self._start()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.inspection import check_unmerged
@@ -52,23 +52,17 @@ _NAMES = {
 def write_safetensors(
     path: Path, tensors: Mapping[str, Node], writer: bool, progress: Callable[[int], object]
 ) -> Exception | None:
-    """Write lazy tensors to a file. Collective if reading them is.
+    """Write lazy tensors to a file, on the rank where `writer` is True. Collective if reading them is.
 
-    Args:
-        path: The file to write.
-        tensors: The nodes of the lazy tensors, by the names to write them under.
-        writer: True on the rank that writes; other ranks only take part in reading.
-        progress: A function that is called with the number of bytes that each step has read.
-
-    Returns:
-        The error that ended writing, or None. After such an error reading goes on, because other ranks take part in it.
+    Return the error that ended writing, or None: reading goes on after it, because other ranks take part in it.
+    `progress` is called with the number of bytes that each step has read.
     """
     failure: Exception | None = None
     file: IO[bytes] | None = None
     try:
         if writer:
             file = open(path, "wb")  # noqa: SIM115 - closed below, whatever fails in between
-            file.write(_header(tensors))
+            file.write(safetensors_header(tensors))
     except (OSError, KeyError) as error:
         failure = error
     for node in tensors.values():
@@ -88,7 +82,8 @@ def write_safetensors(
     return failure
 
 
-def _header(tensors: Mapping[str, Node]) -> bytes:
+def safetensors_header(tensors: Mapping[str, Node | Tensor]) -> bytes:
+    """Return the beginning of a file that holds tensors one after the other: the length of a header, and the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, node in tensors.items():
@@ -100,10 +95,7 @@ def _header(tensors: Mapping[str, Node]) -> bytes:
 
 
 def _chunks(node: Node) -> Iterator[Region]:
-    """Divide a tensor into regions of whole rows, in the order of its memory.
-
-    A region has `_CHUNK_BYTES` at most, unless a single row has more.
-    """
+    """Divide a tensor into regions of whole rows of `_CHUNK_BYTES` at most (or one row), in the order of its memory."""
     shape = node.shape
     if not prod(shape):
         return
@@ -120,9 +112,7 @@ def _chunks(node: Node) -> Iterator[Region]:
 _SIZE = re.compile(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 """Pattern of the sizes, as text, that huggingface_hub accepts, such as "5GB"; a size of zero does not match."""
 
-
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""Pattern of the names of the files that hold a model's weights."""
 
 
 @collective_call("export_merged")
@@ -158,12 +148,8 @@ def write_merged(
 ) -> Path:
     """Write the model as `export_merged` does. Collective.
 
-    Args:
-        model: As in `export_merged`.
-        directory: The folder to write.
-        max_shard_size: As in `export_merged`.
-        beside_others: Write into a folder that holds other files too, which stay, as `save_pretrained` of transformers
-            does. Weights that an earlier save has written there are replaced.
+    `beside_others` writes into a folder that holds other files too, which stay, as `save_pretrained` of transformers
+    does. Weights that an earlier save has written there are replaced.
     """
     with agreed():
         target = local_path(directory)
@@ -226,14 +212,8 @@ def write_merged(
 
 
 def _place_beside(scratch: Scratch, weights: list[str]) -> None:
-    """Move the files into a folder with others, and remove weights that were there before.
-
-    While shards are moved, a killed process leaves a folder without an index, not one whose shards are of two saves.
-
-    Args:
-        scratch: The folder with the files.
-        weights: The names of the files of weights, of which the last makes the others known.
-    """
+    """Move the files into a folder with others, and remove weights that were there before."""
+    # While shards are moved, a killed process leaves a folder without an index, not one whose shards are of two saves.
     target = scratch.target
     if len(weights) > 1:
         (target / INDEX).unlink(missing_ok=True)
@@ -244,22 +224,13 @@ def _place_beside(scratch: Scratch, weights: list[str]) -> None:
 
 
 def _check_size(size: Any) -> None:
-    if isinstance(size, str):
-        positive = _SIZE.fullmatch(size) is not None
-    else:
-        positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
-    if not positive:
+    is_count = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if not is_count and not (isinstance(size, str) and _SIZE.fullmatch(size)):
         raise ValueError(f"max_shard_size={size!r}: give a positive number of bytes, or a text such as '5GB'.")
 
 
 def _as_saved(base: nn.Module, merged: Mapping[str, Leaf], forms: Mapping[str, WeightForm]) -> dict[str, LazyTensor]:
-    """Return the merged weights as lazy tensors, by the names and in the shapes that checkpoints of the model have.
-
-    Args:
-        base: The base model.
-        merged: The tensors that a `MergedModel` lists, by their names in the merged model.
-        forms: The description of each of these tensors, by the same names.
-    """
+    """Return the merged weights as lazy tensors, by the names and in the shapes that checkpoints of the model have."""
     stored = {name: LazyTensor(leaf) for name, leaf in merged.items()}
     for name, form in forms.items():
         if form.selected is not None:

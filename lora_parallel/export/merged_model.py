@@ -50,10 +50,7 @@ class WeightForm:
     """Row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is."""
 
     transposed: bool
-    """True if the weight is [in, out] in the merged model and [out, in] here.
-
-    That is so for a quantised `Conv1D`, whose weight bitsandbytes transposes.
-    """
+    """True for a quantised `Conv1D`, whose weight bitsandbytes transposes to [out, in]."""
 
     is_merged: bool
     """True if adapters are to be merged into the tensor."""
@@ -87,12 +84,7 @@ class MergedWeight:
         return self.dense_dtype or self.tensor.dtype
 
     def form(self, name: str, first_name: str) -> WeightForm:
-        """Return the description for other ranks.
-
-        Args:
-            name: The name of the tensor in the merged model.
-            first_name: The first of the names of the tensor in the sharded model.
-        """
+        """Return the description for other ranks."""
         layer = self.quantised
         return WeightForm(
             name,
@@ -108,15 +100,13 @@ class MergedWeight:
 
 
 def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
-    """List the parameters and persistent buffers of the merged model that this rank holds, by their names in it.
-
-    A tied tensor is listed once, under the first of the names that it has on this rank.
-
-    Raises:
-        ValueError: An adapter cannot be merged part by part, or is on only one of two layers with a tied weight.
-    """
-    found: dict[str, MergedWeight] = {}
+    """List what this rank holds of the merged model, by name; a tied tensor once, under its first name on this rank."""
+    weights: dict[str, MergedWeight] = {}
     seen: dict[int, tuple[str, bool]] = {}
+    config_dtype = getattr(getattr(base, "config", None), "dtype", None)
+    dense_dtype = (
+        config_dtype if isinstance(config_dtype, torch.dtype) else torch.float32
+    )  # as transformers' dequantize
     for prefix, module in base.named_modules():
         if _is_left_out(base, prefix):
             continue
@@ -140,10 +130,14 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
                 _check_kind(name, layer)
             weight = MergedWeight(tensor, place, layer if merged else None, partition_of(module, key))
             if quantised is not None and key == "weight":
-                weight = replace(weight, quantised=quantised, dense_dtype=_dense_dtype(base))
-            found[name] = weight
-    _check_all_merged(base, found)
-    return found
+                weight = replace(weight, quantised=quantised, dense_dtype=dense_dtype)
+            weights[name] = weight
+    merged_layers = {weight.layer for weight in weights.values()}
+    for prefix, module in base.named_modules():
+        remains = isinstance(module, LoraLayer) and module not in merged_layers and not _is_left_out(base, prefix)
+        if remains and active_adapters(module):  # on something else than a tensor of the merged model
+            _refuse(_merged_name(prefix), f"a {class_of(module).__name__} layer")
+    return weights
 
 
 def refuse_one_of_two(name: str, first: str) -> NoReturn:
@@ -152,20 +146,6 @@ def refuse_one_of_two(name: str, first: str) -> NoReturn:
         f"{name} and {first} are one weight, and an adapter is on one of them only: merging it would change both. Save "
         "the adapter (save_adapter) and merge it where it is used."
     )
-
-
-def _check_all_merged(base: nn.Module, weights: Mapping[str, MergedWeight]) -> None:
-    """Check that each active adapter is on a tensor of the merged model, since any other would be left out.
-
-    Raises:
-        ValueError: An adapter is on something else.
-    """
-    merged = {weight.layer for weight in weights.values()}
-    for prefix, module in base.named_modules():
-        if not isinstance(module, LoraLayer) or module in merged or _is_left_out(base, prefix):
-            continue
-        if active_adapters(module):
-            _refuse(_merged_name(prefix), f"a {class_of(base.get_submodule(prefix)).__name__} layer")
 
 
 def _is_left_out(base: nn.Module, prefix: str) -> bool:
@@ -196,15 +176,8 @@ def _merged_name(name: str) -> str:
 
 
 def _adapted_by(base: nn.Module, prefix: str, key: str) -> LoraLayer | None:
-    """Return the LoRA layer whose adapters change a parameter, or None.
-
-    With PEFT's `target_parameters` several LoRA layers may be nested around one module; each changes one parameter.
-
-    Args:
-        base: The base model.
-        prefix: The name of the module that holds the parameter.
-        key: The name of the parameter in that module.
-    """
+    """Return the LoRA layer whose adapters change a parameter `key` of the module `prefix`, or None."""
+    # With PEFT's `target_parameters` several LoRA layers may be nested around one module; each changes one parameter.
     while prefix.endswith(".base_layer"):
         prefix = prefix.removesuffix(".base_layer")
         owner = base.get_submodule(prefix)
@@ -213,16 +186,9 @@ def _adapted_by(base: nn.Module, prefix: str, key: str) -> LoraLayer | None:
     return None
 
 
-def _dense_dtype(base: nn.Module) -> torch.dtype:
-    """Return the dtype that transformers' own `dequantize` gives to quantised weights."""
-    dtype = getattr(getattr(base, "config", None), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def active_adapters(layer: LoraLayer) -> list[str]:
-    """List the adapters of a layer that `merge_and_unload` would merge."""
-    held = {*layer.lora_A, *layer.lora_embedding_A}
-    return [name for name in layer.active_adapters if name in held]
+def active_adapters(layer: Any) -> list[str]:
+    """List the adapters of a LoRA layer that `merge_and_unload` would merge."""
+    return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
 
 
 def _check_kind(name: str, layer: LoraLayer) -> None:
@@ -268,10 +234,8 @@ class MergedModel(Source):
     """The weights of the merged model, on all pipeline stages, by name (see `forms_of`)."""
 
     factors: dict[str, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """Full A and B of each active adapter on the weight that was read last, by the weight's name.
+    """Full A and B of each active adapter on the weight that was read last, as it may be read in many regions."""
 
-    They are kept because a weight may be read in many regions.
-    """
     bytes: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Full weight and scales, uint8, of the quantised weight that was read last, by the weight's name."""
 
@@ -323,13 +287,9 @@ class MergedModel(Source):
     def _merged(self, key: str, region: Region) -> Tensor:
         """Return the values of a region that this rank holds, with the adapters merged as PEFT merges them."""
         weight = self.weights[key]
-        held = region_of(weight.tensor)
-        mine = local(weight.tensor)[
-            tuple(slice(r.start - h.start, r.stop - h.start) for r, h in zip(region, held, strict=True))
-        ]
-        if weight.layer is None:
-            return mine
-        return self._with_adapters(key, mine.clone(), region)
+        held = zip(region, region_of(weight.tensor), strict=True)
+        mine = local(weight.tensor)[tuple(slice(r.start - h.start, r.stop - h.start) for r, h in held)]
+        return mine if weight.layer is None else self._with_adapters(key, mine.clone(), region)
 
     def _dequantised(self, key: str, region: Region) -> Tensor:
         weight, (rows, columns) = self.weights[key], region
@@ -345,13 +305,7 @@ class MergedModel(Source):
 
 
 def held_by_ranks(model: nn.Module, weights: Mapping[str, MergedWeight], start: str) -> Sequence[Held]:
-    """Return what each rank holds of the merged model, in the order of ranks. Collective.
-
-    Args:
-        model: The parallelized model.
-        weights: What this rank holds.
-        start: The beginning of the names in `model` of what is in the base model.
-    """
+    """Return what each rank holds of the merged model; names in its base begin with `start` in `model`. Collective."""
     first = first_names(model, [start + weight.place for weight in weights.values()])
     mine: dict[str, tuple[WeightForm, Region]] = {}
     for name, weight in weights.items():
@@ -366,44 +320,30 @@ def held_by_ranks(model: nn.Module, weights: Mapping[str, MergedWeight], start: 
 
 
 def forms_of(held: Sequence[Held]) -> dict[str, WeightForm]:
-    """Return the tensors of the merged model, by name. A tied tensor is listed once, under the first of its names.
-
-    Args:
-        held: What each rank holds.
-
-    Raises:
-        ValueError: An adapter is on one of two layers with a tied weight, which are on different pipeline stages.
-    """
-    forms = {form.name: form for each in held for form, _ in each.values()}
+    """Return the tensors of the merged model, by name. A tied tensor is listed once, under the first of its names."""
+    forms = {form.name: form for of_rank in held for form, _ in of_rank.values()}
     by_weight: dict[str, list[WeightForm]] = {}
     for form in forms.values():
         by_weight.setdefault(form.first_name, []).append(form)
     for tied in by_weight.values():
         first = next((form for form in tied if form.name == form.first_name), tied[0])
-        for form in tied:
-            if form is first:
-                continue
-            if form.is_merged or first.is_merged:
-                refuse_one_of_two(form.name, first.name)
-            del forms[form.name]
+        for other in tied:
+            if other is not first:
+                if other.is_merged or first.is_merged:
+                    refuse_one_of_two(other.name, first.name)
+                del forms[other.name]
     return forms
 
 
-def _factors(layer: LoraLayer) -> dict[str, tuple[Tensor, Tensor]]:
+def _factors(layer: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Gather the full A and B of each active adapter of a layer, by adapter name. Collective."""
-    found = {}
-    for adapter in active_adapters(layer):
-        pair = (
-            [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
-            if adapter in layer.lora_A
-            else [
-                layer.lora_embedding_A[adapter],
-                layer.lora_embedding_B[adapter],
-            ]
-        )
-        a, b = (_full(parameter) for parameter in pair)
-        found[adapter] = a, b
-    return found
+    pairs = {
+        name: (layer.lora_A[name].weight, layer.lora_B[name].weight)
+        if name in layer.lora_A
+        else (layer.lora_embedding_A[name], layer.lora_embedding_B[name])
+        for name in active_adapters(layer)
+    }
+    return {name: (_full(a), _full(b)) for name, (a, b) in pairs.items()}
 
 
 def _full(parameter: Any) -> Tensor:
@@ -414,12 +354,7 @@ def _full(parameter: Any) -> Tensor:
 def _delta(weight: MergedWeight, adapter: str, a: Tensor, b: Tensor, region: Region) -> Tensor:
     """Compute the delta of one adapter for a region of the weight, by PEFT's own `get_delta_weight`.
 
-    Args:
-        weight: The weight that is merged.
-        adapter: The name of the adapter.
-        a: The full A of the adapter.
-        b: The full B of the adapter.
-        region: The region of the weight, in the order in which its rows are stored.
+    `a` and `b` are full; the region is in the order in which the weight's rows are stored.
     """
     layer: Any = weight.layer
     part: Any = object.__new__(class_of(layer))  # a shallow copy; copy.copy would have FSDP2's class build a layer
@@ -437,7 +372,7 @@ def _delta(weight: MergedWeight, adapter: str, a: Tensor, b: Tensor, region: Reg
             wanted = [wanted[0], wanted[2], wanted[1]]
     elif isinstance(layer, Embedding) or layer.fan_in_fan_out:
         wanted.reverse()  # the weight is stored transposed: its columns come from B, its rows from A
-    *experts, out, features = (each.to(a.device) for each in wanted)
+    *experts, out, features = (indices.to(a.device) for indices in wanted)
     for some in experts:
         a = a.unflatten(0, (layer.num_experts, -1))[some].flatten(0, 1)
         b = b.unflatten(1, (-1, layer.num_experts))[:, :, some].flatten(1)
@@ -467,5 +402,5 @@ class _Factor(nn.Module):
 
 
 def _intersection(one: Region, other: Region) -> Region | None:
-    found = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
-    return None if any(part.start >= part.stop for part in found) else found
+    region = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return None if any(part.start >= part.stop for part in region) else region

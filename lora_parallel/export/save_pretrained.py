@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -55,30 +55,27 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
     If a `state_dict` is given, whose tensors were gathered already, PEFT's or transformers' own method is called
     instead, on the calling process alone. `is_main_process` and `save_function` are ignored: rank 0 writes, with the
     engine's own functions.
-
-    Args:
-        model: The model that `parallelize` returned.
-        own: PEFT's or transformers' method, which this function replaces.
-        args: The positional arguments of that method.
-        kwargs: The keyword arguments of PEFT's and transformers' methods. Beside those that are named above, only
-            `selected_adapters`, `save_embedding_layers` and `max_shard_size` may differ from their defaults.
-
-    Raises:
-        TypeError: An argument is not supported.
-        ValueError: The model has no such adapter, or ranks call with different arguments. All on every rank.
     """
     names = list(signature(own).parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("state_dict") is not None:
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if arguments.get("state_dict") is not None:
         own(*args, **kwargs)
         return
     with collective_call("save_pretrained"):
         configs = peft_configs(model)
         with agreed():
             signature(own).bind(*args, **kwargs)
-            directory = given.pop(names[0])
-            _check_supported(given)
-            arguments = {**_defaults(), **given}
+            directory = arguments.pop(names[0])
+            methods = (PreTrainedModel.save_pretrained, PeftModel.save_pretrained)
+            parameters = [each for method in methods for each in signature(method).parameters.values()]
+            defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+            changed = {
+                key: value for key, value in arguments.items() if key not in _SUPPORTED and value != defaults.get(key)
+            }
+            if changed:
+                texts = ", ".join(f"{key}={value!r}" for key, value in changed.items())
+                raise TypeError(f"save_pretrained of a sharded model does not support {texts}.")
+            arguments = {**defaults, **arguments}
             chosen = list(configs) if arguments["selected_adapters"] is None else list(arguments["selected_adapters"])
             unknown = [name for name in chosen if name not in configs]
             if unknown:
@@ -115,20 +112,20 @@ def write_pretrained(
     reshard(model)
     loose = loose_parameters(model)
     with agreed():
-        place = local_path(directory)
+        folder = local_path(directory)
         check_finite(loose)
     if not names:
         write_merged(model, directory, max_shard_size, beside_others=True)
         return
-    check_alike(directory=str(place), save_embedding_layers=save_embedding_layers)
+    check_alike(directory=str(folder), save_embedding_layers=save_embedding_layers)
     with torch.inference_mode(False):  # a DTensor cannot be detached in inference mode
-        found = [gather_adapter(model, name, save_embedding_layers) for name in names]
+        gathered = [gather_adapter(model, name, save_embedding_layers) for name in names]
         beside = gather_on_rank_zero(loose)
     with agreed():
         if is_rank_zero():
-            for each in found:
-                each.write(place)
-            _write_beside(place / TRAINED, beside)
+            for adapter in gathered:
+                adapter.write(folder)
+            _write_beside(folder / TRAINED, beside)
 
 
 def _write_beside(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -149,18 +146,3 @@ def _write_beside(file: Path, tensors: dict[str, Tensor]) -> None:
         next(iter(tensors)),
         file,
     )
-
-
-def _defaults() -> dict[str, Any]:
-    """Return the defaults of all arguments that PEFT's and transformers' `save_pretrained` take."""
-    found = {**signature(PreTrainedModel.save_pretrained).parameters, **signature(PeftModel.save_pretrained).parameters}
-    return {name: each.default for name, each in found.items() if each.default is not each.empty}
-
-
-def _check_supported(given: Mapping[str, Any]) -> None:
-    defaults = _defaults()
-    unsupported = [
-        f"{key}={value!r}" for key, value in given.items() if key not in _SUPPORTED and value != defaults.get(key)
-    ]
-    if unsupported:
-        raise TypeError(f"save_pretrained of a sharded model does not support {', '.join(unsupported)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -54,10 +55,8 @@ class LayerTensor:
         self.owner._parameters[self.key] = parameter
 
     def shadow(self, local: Tensor | None) -> None:
-        """Let the owner compute with `local` in place of the parameter.
-
-        Attribute lookup finds the instance dictionary before `_parameters`, so names and registration stay.
-        """
+        """Let the owner compute with `local` in place of the parameter."""
+        # Attribute lookup finds the instance dictionary before `_parameters`, so names and registration stay.
         self.owner.__dict__[self.key] = local
 
     def unshadow(self) -> None:
@@ -115,7 +114,7 @@ def shared_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Modu
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, key))
-    return {parameter: held for parameter, held in places.items() if len(held) > 1}
+    return {parameter: modules for parameter, modules in places.items() if len(modules) > 1}
 
 
 def clean_names(model: nn.Module) -> dict[nn.Module, str]:
@@ -127,24 +126,20 @@ def clean_names(model: nn.Module) -> dict[nn.Module, str]:
     names: dict[nn.Module, str] = {}
 
     def walk(module: nn.Module, name: str) -> None:
+        wrapped: list[nn.Module] = []
         if isinstance(module, PeftModel):
-            walk(module.get_base_model(), name)
-            return
-        if isinstance(module, ModulesToSaveWrapper):
-            for inner in (module.original_module, *module.modules_to_save.values()):
-                walk(inner, name)
-            return
-        if module in names:
-            return
-        names[module] = name
-        if isinstance(module, BaseTunerLayer) or (is_linear(module) and not has_adapters_inside(module)):
-            return
-        if isinstance(module, TrainableTokensWrapper):
-            del names[module]
-            walk(module.token_adapter, name)
-            return
-        for key, child in module.named_children():
-            walk(child, f"{name}.{key}" if name else key)
+            wrapped = [module.get_base_model()]
+        elif isinstance(module, ModulesToSaveWrapper):
+            wrapped = [module.original_module, *module.modules_to_save.values()]
+        elif isinstance(module, TrainableTokensWrapper):
+            wrapped = [module.token_adapter]
+        elif module not in names:
+            names[module] = name
+            if not isinstance(module, BaseTunerLayer) and (not is_linear(module) or has_adapters_inside(module)):
+                for key, child in module.named_children():
+                    walk(child, f"{name}.{key}" if name else key)
+        for inner in wrapped:
+            walk(inner, name)
 
     walk(model, "")
     return names
@@ -157,8 +152,8 @@ def clean_parameter_name(name: str) -> str:
 
 def block_of(name: str) -> str:
     """Return the name of the block that a module is in, the outermost numbered one, or "" if it is in none."""
-    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
-    return found[0] if found else ""
+    match = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return match[0] if match else ""
 
 
 def without_block_numbers(name: str) -> str:
@@ -166,17 +161,9 @@ def without_block_numbers(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
 
 
-def count_kinds(said: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """Count layers by their name without block numbers and by the text about them.
-
-    Args:
-        said: The text about each layer, by the layer's name.
-    """
-    counts: dict[tuple[str, str], int] = {}
-    for name, what in said.items():
-        key = without_block_numbers(name), what
-        counts[key] = counts.get(key, 0) + 1
-    return counts
+def count_kinds(texts: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """Count layers by their name without block numbers and by the text about them; `texts` has one for each name."""
+    return dict(Counter((without_block_numbers(name), text) for name, text in texts.items()))
 
 
 def innermost(model: nn.Module) -> nn.Module:
@@ -194,26 +181,17 @@ def embeddings_of(model: Any, side: Literal["input", "output"]) -> nn.Module | N
 
 def asks_for(name: str, kwargs: Mapping[str, Any], model: nn.Module) -> bool:
     """Return True if an output (`output_attentions`, for example) is asked for, by the forward or else the config."""
-    asked = kwargs.get(name)
-    return bool(asked if asked is not None else getattr(getattr(model, "config", None), name, False))
+    value = kwargs.get(name)
+    return bool(value if value is not None else getattr(getattr(model, "config", None), name, False))
 
 
 def asks_for_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a model's forward is given a cache, or `use_cache=True`."""
-    return bool(kwargs.get("use_cache")) or any(isinstance(each, Cache) for each in (*args, *kwargs.values()))
+    return bool(kwargs.get("use_cache")) or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
 
 
 def check_between_blocks(kwargs: Mapping[str, Any], option: str, remedy: str) -> None:
-    """Check that a forward adds no features of images to the tokens between blocks, where ranks have chunks of them.
-
-    Args:
-        kwargs: The keyword arguments of the model that calls the blocks; Qwen3-VL gives its text model such features.
-        option: What gives ranks chunks, in words.
-        remedy: How to do without it.
-
-    Raises:
-        ValueError: There are such features.
-    """
+    """Refuse a forward that adds features of images (Qwen3-VL) between blocks, where `option` gives ranks chunks."""
     if kwargs.get("deepstack_visual_embeds") is not None:
         raise ValueError(
             f"deepstack_visual_embeds: features of images are added to the tokens between blocks, where {option} each "
@@ -224,7 +202,7 @@ def check_between_blocks(kwargs: Mapping[str, Any], option: str, remedy: str) ->
 def without_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a block with None in the place of caches."""
     return (
-        tuple(None if isinstance(each, Cache) else each for each in args),
+        tuple(None if isinstance(value, Cache) else value for value in args),
         {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()},
     )
 

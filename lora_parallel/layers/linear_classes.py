@@ -42,16 +42,21 @@ class QuantisedLayer(nn.Linear):
     block: int
     """Number of input features that share a scale."""
 
+    @classmethod
+    def replace_weight(cls, layer: Any, parts: Mapping[str, Tensor], scales: dict[str, bool], block: int) -> None:
+        """Let a layer, in place, hold the parameters `parts` instead of its weight, as an instance of this class."""
+        del layer._parameters["weight"]
+        for name, tensor in parts.items():
+            setattr(layer, name, tensor)
+        layer.scales, layer.block = scales, block
+        layer.__class__ = cls
+
     @abstractmethod
     def dense(self) -> Tensor:
         """Return the dequantised weight, [out, in], of the rows and columns that the parameters hold now."""
 
     def dense_of(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the dequantised weight of other bytes in this layer's format.
-
-        Args:
-            parts: `weight` and its scales by name, of any number of rows.
-        """
+        """Return the dequantised weight of other bytes in this layer's format: `weight` and its scales, of any rows."""
         like: Any = object.__new__(type(self))
         like.__dict__.update(self.__dict__)
         like.__dict__["_parameters"] = dict(parts)
@@ -103,11 +108,8 @@ def features_dim(base: nn.Module) -> int:
 
 
 def is_linear(base: nn.Module) -> bool:
-    """Return True for an `nn.Linear` and for transformers' `Conv1D`, which stores its weight transposed.
-
-    A subclass that does not return a tensor of its output features (Llama 4's router returns a tuple) is no linear
-    layer.
-    """
+    """Return True for an `nn.Linear` and for transformers' `Conv1D`, which stores its weight transposed."""
+    # A subclass that returns no tensor of its output features (Llama 4's router returns a tuple) is no linear layer.
     return isinstance(base, QuantisedLayer) or (isinstance(base, (nn.Linear, Conv1D)) and _gives_features(base))
 
 
@@ -135,10 +137,8 @@ def _gives_when_tried(base: nn.Module) -> bool:
 
 def own_roles(base: nn.Module, style: Style) -> dict[tuple[nn.Module, str], Role]:
     """Map each parameter that a subclass has beside its weight, as (module, name in it), to its role."""
-    found = _roles(base, style) or {}
-    return {
-        (base.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]): role for name, role in found.items()
-    }
+    paths = {name.rpartition("."): role for name, role in (_roles(base, style) or {}).items()}
+    return {(base.get_submodule(owner), key): role for (owner, _, key), role in paths.items()}
 
 
 def subclass_problem(base: nn.Module, style: Style) -> str | None:
@@ -191,10 +191,8 @@ def _search(base: nn.Module, columns: bool) -> dict[str, Role] | None:
 
 
 def _agrees(base: nn.Module, roles: dict[str, Role], sizes: tuple[int, int], columns: bool, training: bool) -> bool:
-    """Return True if the outputs of two parts of the layer, cut as `roles` say, together equal the whole output.
-
-    The features are divided between the two parts at random: right roles must give the whole output for any division.
-    """
+    """Return True if the outputs of two parts of the layer, cut as `roles` say, together equal the whole output."""
+    # The features are divided between the two at random: right roles must give the whole output for any division.
     torch.default_generator.manual_seed(0)
     out, width = sizes
     at = features_dim(base)
@@ -245,11 +243,8 @@ def _run(
 def matrices(model: nn.Module, config: Any) -> Iterator[tuple[bool, float]]:
     """Yield, for each matrix that tokens are multiplied with, whether it trains and its multiplications for a token.
 
-    Embeddings are looked up and cost none. Of a mixture's experts a token goes to some only.
-
-    Args:
-        model: The model, or a part of it, sharded or not: a sharded matrix counts as a whole.
-        config: The model's config, which says how many experts a token goes to; None if there is none.
+    Embeddings are looked up and cost none. Of a mixture's experts a token goes to some only. A sharded matrix counts as
+    a whole.
     """
     used = _share_of_experts(config)
     for module in model.modules():
@@ -264,9 +259,8 @@ def matrices(model: nn.Module, config: Any) -> Iterator[tuple[bool, float]]:
 def _share_of_experts(config: Any) -> float:
     """Return the share of a mixture's experts that a token goes to, 1 for other models."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    every = next(
-        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), None
-    )
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    every = next((count for key in keys if (count := getattr(text, key, None))), None)
     chosen = getattr(text, "num_experts_per_tok", None)
     return chosen / every if every and chosen else 1.0
 
@@ -296,12 +290,7 @@ def problem_anywhere(module: nn.Module) -> str | None:
 
 
 def cut_problem(module: nn.Module, style: Style) -> str | None:
-    """Return the reason why a layer cannot be cut as `style` says.
-
-    Returns:
-        None if the layer can be cut, if the style leaves it whole, or if the style is one of experts, which
-        `planning/experts.py` checks.
-    """
+    """Return the reason why a layer cannot be cut as `style` says, or None; `planning/experts.py` checks experts."""
     if style is STYLES["replicate"] or style.enter == "experts":
         return None
     if isinstance(module, BaseTunerLayer) and (problem := _adapter_problem(module)) is not None:

@@ -84,39 +84,23 @@ class Style:
         """Return the placement of DoRA's magnitude [out], a factor of the output."""
         return self.bias
 
-    @property
-    def per_output(self) -> Placement:
-        """Return the placement of a parameter with which a subclass of `nn.Linear` changes each output feature.
+    per_output = magnitude
+    """Placement of a subclass's parameter for each output feature; `Shard` cuts `LayerTensor.dim`."""
 
-        If this is `Shard`, the parameter is cut along `LayerTensor.dim`.
-        """
-        return self.bias
-
-    @property
-    def addend(self) -> Placement:
-        """Return the placement of a tensor that the layer's own forward adds to the output.
-
-        If a rank's output is a partial sum, only the first rank of the tp axis adds it.
-        """
-        return self.bias
+    addend = magnitude
+    """Placement of a tensor that the layer's own forward adds to the output: to a partial sum on one tp rank."""
 
     @property
     def per_input(self) -> Placement:
-        """Return the placement of a parameter with which a subclass of `nn.Linear` changes each input feature.
-
-        If this is `Shard`, the parameter is cut along `LayerTensor.dim`.
-        """
+        """Return the placement of a subclass's parameter for each input feature; `Shard` cuts `LayerTensor.dim`."""
         return _ROWS if self.lora_A == _COLUMNS and self.enter != "mask" else _WHOLE
 
     @property
     def other(self) -> Placement:
-        """Return the placement of a parameter without a dim of features: whole on every rank."""
+        """Return the placement of a parameter without a dim of features, or without elements: whole on every rank."""
         return _WHOLE
 
-    @property
-    def empty(self) -> Placement:
-        """Return the placement of a parameter without elements: whole on every rank."""
-        return _WHOLE
+    empty = other
 
 
 _ROWS, _COLUMNS, _WHOLE = Shard(0), Shard(1), Replicate()
@@ -124,35 +108,23 @@ _OF_OUTPUT_SLICES = frozenset({"lora_A", "per_input", "other"})
 _OF_PARTIAL_SUMS = frozenset({"lora_B", "magnitude", "per_output", "addend", "other"})
 _OF_EXPERTS = frozenset({"lora_A", "lora_B", "addend", "other"})
 
-_COLWISE = Style(
+_REPLICATE = Style(_WHOLE, _WHOLE, _WHOLE, _WHOLE, "keep", "keep", partial_roles=frozenset(), requires_even_split=False)
+_COLWISE = replace(
+    _REPLICATE,
     weight=_ROWS,
     bias=_ROWS,
-    lora_A=_WHOLE,
     lora_B=_ROWS,
     enter="copy",
-    leave="keep",
     partial_roles=_OF_OUTPUT_SLICES,
     requires_even_split=True,
 )
-_ROWWISE = Style(
+_ROWWISE = replace(
+    _REPLICATE,
     weight=_COLUMNS,
-    bias=_WHOLE,
     lora_A=_COLUMNS,
-    lora_B=_WHOLE,
-    enter="keep",
     leave="reduce",
     partial_roles=_OF_PARTIAL_SUMS,
     requires_even_split=True,
-)
-_REPLICATE = Style(
-    weight=_WHOLE,
-    bias=_WHOLE,
-    lora_A=_WHOLE,
-    lora_B=_WHOLE,
-    enter="keep",
-    leave="keep",
-    partial_roles=frozenset(),
-    requires_even_split=False,
 )
 # A module of experts (see `tp/context.py`): each rank holds a slice of every expert, or some whole experts.
 _EXPERTS = replace(_REPLICATE, weight=_ROWS, enter="experts", leave="reduce", partial_roles=_OF_EXPERTS)
@@ -198,11 +170,7 @@ def with_token_output(style: Style) -> Style:
 
 
 def style_named(name: str, where: str) -> Style:
-    """Return the style called `name`.
-
-    Raises:
-        ValueError: No style has this name; `where` tells the reader which plan entry asked for it.
-    """
+    """Return the style called `name`; `where` tells which plan entry asked for it, if no style has this name."""
     try:
         return STYLES[name]
     except (KeyError, TypeError):
@@ -218,10 +186,7 @@ _ATTRIBUTE = "_lora_parallel_row_partition"
 
 @dataclass(frozen=True)
 class RowPartition:
-    """Hold the rows that each tp rank computes, as ranges (start, stop) in ascending order.
-
-    Every rank has the same number of rows. Two ranks may have the same row.
-    """
+    """Hold the rows that each tp rank computes, equally many and perhaps shared, as ascending ranges (start, stop)."""
 
     ranks: tuple[tuple[Range, ...], ...]
     size: int
@@ -236,9 +201,7 @@ class RowPartition:
     def packed(cls, parts: Sequence[int], tp: int) -> RowPartition:
         """Return the partition of a tensor made of several matrices, in which each matrix is cut into one chunk a rank.
 
-        Args:
-            parts: Number of rows of each matrix, a multiple of tp, in the order of the tensor.
-            tp: Size of the tp axis.
+        `parts` are the numbers of rows of the matrices, in their order, each a multiple of tp.
         """
         ranks = []
         for rank in range(tp):
@@ -278,10 +241,8 @@ class RowPartition:
         return torch.cat([torch.arange(*each) for each in self.ranks[rank]])
 
     def arranged(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return `tensor` with its rows along `dim` in the order of `order`: those of rank 0, then those of rank 1, ...
-
-        The result is a concatenation of slices, so a lazy tensor stays one.
-        """
+        """Return `tensor` with its rows along `dim` in the order of `order`: rank 0's, then rank 1's, ..."""
+        # The result is a concatenation of slices, so a lazy tensor stays one.
         return torch.cat([tensor.narrow(dim, a, b - a) for ranges in self.ranks for a, b in ranges], dim)
 
     def restored(self, tensor: Tensor, dim: int) -> Tensor:

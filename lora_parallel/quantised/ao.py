@@ -37,11 +37,11 @@ class _Form:
 
     def filled(self, tensors: dict[str, Tensor]) -> Any:
         """Return the quantised weight whose inner tensors have the bytes `tensors`, uint8 [rows, .] by name."""
-        made = {name: tensors[name].view(dtype) for name, (dtype, _) in self.inner.items()}
-        made = {name: t.flatten() if self.inner[name][1] == 1 else t for name, t in made.items()}
+        inner = {name: tensors[name].view(dtype) for name, (dtype, _) in self.inner.items()}
+        inner = {name: t.flatten() if self.inner[name][1] == 1 else t for name, t in inner.items()}
         block = self.attributes["block_size"]
-        here = type(block)(min(each) for each in zip(block, made[_WEIGHT].shape, strict=True))
-        return self.kind.__tensor_unflatten__(made, {**self.attributes, "block_size": here}, None, None)
+        here = type(block)(min(sizes) for sizes in zip(block, inner[_WEIGHT].shape, strict=True))
+        return self.kind.__tensor_unflatten__(inner, {**self.attributes, "block_size": here}, None, None)
 
 
 class LinearAO(QuantisedLayer):
@@ -59,14 +59,9 @@ class LinearAO(QuantisedLayer):
     @classmethod
     def hold(cls, layer: Any, parts: Mapping[str, Tensor], form: _Form) -> None:
         """Let a layer hold the parameters `parts`, from which `form` makes the quantised weight, in place."""
-        del layer._parameters["weight"]
-        for name, tensor in parts.items():
-            setattr(layer, name, tensor)
-        layer._form = form
-        layer.block = form.attributes["block_size"][1]
-        whole = layer.block >= layer.in_features
-        layer.scales = {name: whole for name in parts if name != "weight"}
-        layer.__class__ = cls
+        layer._form, block = form, form.attributes["block_size"][1]
+        scales = {name: block >= layer.in_features for name in parts if name != "weight"}
+        cls.replace_weight(layer, parts, scales, block)
 
     def cut_problem(self, style: Any, tp: int) -> str | None:
         """Refuse to cut the input of a format that quantises whole rows of it; else do as `QuantisedLayer`."""
@@ -82,10 +77,7 @@ class LinearAO(QuantisedLayer):
         return self._quantised().dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the output as `nn.Linear` does.
-
-        torchao keeps the dequantised weight for backward; here backward dequantises the weight again.
-        """
+        """Compute the output as `nn.Linear` does; backward dequantises the weight again, which torchao would keep."""
         weight = self._quantised()
         if torch.is_grad_enabled() and x.requires_grad:
             return checkpoint(F.linear, x, weight, self.bias, use_reentrant=False, preserve_rng_state=False)
@@ -98,10 +90,9 @@ def _key(name: str) -> str:
 
 def problem_ao(layer: Any) -> str | None:
     """Return the reason why a layer with a weight of torchao cannot be held as bytes, or None if it can."""
-    shape = layer.out_features, layer.in_features
-    if tuple(layer.weight.shape) != shape:
-        here = tuple(layer.weight.shape)
-        return f"its weight has shape {here}, and the layer {shape}: the model's config is not its checkpoint's"
+    shape, expected = tuple(layer.weight.shape), (layer.out_features, layer.in_features)
+    if shape != expected:
+        return f"its weight has shape {shape}, and the layer {expected}: the model's config is not its checkpoint's"
     return _problem(layer.weight)
 
 
@@ -123,15 +114,7 @@ def _problem(weight: Any) -> str | None:
 
 
 def dense_ao(dense: Node, quantise: Callable[[nn.Linear], None]) -> Packed:
-    """Return the weight of a linear layer on meta as a node that is quantised when it is read.
-
-    Args:
-        dense: The layer's weight on disk, [out, in].
-        quantise: Function that quantises a linear layer in place.
-
-    Raises:
-        ValueError: `quantise` makes a format that cannot be sharded.
-    """
+    """Return the weight [out, in] of a linear layer on disk as a node that `quantise` quantises when it is read."""
     out, features = dense.shape
     sample = _sample(features, dense.dtype, quantise)
     if problem := _problem(sample):
@@ -155,14 +138,7 @@ def stored_ao(
 ) -> Packed:
     """Return the weight of a linear layer on meta as a node made of the tensors that torchao saved.
 
-    Args:
-        tensors: The saved tensors, by the names of the quantised weight's inner tensors.
-        weight: The quantised weight that torchao makes of these tensors, on meta.
-        quantise: Function that quantises a linear layer in place, as the model's config says.
-
-    Raises:
-        ValueError: The tensors are of a layer of another shape, or are quantised otherwise than the config says or in a
-            format that cannot be sharded.
+    `weight` is what torchao makes of these tensors, on meta; `quantise` quantises a linear layer as the config says.
     """
     if tuple(weight.shape) != (layer.out_features, layer.in_features):
         raise ValueError(

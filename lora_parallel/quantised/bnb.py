@@ -46,13 +46,9 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, QuantisedLayer):
     @classmethod
     def hold(cls, layer: Any, parts: Mapping[str, Tensor], state: QuantState) -> None:
         """Let a layer hold the parameters `parts`, which `state` describes, in place."""
-        del layer._parameters["weight"]
-        for name, tensor in parts.items():
-            setattr(layer, name, tensor)
-        layer.scales = {"weight_absmax": False}
-        layer.block, layer.quant_state = state.blocksize, None
+        layer.quant_state = None
         layer._code, layer._kind, layer._dtype = state.code, state.quant_type, state.dtype
-        layer.__class__ = cls
+        cls.replace_weight(layer, parts, {"weight_absmax": False}, state.blocksize)
 
     def _state(self) -> QuantState:
         return QuantState(
@@ -69,19 +65,14 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, QuantisedLayer):
         return quantisation.dequantize_4bit(self.weight.detach().reshape(-1, 1), self._state())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the output as `bitsandbytes.nn.Linear4bit` does.
-
-        Raises:
-            TypeError: The product would be in float64, for which bitsandbytes has no kernel; some of its backends then
-                return uninitialised memory (0.50, https://github.com/bitsandbytes-foundation/bitsandbytes).
-        """
-        given = x.dtype
+        """Compute the output as `bitsandbytes.nn.Linear4bit` does."""
         fed = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        # Without a kernel some backends of bitsandbytes 0.50 return uninitialised memory.
         if fed.dtype == torch.float64:
             raise TypeError("bitsandbytes has no 4-bit product in float64: use bnb_4bit_compute_dtype=torch.float32.")
         bias = None if self.bias is None else self.bias.to(fed.dtype)
         y = bitsandbytes.matmul_4bit(fed, self.weight.reshape(-1, 1), quant_state=self._state(), bias=bias)
-        return y.to(given)
+        return y.to(x.dtype)
 
 
 class Linear8bit(bitsandbytes.nn.Linear8bitLt, QuantisedLayer):
@@ -99,13 +90,8 @@ class Linear8bit(bitsandbytes.nn.Linear8bitLt, QuantisedLayer):
     @classmethod
     def hold(cls, layer: Any, parts: Mapping[str, Tensor]) -> None:
         """Let a layer hold the parameters `parts`, in place."""
-        del layer._parameters["weight"]
-        for name, tensor in parts.items():
-            setattr(layer, name, tensor)
-        layer.scales = {"weight_scb": True}
-        layer.block = layer.in_features
         layer.state.CB = layer.state.SCB = None
-        layer.__class__ = cls
+        cls.replace_weight(layer, parts, {"weight_scb": True}, layer.in_features)
 
     def _scales(self) -> Tensor:
         return self.weight_scb.detach().view(torch.float32).flatten()
@@ -135,10 +121,8 @@ def problem_4bit(layer: Any) -> str | None:
 
 
 def _problem_of_scales(state: QuantState) -> str | None:
-    """Return the reason why the scales of a 4-bit weight do not fit it, or None if they do.
-
-    If a file lacks the tensors of double quantisation, bitsandbytes takes the scales as not quantised.
-    """
+    """Return the reason why the scales of a 4-bit weight do not fit it, or None if they do."""
+    # If a file lacks the tensors of double quantisation, bitsandbytes takes the scales as not quantised.
     blocks, rest = divmod(state.shape.numel(), state.blocksize)
     if rest or state.shape[1] % state.blocksize:
         return f"its blocks of {state.blocksize} do not end with its rows of {state.shape[1]} features"
@@ -244,11 +228,7 @@ class _Compressed(Block):
 
 
 def stored_4bit(layer: Any, tensors: Mapping[str, LazyTensor]) -> Packed:
-    """Return the weight of a `Linear4bit` on meta as a node made of the tensors that bitsandbytes saved.
-
-    Raises:
-        ValueError: The tensors are not those of this layer, or are incomplete.
-    """
+    """Return the weight of a `Linear4bit` on meta as a node made of the tensors that bitsandbytes saved."""
     kinds = [name.rpartition("__")[2] for name in tensors if "quant_state" in name]
     if len(kinds) != 1 or "weight.absmax" not in tensors or "weight.quant_map" not in tensors:
         raise ValueError(
@@ -261,9 +241,9 @@ def stored_4bit(layer: Any, tensors: Mapping[str, LazyTensor]) -> Packed:
             "config is not the checkpoint's"
         )
     small = ("quant_map", "nested_quant_map", f"bitsandbytes__{kinds[0]}")
-    given = {name: read(each.node) if name.endswith(small) else each for name, each in tensors.items()}
-    packed: Any = given.pop("weight")
-    state = QuantState.from_dict(given, device=torch.device("cpu"))
+    state_tensors = {name: read(t.node) if name.endswith(small) else t for name, t in tensors.items()}
+    packed: Any = state_tensors.pop("weight")
+    state = QuantState.from_dict(state_tensors, device=torch.device("cpu"))
     out, features = layer.out_features, layer.in_features
     if tuple(state.shape) != (out, features) or packed.numel() * packed.element_size() * 2 != out * features:
         raise ValueError(
@@ -303,8 +283,8 @@ class _Nested(Block):
 
     def _blocks(self, rows: slice) -> tuple[slice, slice]:
         """Return the range of scales' scales that some rows need, and the range of scales that these are for."""
-        each, size = self.shape[1] // 4, self.state.blocksize
-        scales = slice(rows.start * each // size, -(-rows.stop * each // size))
+        per_row, size = self.shape[1] // 4, self.state.blocksize
+        scales = slice(rows.start * per_row // size, -(-rows.stop * per_row // size))
         return scales, slice(scales.start * size, min(scales.stop * size, self.compressed.shape[0]))
 
     def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
@@ -317,9 +297,9 @@ class _Nested(Block):
                 blocksize=self.state.blocksize,
             )
             values = values + self.offset.to(device)
-            each = self.shape[1] // 4
-            values = values[rows.start * each - blocks.start : rows.stop * each - blocks.start]
-            yield values.view(rows.stop - rows.start, each).view(torch.uint8)[:, columns]
+            per_row = self.shape[1] // 4
+            values = values[rows.start * per_row - blocks.start : rows.stop * per_row - blocks.start]
+            yield values.view(rows.stop - rows.start, per_row).view(torch.uint8)[:, columns]
 
 
 def dense_8bit(layer: Any, dense: Node) -> Packed:
@@ -338,11 +318,7 @@ def dense_8bit(layer: Any, dense: Node) -> Packed:
 
 
 def stored_8bit(layer: Any, tensors: Mapping[str, LazyTensor]) -> Packed:
-    """Return the weight of a `Linear8bitLt` on meta as a node made of the tensors that bitsandbytes saved.
-
-    Raises:
-        ValueError: The tensors are not those of this layer.
-    """
+    """Return the weight of a `Linear8bitLt` on meta as a node made of the tensors that bitsandbytes saved."""
     weight, scales = tensors.get("weight"), tensors.get("SCB")
     if weight is None or scales is None or weight.dtype != torch.int8:
         raise ValueError(
@@ -360,4 +336,4 @@ def stored_8bit(layer: Any, tensors: Mapping[str, LazyTensor]) -> Packed:
 
 
 def _list(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} ({str(each.dtype).removeprefix('torch.')})" for name, each in tensors.items())
+    return ", ".join(f"{name} ({str(tensor.dtype).removeprefix('torch.')})" for name, tensor in tensors.items())

@@ -21,7 +21,7 @@ from lora_parallel.lazy.lazy_tensor import LazyParameter
 from lora_parallel.quantised.packed_weight import Packed
 
 _Format = tuple[Callable[[Any], None], Callable[[Any], "str | None"]]
-"""Two functions of a format: one changes a layer in place, one returns the reason why it cannot."""
+"""Two functions: one changes a layer in place, one returns the reason why it cannot."""
 
 
 def _format_of(module: nn.Module) -> _Format | None:
@@ -54,38 +54,27 @@ def _hold_waiting(layer: Any) -> None:
 
 
 def check_quantised(model: nn.Module) -> None:
-    """Check that every quantised layer can be sharded.
-
-    Raises:
-        ValueError: A layer is quantised in a format that cannot be sharded, or was cast or reshaped before it was
-            read; an adapter was there before the base was quantised; or a LoRA variant is on a quantised layer.
-    """
+    """Check that every quantised layer can be sharded, and that adapters were added after the base was quantised."""
     names = {module: name for name, module in model.named_modules()}
     inside = {inner: layer for layer in model.modules() if isinstance(layer, LoraLayer) for inner in own_modules(layer)}
     known: set[Tensor] = set()
     for module, name in names.items():
-        found = _format_of(module)
-        if found is None:
+        if (layer_format := _format_of(module)) is None:
             continue
-        layer = inside.get(module)
-        if layer is not None:
+        if module in inside:
             raise ValueError(
                 f"{name} is a factor of an adapter, and quantised: the adapter was there before the base was "
                 "quantised. Quantise first (from_pretrained with a quantization_config), then add the adapter."
             )
-        problem = found[1](module)
-        if problem is not None:
+        if (problem := layer_format[1](module)) is not None:
             raise ValueError(f"{name} ({type(module).__name__}) is quantised and cannot be sharded: {problem}.")
         known.update(p for p in module._parameters.values() if p is not None)
     for module, name in names.items():
         if isinstance(module, BaseTunerLayer):
             _check_adapter(module, name)
     for name, parameter in model.named_parameters():
-        if (
-            isinstance(parameter, LazyParameter)
-            and not isinstance(parameter.node, Packed)
-            and _is_of_packed(parameter.node)
-        ):
+        node = parameter.node if isinstance(parameter, LazyParameter) else None
+        if node is not None and not isinstance(node, Packed) and _is_of_packed(node):
             raise ValueError(
                 f"{name} is quantised, and was cast or changed in shape before it was read: leave quantised weights as "
                 "from_pretrained gives them."
@@ -98,7 +87,7 @@ def check_quantised(model: nn.Module) -> None:
 
 
 def _is_of_packed(node: Node) -> bool:
-    return isinstance(node, Packed) or any(_is_of_packed(each) for each in node.inputs)
+    return isinstance(node, Packed) or any(map(_is_of_packed, node.inputs))
 
 
 def _is_torchao(parameter: object) -> bool:
@@ -112,8 +101,7 @@ def own_modules(layer: Any) -> Iterator[nn.Module]:
 
 
 def _check_adapter(layer: Any, name: str) -> None:
-    found = _format_of(layer.get_base_layer())
-    if found is None:
+    if _format_of(layer.get_base_layer()) is None:
         return
     weight = layer.get_base_layer().weight
     if type(layer) is LoraLinear and not (_is_torchao(weight) or isinstance(weight, LazyParameter)):
@@ -128,16 +116,16 @@ def _check_adapter(layer: Any, name: str) -> None:
 
 def bare_states(model: nn.Module) -> dict[int, Any]:
     """Map the ids of bitsandbytes' states to their replacements in a copy without values, for `without_values`."""
-    found: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
     for module in model.modules():
         if module.__dict__.get("quant_state") is not None:
-            found[id(module.quant_state)] = None
+            replacements[id(module.quant_state)] = None
         state = module.__dict__.get("state")
         if hasattr(state, "has_fp16_weights"):
             bare: Any = copy.copy(state)
             bare.CB = bare.SCB = None
-            found[id(state)] = bare
-    return found
+            replacements[id(state)] = bare
+    return replacements
 
 
 def hold_as_bytes(model: nn.Module) -> None:
@@ -146,25 +134,23 @@ def hold_as_bytes(model: nn.Module) -> None:
     Call it after adapters were added, because PEFT knows only the quantisers' own layers.
     """
     for module in list(model.modules()):
-        found = _format_of(module)
-        if found is not None:
-            found[0](module)
+        if (layer_format := _format_of(module)) is not None:
+            layer_format[0](module)
     for module in model.modules():
         if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), QuantisedLayer):
             refuse_merge(module, "an adapter of a quantised layer", "on a mesh")
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(isinstance(each, QuantisedLayer) for each in module.modules()):
+        if isinstance(module, PreTrainedModel) and any(isinstance(part, QuantisedLayer) for part in module.modules()):
             module.__dict__["num_parameters"] = MethodType(_num_parameters, module)
 
 
 def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Count parameters as transformers does: a quantised weight as the dense one. Trainer computes FLOPs from it."""
-    held = {each for each in model.modules() if isinstance(each, QuantisedLayer)}
+    quantised = {module for module in model.modules() if isinstance(module, QuantisedLayer)}
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
-    apart = embeddings | {layer._parameters[key] for layer in held for key in ("weight", *layer.scales)}
+    apart = embeddings | {layer._parameters[key] for layer in quantised for key in ("weight", *layer.scales)}
     counted = (
         parameter.numel()
         for parameter in model.parameters()
         if parameter not in apart and (parameter.requires_grad or not only_trainable)
     )
-    return sum(counted) + (0 if only_trainable else sum(layer.in_features * layer.out_features for layer in held))
+    return sum(counted) + (0 if only_trainable else sum(layer.in_features * layer.out_features for layer in quantised))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lora_parallel.lazy.graph import Block, Node, Piece, ReadNode, Region, whole
 
-_CHUNK = 8 * 2**20
-"""Number of elements, in whole rows, that are brought into memory at once to be made smaller."""
+_CHUNK = 8 * 2**20  # elements, in whole rows, that are brought into memory at once to be made smaller
 
 
 def row_chunks(rows: slice, width: int) -> Iterator[slice]:
@@ -78,19 +77,15 @@ class Bytes:
         elif len(shape) == 1 and shape[0] == self.shape[0]:
             yield self._piece((rows,), region, rows, 0)
         else:
-            each = shape[0] // self.shape[0]
-            for some in row_chunks(rows, each):
-                flat = slice(some.start * each, some.stop * each)
+            per_row = shape[0] // self.shape[0]
+            for some in row_chunks(rows, per_row):
+                flat = slice(some.start * per_row, some.stop * per_row)
                 yield self._piece((flat, *whole(shape[1:])), region, some, 0)
 
     def _piece(self, asked: Region, region: Region, rows: slice, offset: int) -> Piece:
-        """Return the piece that fills `rows` of `region`.
+        """Return the piece that fills `rows` of `region` from the parent's region `asked`.
 
-        Args:
-            asked: Region of the parent to read.
-            region: Region of the bytes that is asked for as a whole.
-            rows: Rows of the bytes that the region `asked` holds.
-            offset: Position in a row of the first byte that is read.
+        `offset` is the position in a row of the first byte that is read.
         """
         (piece,) = self.parent.pieces(asked)
         cut = slice(region[1].start - offset, region[1].stop - offset)
@@ -141,12 +136,12 @@ class Encoding:
         """Yield the bytes of `part` for some rows and features: ranges of a few rows, each with its uint8 [rows, .]."""
         for some in row_chunks(rows, features.stop - features.start):
             key = (some.start, some.stop, features.start, features.stop)
-            found = self._rest.pop(key, None)
-            if found is None or part not in found:
-                found = dict(self.encode(read(self.dense, (some, features)).to(device)))
-            yield some, found.pop(part)
-            if found and self.only is None:
-                self._rest[key] = found
+            parts = self._rest.pop(key, None)
+            if parts is None or part not in parts:
+                parts = dict(self.encode(read(self.dense, (some, features)).to(device)))
+            yield some, parts.pop(part)
+            if parts and self.only is None:
+                self._rest[key] = parts
 
 
 @dataclass(frozen=True, eq=False)

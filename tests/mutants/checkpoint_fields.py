@@ -14,7 +14,7 @@ BREAKAGES = [
         "checkpoint",
         "A resumed run drops the elements that its first steps have dropped already.",
         f"{RESUME}::test_dropout_goes_on_where_it_was",
-        """each.forward_count.done = found.record["forward_counts"][name]""",
+        """model_state.forward_count.done = found.record["forward_counts"][name]""",
         """pass""",
     ),
     Mutant(

@@ -46,7 +46,7 @@ BREAKAGES = [
         "checkpoint",
         "A job resumes from an older checkpoint than its last.",
         NEWEST,
-        """max((read_meta(each)["number"] for each in before), default=0) + 1""",
+        """max((read_meta(path)["number"] for path in before), default=0) + 1""",
         """len(before) + 1""",
     ),
     Mutant(

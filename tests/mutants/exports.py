@@ -25,7 +25,7 @@ BREAKAGES = [
         "pass",
         "What trains beside an adapter, such as a module around the model, is lost when the adapter is saved.",
         "tests/accelerate_plugin/test_whole_model.py::test_what_trains_is_saved_resumed_and_the_best_taken[2x1-around]",
-        "_write_beside(place / TRAINED, beside)",
+        "_write_beside(folder / TRAINED, beside)",
         "pass",
     ),
     Mutant(

@@ -200,13 +200,13 @@ def refused(folder: Path) -> dict[str, Any]:
     found["a URL on one rank"] = attempt(export_merged, model, "s3://bucket/new" if odd else folder / "new")
     found["another size on one rank"] = attempt(export_merged, model, folder / "new", "5KB" if odd else "5GB")
     found["another folder on one rank"] = attempt(export_merged, model, folder / ("other" if odd else "new"))
-    own = writer_module._header
+    own = writer_module.safetensors_header
     if dist.get_rank() == 0:
-        writer_module._header = no_space  # type: ignore[assignment]
+        writer_module.safetensors_header = no_space  # type: ignore[assignment]
     try:
         found["no space"] = attempt(export_merged, model, folder / "new")
     finally:
-        writer_module._header = own
+        writer_module.safetensors_header = own
     dist.barrier()
     found["left"] = sorted(path.name for path in folder.iterdir())
     return found
