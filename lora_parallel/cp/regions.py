@@ -54,15 +54,7 @@ def run_replicated(layer: nn.Module, context: CPContext) -> None:
 def replicated(
     layer: nn.Module, own: Callable[..., Any], context: CPContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a layer's own forward; its parameters get their gradients divided by cp, and its inputs get all of theirs.
-
-    Args:
-        layer: The layer.
-        own: Its own forward.
-        context: The chunks.
-        args: Positional arguments of the forward. Chunks among them are gathered.
-        kwargs: Arguments by name.
-    """
+    """Call a layer's own forward: its parameters' gradients are divided by cp, and those of its inputs are not."""
     trains = any(parameter.requires_grad for parameter in layer.parameters())
     if not context.cuts:
         if trains:
@@ -87,11 +79,7 @@ def replicated(
 
 
 def refuse_gradients(name: str) -> None:
-    """Refuse to compute a part of the model by itself with gradients, which FSDP2 would add up over cp ranks.
-
-    Raises:
-        ValueError: Gradients are enabled.
-    """
+    """Refuse a part of the model called by itself with gradients, which FSDP2 would add up over cp ranks."""
     if torch.is_grad_enabled():
         raise ValueError(
             f"{name} was called with gradients, but not by the parallelized model's own forward, which cuts the tokens "
@@ -103,29 +91,16 @@ def refuse_gradients(name: str) -> None:
 class Places:
     """List the places of a model where its tokens are cut, and where they are whole again."""
 
+    # The blocks of the stack, in order; None for a block that is on another pipeline stage.
     blocks: list[nn.Module | None]
-    """The blocks of the stack, in order; None for a block that is on another pipeline stage."""
-
-    arguments: dict[nn.Module, list[str]]
-    """Names of the positional arguments of each block."""
-
-    attentions: dict[nn.Module, str]
-    """Modules that compute attention, and their names."""
-
+    arguments: dict[nn.Module, list[str]]  # Names of the positional arguments of each block
+    attentions: dict[nn.Module, str]  # Modules that compute attention, and their names
+    # Module whose output is that of the stack, after a norm: for a language model, all of it but the head.
     trunk: nn.Module
-    """Module whose output is that of the stack, after a norm: for a language model, all of it but the head."""
-
-    norm_on_chunks: bool
-    """True if what the trunk computes after the last block works on chunks."""
-
-    cut: dict[nn.Module, frozenset[str]]
-    """Names of the arguments of each block that have tokens and are cut."""
-
-    after: list[nn.Module]
-    """Linear layers that are called after the trunk."""
-
-    replicated: list[nn.Module]
-    """Other layers outside of the blocks in which something trains."""
+    norm_on_chunks: bool  # True if what the trunk computes after the last block works on chunks
+    cut: dict[nn.Module, frozenset[str]]  # Names of the arguments of each block that have tokens and are cut
+    after: list[nn.Module]  # Linear layers that are called after the trunk
+    replicated: list[nn.Module]  # Other layers outside of the blocks in which something trains
 
     def within(self, model: nn.Module) -> Places:
         """Return the places that are in `model`, of which some blocks and layers may have been taken out."""
@@ -142,12 +117,7 @@ class Places:
 
 
 class ChunkEntry:
-    """Cut hidden states that enter the blocks behind the first one, as a pipeline stage does.
-
-    Args:
-        context: The chunks.
-        draws: The random states of ranks that compute on chunks.
-    """
+    """Cut hidden states that enter the blocks behind the first one, as a pipeline stage does."""
 
     def __init__(self, context: CPContext, draws: OwnDraws) -> None:
         self._context, self._draws = context, draws
@@ -168,17 +138,7 @@ class ChunkEntry:
 
 
 def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> ChunkEntry:
-    """Make a model compute on chunks of the tokens, in place.
-
-    Args:
-        model: The model that the user calls.
-        places: Where its tokens are cut.
-        context: The chunks.
-        count: Counts the forwards of the model.
-
-    Returns:
-        What a pipeline stage without the first block calls in its place.
-    """
+    """Make a model compute on chunks of the tokens, in place."""
     wrap_registry()
     for module, name in places.attentions.items():
         module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)
@@ -232,11 +192,7 @@ class _Forward:
 
 
 def refuse_caches() -> None:
-    """Refuse a forward that is given a cache, or asked for one.
-
-    Raises:
-        ValueError: Gradients are enabled.
-    """
+    """Refuse a forward that is given a cache, or asked for one."""
     if torch.is_grad_enabled():
         raise ValueError(
             "a forward with gradients was given use_cache=True or a cache: under cp each rank would cache its own "
@@ -245,11 +201,7 @@ def refuse_caches() -> None:
 
 
 def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a forward that is asked for outputs of single blocks, or adds features of images between blocks.
-
-    Raises:
-        ValueError: The forward, or the model's config, asks for them.
-    """
+    """Refuse a forward that is asked for outputs of single blocks, or adds features of images between blocks."""
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if asks_for(name, kwargs, model):
             raise ValueError(
@@ -268,17 +220,7 @@ def changed_arguments(
     kwargs: Mapping[str, Any],
     change: Callable[[str, Tensor], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Change the tensors that a block is given.
-
-    Args:
-        names: Names of the positional arguments.
-        args: The positional arguments.
-        kwargs: The arguments by name.
-        change: Returns what stands for one tensor, from the name of the argument that it is in.
-
-    Returns:
-        The positional arguments, and those by name.
-    """
+    """Change the tensors that a block is given."""
 
     def changed(name: str, each: Any) -> Any:
         if isinstance(each, Tensor):
@@ -339,11 +281,7 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, entry: Chun
 def _refuse_trained(
     names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], cut: frozenset[str], context: CPContext
 ) -> None:
-    """Refuse what enters the blocks in whole and has a gradient, of which each rank would have a part.
-
-    Raises:
-        ValueError: An argument of the first block is such a tensor.
-    """
+    """Refuse what enters the blocks in whole and has a gradient, of which each rank would have a part."""
 
     def check(name: str, x: Tensor) -> Tensor:
         if name not in cut and x.requires_grad and context.sums_gradients and torch.is_grad_enabled():
@@ -357,11 +295,7 @@ def _refuse_trained(
 
 
 def _checked(tokens: int, chunks: TokenChunks) -> int:
-    """Return the number of tokens of a batch.
-
-    Raises:
-        ValueError: There is not a token for each chunk.
-    """
+    """Return the number of tokens of a batch, if there is one for each chunk."""
     if tokens < chunks.fewest:
         raise ValueError(
             f"a batch has {tokens} tokens a row, and cp={chunks.ranks} needs {chunks.fewest} at least: pad the rows, "
@@ -391,14 +325,7 @@ def with_first_output(output: Any, tensor: Tensor) -> Any:
 
 
 def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: bool) -> None:
-    """Make the output of a trunk stand for all tokens, of which this rank holds a chunk; all tokens if nobody follows.
-
-    Args:
-        trunk: The trunk.
-        places: Where tokens are cut.
-        context: The chunks.
-        gathers: Return all tokens, as nobody knows who reads them.
-    """
+    """Make the output of a trunk stand for all tokens, of which this rank has a chunk; `gathers` returns all tokens."""
     own, name = trunk.forward, type(trunk).__name__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

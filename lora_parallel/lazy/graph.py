@@ -13,11 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Region = tuple[slice, ...]
-"""A rectangle of a tensor: one slice with start and stop for each dim."""
-
-ReadNode = Callable[..., Tensor]
-"""Function like `read`, which brings a node, or a region of it, into memory."""
+Region = tuple[slice, ...]  # A rectangle of a tensor: one slice with start and stop for each dim
+ReadNode = Callable[..., Tensor]  # Function like `read`, which brings a node, or a region of it, into memory
 
 
 @dataclass(frozen=True)
@@ -25,14 +22,9 @@ class Piece:
     """Describe one rectangle of a leaf to read, and its place in the region that was asked for."""
 
     leaf: Leaf | Derived
-    region: Region
-    """The region of the leaf to read."""
-
-    target: Region
-    """The region of the result to write, relative to the start of the region that was asked for."""
-
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """Functions to apply, in this order, to the block that was read."""
+    region: Region  # The region of the leaf to read
+    target: Region  # The region of the result to write, relative to the start of the region that was asked for
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # Functions to apply, in this order, to the block that was read
 
 
 class Node(Protocol):
@@ -61,13 +53,8 @@ class Derived(Node, Protocol):
         """Yield the inputs that a region of this node needs, each with the region of the input."""
 
     def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
-        """Yield the values of regions of this node, on any device, computed from inputs that `read` brings into memory.
-
-        Args:
-            regions: All regions that are wanted, so that work which they share is done once.
-            read: Function that reads a node, or a region of a node.
-            device: Device for expensive computations.
-        """
+        """Yield regions of this node, on any device, computed from inputs that `read` brings into memory."""
+        # All regions come at once, so that the work which they share is done once.
 
 
 def whole(shape: tuple[int, ...]) -> Region:
@@ -101,9 +88,7 @@ class Block:
 class Leaf(Block):
     """Represent a tensor of a checkpoint."""
 
-    source: Any
-    """The `Source` that holds the tensor (see `lora_parallel.lazy.files`)."""
-
+    source: Any  # The `Source` that holds the tensor (see `lora_parallel.lazy.files`)
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -160,9 +145,7 @@ class Slice(_OfOne):
 class Permute(_OfOne):
     """Put the dims of a node in another order."""
 
-    dims: tuple[int, ...]
-    """Dim i of the result is dim dims[i] of the parent."""
-
+    dims: tuple[int, ...]  # Dim i of the result is dim dims[i] of the parent
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -50,9 +50,7 @@ class Computed(Block):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    index: int | None
-    """Index of the result, if the operation has several; else None."""
-
+    index: int | None  # Index of the result, if the operation has several; else None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -140,14 +138,9 @@ _OVERWRITES = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, a
 
 
 def _written(function: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Overwrite a computed tensor in memory; refuse to write to any other lazy tensor.
-
-    Under weight norm `module.weight` is computed anew at each access. A model's initialisation fills it, which has no
-    effect on the parameters, but draws random numbers: without this draw all later random numbers would be others.
-
-    Raises:
-        TypeError: A file holds the tensor, the tensor is a view, or the operation does not overwrite all of it.
-    """
+    """Overwrite a computed tensor in memory; refuse to write to any other lazy tensor."""
+    # A model's initialisation fills `module.weight` under weight norm, which is computed anew at each access: without
+    # this draw all later random numbers would be others.
     node = target.node if isinstance(target, LazyTensor) else None
     if isinstance(node, Computed) and function in _OVERWRITES and not _aliases(node.function):
         values = torch.empty(target.shape, dtype=target.dtype)
@@ -264,10 +257,7 @@ _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Compare two tensors on disk, reading a few rows at a time.
-
-    transformers compares the head and the embedding if a checkpoint holds both.
-    """
+    """Compare two tensors on disk, a few rows at a time, as transformers does with head and embedding."""
     if first.shape != second.shape or first.is_meta or second.is_meta:
         return False
     if not (isinstance(first, LazyTensor) and isinstance(second, LazyTensor)):
@@ -288,13 +278,7 @@ class LazyParameter(Tensor):
 
     @staticmethod
     def of(node: Node, parameter: bool, requires_grad: bool = False) -> LazyParameter:
-        """Return a LazyParameter of the node's shape and dtype.
-
-        Args:
-            node: The node that will fill the tensor.
-            parameter: Make an `nn.Parameter` (as `isinstance` sees it), not a buffer.
-            requires_grad: As for `nn.Parameter`.
-        """
+        """Return a LazyParameter of the node's shape and dtype."""
         empty = torch.empty(node.shape, dtype=node.dtype, device="meta")
         return _waiting(empty, _Source(node), parameter, requires_grad)
 
@@ -307,10 +291,7 @@ class LazyParameter(Tensor):
         return f"LazyParameter(shape={tuple(self.shape)}, dtype={self.dtype}, from {describe(self.node)})"
 
     def noting(self, other: Tensor) -> LazyParameter:
-        """Copy the attributes that somebody has set on `other` to this tensor, and return it.
-
-        Quantisers set attributes on weights, and PEFT reads them.
-        """
+        """Copy to this tensor what quantisers have set on `other`, which PEFT reads, and return it."""
         own = {"node", "source", "_is_param"}
         self.__dict__.update({key: value for key, value in vars(other).items() if key not in own})
         return self
@@ -373,8 +354,8 @@ class _Source:
     """Hold the node that fills a tensor and all other tensors that share its memory."""
 
     node: Node
+    # True if the tensor was made by a rearrangement (a view, a slice): a write to it may reach a larger tensor.
     is_part: bool = False
-    """True if the tensor was made by a rearrangement (a view, a slice): a write to it may reach a larger tensor."""
 
 
 def _waiting(tensor: Tensor, source: _Source, parameter: bool = False, requires_grad: bool = False) -> LazyParameter:
@@ -386,15 +367,7 @@ def _waiting(tensor: Tensor, source: _Source, parameter: bool = False, requires_
 
 
 def _rows(target: LazyParameter, index: Any) -> Tensor:
-    """Read rows of a tensor into memory, as PEFT takes the embeddings of tokens that it trains.
-
-    Args:
-        target: A tensor of at least one dim.
-        index: Numbers of rows, or a mask of them, as torch takes them.
-
-    Raises:
-        IndexError: There is no such row.
-    """
+    """Read rows of a tensor into memory, as PEFT takes the embeddings of tokens that it trains."""
     rows, region = torch.arange(target.shape[0])[index], whole(tuple(target.shape))
     parts = [read(target.node, with_part(region, 0, slice(row, row + 1))) for row in rows.flatten().tolist()]
     none = torch.empty(0, *target.shape[1:], dtype=target.dtype)
@@ -403,8 +376,8 @@ def _rows(target: LazyParameter, index: Any) -> Tensor:
 
 _DEVICE: Any = Tensor.device.__get__
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+# Functions that may replace the values of a LazyParameter by those of another one.
 _TAKES: tuple[Any, ...] = (_SET_DATA, Tensor.copy_)
-"""Functions that may replace the values of a LazyParameter by those of another one."""
 
 
 def _may_take(target: LazyParameter, value: Any) -> bool:
@@ -422,6 +395,7 @@ def _take(function: Any, target: LazyParameter, value: LazyParameter) -> LazyPar
     return target
 
 
+# Functions whose result shares the tensor's memory, or has the same values in another dtype.
 _ALIASES: tuple[Callable[..., Any], ...] = (
     Tensor.data.__get__,  # type: ignore[attr-defined]
     Tensor.detach,
@@ -433,8 +407,6 @@ _ALIASES: tuple[Callable[..., Any], ...] = (
     Tensor.half,
     Tensor.bfloat16,
 )
-"""Functions whose result shares the tensor's memory, or has the same values in another dtype."""
-
 _REARRANGES: tuple[Callable[..., Any], ...] = (
     Tensor.clone,
     Tensor.__getitem__,
@@ -448,15 +420,13 @@ _REARRANGES: tuple[Callable[..., Any], ...] = (
     Tensor.T.__get__,  # type: ignore[attr-defined]
 )
 
+# Functions that move a tensor. A LazyParameter stays on meta; its values are later read to the device of the mesh.
 _MOVES: tuple[Callable[..., Any], ...] = (Tensor.to, Tensor.cpu, Tensor.cuda)
-"""Functions that move a tensor. A LazyParameter stays on meta; its values are later read to the device of the mesh."""
-
 _COMPUTES = frozenset({"linear", "embedding", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "mean", "item"})
 
 
+# Names of functions that copy values into a tensor, which may be in memory.
 _FILLS = frozenset({"copy_", "__setitem__"})
-"""Names of functions that copy values into a tensor, which may be in memory."""
-
 _HARMLESS = frozenset({"requires_grad_", "share_memory_", "detach_", "rename_"})
 _IN_PLACE = frozenset(
     {

@@ -20,9 +20,8 @@ from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Node, describe, leaves, read
 from lora_parallel.lazy.lazy_tensor import LazyParameter, LazyTensor
 
+# Name of the environment variable that, set to 0, lets front ends load models into memory instead of on meta.
 DEFER = "LORA_PARALLEL_DEFER"
-"""Name of the environment variable that, set to 0, lets front ends load models into memory instead of on meta."""
-
 _RECORD = "_lora_parallel_deferred_values"  # on a module
 _DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"  # on a parameter
 
@@ -31,17 +30,13 @@ _DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_l
 class _Record:
     """Hold what is known of the values that a module's own parameters and buffers will get, each by its key."""
 
+    # Lazy tensors that will fill plain tensors on meta, after `settle`.
     lazy: dict[str, LazyTensor] = field(default_factory=dict)
-    """Lazy tensors that will fill plain tensors on meta, after `settle`."""
-
+    # Descriptions of the lazy tensors that were there at first, for the error if a tensor gets memory otherwise.
     expected: dict[str, str] = field(default_factory=dict)
-    """Descriptions of the lazy tensors that were there at first, for the error if a tensor gets memory otherwise."""
-
+    # Paths of the checkpoints that lack a parameter, which starts as in a new layer.
     fresh: dict[str, str] = field(default_factory=dict)
-    """Paths of the checkpoints that lack a parameter, which starts as in a new layer."""
-
-    checkpoint: Checkpoint | None = None
-    """Checkpoint that the module, a whole model, came from."""
+    checkpoint: Checkpoint | None = None  # Checkpoint that the module, a whole model, came from
 
 
 def _record_of(module: nn.Module) -> _Record:
@@ -61,25 +56,16 @@ def _kept_record(module: nn.Module) -> _Record:
 class Checkpoint:
     """Describe the checkpoint that a model on meta came from."""
 
-    path: str
-    """The checkpoint as the user named it: a folder, a file or a name on the hub."""
-
+    path: str  # The checkpoint as the user named it: a folder, a file or a name on the hub
     revision: str | None = None
-    dtype: torch.dtype | None = None
-    """The dtype that `from_pretrained` was told to load in."""
-
-    key_mapping: dict[str, str] | None = None
-    """The `key_mapping` argument of `from_pretrained`."""
-
+    dtype: torch.dtype | None = None  # The dtype that `from_pretrained` was told to load in
+    key_mapping: dict[str, str] | None = None  # The `key_mapping` argument of `from_pretrained`
+    # The error that was found, if any. `parallelize` raises it on every rank, so that no rank waits for another.
     problem: Exception | None = field(default=None, repr=False)
-    """The error that was found, if any. `parallelize` raises it on every rank, so that no rank waits for another."""
 
 
 def defer(parameter: Tensor) -> Tensor:
-    """Return a tensor on meta that stands for a parameter or buffer, with the same shape, dtype and requires_grad.
-
-    Each call with the same `nn.Parameter` returns the same object, so tied weights stay tied.
-    """
+    """Return a tensor on meta for a parameter or buffer, the same object for each call, so that ties stay ties."""
     if _TWIN in parameter.__dict__:
         return parameter.__dict__[_TWIN]
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -102,12 +88,7 @@ def is_readable(parameter: Tensor) -> bool:
 
 
 def without_values(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are on meta.
-
-    Args:
-        model: Any model.
-        known: Replacements for other objects in the model, by the ids of these objects, as for `copy.deepcopy`.
-    """
+    """Return a copy of a model whose parameters and buffers are on meta."""
     memo = dict(known)
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = bare = defer(tensor)
@@ -148,13 +129,7 @@ def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
 
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
-    """Replace every `LazyTensor` that `model` holds by a `LazyParameter`, and note the checkpoint; ties stay ties.
-
-    Args:
-        model: A model with `LazyTensor`s among its parameters and buffers.
-        checkpoint: The checkpoint that holds these tensors.
-        fresh: Names of the parameters that the checkpoint does not hold.
-    """
+    """Replace every `LazyTensor` that `model` holds by a `LazyParameter`, and note the checkpoint; ties stay ties."""
     replaced: dict[int, Tensor] = {}
     for module in model.modules():
         for container in (module._parameters, module._buffers):
@@ -199,11 +174,7 @@ def rearrange_lazy(module: nn.Module, key: str, rearrange: Callable[[Tensor], Te
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Fill tensors on meta with the values given to `load_state_dict`, not with those of the checkpoint.
-
-    A copy into a meta tensor would be lost without an error. So a trained head in an adapter's folder
-    (`modules_to_save`) is taken from this folder.
-    """
+    """Fill tensors on meta with the values given to `load_state_dict`, which a copy would lose without an error."""
     for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
         given = state.get(f"{prefix}{key}")
         if not isinstance(given, Tensor) or given.is_meta:
@@ -222,13 +193,7 @@ def _swap(waiting: LazyParameter, memory: Tensor) -> None:
 
 
 def read_whole(module: nn.Module) -> None:
-    """Read the parameters and buffers that `module` itself holds into memory, whole, on every rank that calls it.
-
-    An operation may need these values before the model is sharded.
-
-    Raises:
-        OSError, ValueError: A file cannot be read.
-    """
+    """Read a module's own parameters and buffers into memory, whole, for what needs them before sharding."""
     for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
         if isinstance(waiting, LazyParameter):
             _swap(waiting, read(waiting.node))
@@ -254,12 +219,7 @@ _READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_fit(name: str, wanted: Tensor, stored: Node) -> None:
-    """Check that a node can fill a parameter or buffer.
-
-    Raises:
-        ValueError: The shapes differ; or `wanted` is floating-point and the files hold another kind of dtype or a
-            float8; or `wanted` is not floating-point and the files hold another dtype.
-    """
+    """Refuse a node of another shape, or of a dtype that cannot fill a parameter or buffer."""
     for leaf in leaves(stored):
         where = f"{leaf.source.path}: {leaf.key}"
         if wanted.is_floating_point() and leaf.dtype not in _READABLE:
@@ -325,11 +285,7 @@ def _lazy_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def check_fresh(model: nn.Module) -> None:
-    """Check that every parameter that no checkpoint holds trains.
-
-    Raises:
-        ValueError: Such a parameter is frozen: it would stay random for good.
-    """
+    """Refuse a frozen parameter that no checkpoint holds: it would stay random for good."""
     replaced = {
         inner
         for module in model.modules()

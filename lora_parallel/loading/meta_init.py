@@ -131,10 +131,7 @@ _own_register = nn.Module.register_parameter
 
 @contextmanager
 def _constructors_on_meta() -> Iterator[None]:
-    """Move each parameter to meta when its module registers it.
-
-    Buffers stay in memory and are computed, because a checkpoint need not hold them.
-    """
+    """Move each parameter to meta when its module registers it; buffers are computed: no checkpoint need hold them."""
 
     @wraps(_own_register)
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -214,12 +211,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that all ranks fill a model on meta from copies of the same files. Collective.
-
-    Raises:
-        ValueError: The files of two ranks differ, so shards of different checkpoints would be mixed; every rank raises
-            it.
-    """
+    """Check that all ranks fill a model on meta from copies of the same files. Collective."""
     with agreed():
         prints = {source.path.name: fingerprint_of(source) for source in sources_of(model)}
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]

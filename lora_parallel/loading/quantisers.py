@@ -32,15 +32,7 @@ _KNOWN = ("bitsandbytes", "torchao")
 
 
 def check_method(name: str, method: str) -> None:
-    """Check that weights that are quantised in a way can be sharded.
-
-    Args:
-        name: Name of the model, for the message.
-        method: The `quant_method` of its quantisation.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Raise ValueError if the quantiser's weights cannot be cut into rows."""
     if not method.startswith(_KNOWN):
         raise ValueError(
             f"{name} is quantised by {method}, whose weights cannot be sharded. "
@@ -49,11 +41,7 @@ def check_method(name: str, method: str) -> None:
 
 
 def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
-    """Return `load_config` with a quantiser that records what the given one would do to lazy tensors.
-
-    Raises:
-        ValueError: The weights of this quantiser's method cannot be sharded.
-    """
+    """Return `load_config` with a quantiser that records what the given one would do to lazy tensors."""
     own = load_config.hf_quantizer
     if own is None:
         return load_config
@@ -134,12 +122,7 @@ def _only(value: Any) -> Any:
 
 
 def _packed(node: Packed, meta: Tensor | None = None) -> Tensor:
-    """Return a parameter for the quantised weight `node`, with the settings that a quantiser has set on `meta`.
-
-    Args:
-        node: The quantised weight on disk.
-        meta: The weight on meta that the parameter replaces.
-    """
+    """Return a parameter for the quantised weight `node`, with the settings that a quantiser has set on `meta`."""
     parameter = nn.Parameter(LazyTensor(node), requires_grad=False)
     keep_settings(meta, parameter)
     return parameter
@@ -183,11 +166,7 @@ def _torchao(own: Any, model: Any, name: str, value: LazyTensor) -> Tensor:
 
 
 def _config_of(own: Any, model: Any, name: str, value: Any) -> Callable[[nn.Linear], None] | None:
-    """Return a function that quantises a linear layer as transformers would quantise the layer of `name`.
-
-    Returns:
-        None if transformers would leave the layer as it is.
-    """
+    """Return a function that quantises a linear layer as transformers would quantise the layer of `name`."""
     from torchao.quantization import quantize_  # type: ignore[import-untyped]
     from transformers.integrations.torchao import TorchAoQuantize
 
@@ -234,17 +213,7 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, LazyTe
 
 
 def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> None:
-    """Check that every weight which is quantised by the model's config has been loaded as a quantised weight.
-
-    Args:
-        model: The model, loaded with lazy tensors.
-        own: The model's quantiser.
-        missing: Names of the parameters that no file holds.
-        path: The checkpoint, for the error.
-
-    Raises:
-        ValueError: The config says that a weight is quantised, and it has been loaded dense or no file holds it.
-    """
+    """Refuse a weight that the config calls quantised and that was loaded dense, or not at all."""
     dense = {
         name: f"in {tensor.dtype}"
         for name, tensor in model.named_parameters()
@@ -266,11 +235,7 @@ def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> N
 
 
 def check_marks(model: PreTrainedModel, own: Any, keys: Iterable[str], path: str) -> None:
-    """Check that no layer that the model's config leaves as it is was quantised before it was saved.
-
-    Raises:
-        ValueError: Such a layer was quantised.
-    """
+    """Refuse files in which a layer is quantised that the model's config leaves as it is."""
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
     for key in keys:
@@ -297,14 +262,7 @@ def _disagree(name: str, own: Any, how: str) -> str:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Check that models in memory are quantised as their configs and files say; transformers does not check it.
-
-    Args:
-        model: A module with models from `from_pretrained` inside, perhaps with adapters.
-
-    Raises:
-        ValueError: A model is not quantised as its config or its files say.
-    """
+    """Check that models in memory are quantised as their configs and files say; transformers does not check it."""
     adapters = {inner for layer in model.modules() if isinstance(layer, LoraLayer) for inner in own_modules(layer)}
     parts: set[nn.Module] = set()
     for base in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
@@ -349,11 +307,7 @@ def _check_as_configured(model: PreTrainedModel, quantised: Mapping[str, nn.Modu
 
 
 def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return dense tensors by the names, and in the shapes, that the model's checkpoints have.
-
-    This is transformers' `revert_weight_conversion` without the conversions that a quantiser has added, which cannot be
-    reverted.
-    """
+    """Return dense tensors in the names and shapes of the model's checkpoints, without quantisers' conversions."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         return revert_weight_conversion(model, merged)
@@ -383,19 +337,12 @@ class _Plain:
         return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
-_MARKS = (".weight.absmax", ".SCB", "._weight_qdata")
-"""Endings of the names of tensors that quantisers save."""
+_MARKS = (".weight.absmax", ".SCB", "._weight_qdata")  # Endings of the names of tensors that quantisers save
 
 
 def _check_files(model: PreTrainedModel) -> None:
-    """Check that a model without a quantiser was not loaded from the files of a quantised checkpoint.
-
-    If config.json does not say that a checkpoint is quantised, transformers casts its integers to the model's dtype, or
-    draws weights at random.
-
-    Raises:
-        ValueError: A file holds tensors of a quantised checkpoint, and config.json does not say so.
-    """
+    """Refuse a model without a quantiser that was loaded from the files of a quantised checkpoint."""
+    # transformers would cast its integers to the model's dtype, or draw weights at random.
     folder = Path(str(getattr(model.config, "_name_or_path", "")))
     config = folder / "config.json"
     if not config.is_file() or "quantization_config" in json.loads(config.read_text()):

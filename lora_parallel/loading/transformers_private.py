@@ -47,12 +47,7 @@ _PENDING = "_lora_parallel_pending"
 
 @contextmanager
 def deferred_loading(constructing: Callable[[], Any], unless_told: bool = False) -> Iterator[None]:
-    """Let `from_pretrained` of transformers models return them on meta, with their lazy tensors, inside this context.
-
-    Args:
-        constructing: Function that returns a context in which `from_pretrained` runs.
-        unless_told: Leave models in memory that are loaded while the environment variable LORA_PARALLEL_DEFER is 0.
-    """
+    """Let transformers' `from_pretrained` return models on meta with their lazy tensors, inside this context."""
     before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", _LOAD, _RESIZE)}
 
     @wraps(_own_from_pretrained.__func__)
@@ -283,11 +278,7 @@ def _is_repeated(key: str, model: PreTrainedModel) -> bool:
 
 
 def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[str]:
-    """Return the keys that no other class of the checkpoint's own architecture claims either.
-
-    A checkpoint often holds more than the class that is loaded from it has: a checkpoint of CLIP holds more than the
-    text model, and one of BERT may hold a pooler, which the masked language model does not have.
-    """
+    """Return the keys that no other class of the checkpoint's own architecture claims either, as of CLIP's images."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError):
@@ -309,11 +300,7 @@ def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[
 
 
 def claim(model: PreTrainedModel, found: Mapping[str, Leaf], path: str) -> None:
-    """Put lazy tensors in place of a model's parameters and persistent buffers, as `from_pretrained` maps them.
-
-    Raises:
-        ValueError: The tensors in `found` do not fit the model.
-    """
+    """Put lazy tensors in place of a model's parameters and persistent buffers, as `from_pretrained` maps them."""
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         dtype=model.dtype if isinstance(model.dtype, torch.dtype) else None,

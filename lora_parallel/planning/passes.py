@@ -109,13 +109,7 @@ def _drop_between(builder: PlanBuilder, group: LayerGroup) -> None:
 
 
 def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Check that layers which were run, and whose style computes slices, are in a layer group.
-
-    Styles of a model's own plan that are not what it computes are replaced by one that is right for any layer.
-
-    Raises:
-        ValueError: A layer is in no group, and the user says that it computes slices.
-    """
+    """Refuse slices that the user asks of a layer outside of layer groups; replace a model's own wrong styles."""
     groups = [group for structure in structures for group in structure.layer_groups]
     # A layer of a group that was found can be cut, whatever keeps it whole: the width of the layer is no matter then.
     fitting = builder.proven | {module for group in groups for module, _ in builder.plans_of(group.layers)}
@@ -150,11 +144,7 @@ def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def check_between(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Check that what the user calls replicated with partial gradients acts on slices: elsewhere that is a mistake.
-
-    Raises:
-        ValueError: A module was run, and does not act on slices.
-    """
+    """Check that what the user calls replicated with partial gradients acts on slices: elsewhere that is a mistake."""
     entered: set[nn.Module] = set()
     for structure in structures:
         tracer = structure.tracer
@@ -169,16 +159,7 @@ def check_between(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str) -> None:
-    """Split the tokens of a model's blocks between tp ranks.
-
-    Args:
-        builder: The plan.
-        structures: Of the models inside that were run.
-        problem: What kept a model from being run, if anything did.
-
-    Raises:
-        ValueError: A model's blocks do not work token by token between the layers that are cut.
-    """
+    """Split the tokens of a model's blocks between tp ranks."""
     remedy = "Use sequence_parallel=False."
     if not structures:
         raise ValueError(
@@ -216,11 +197,7 @@ def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str
 
 
 def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Set styles on linear layers in blocks that have none yet, and on embeddings and head.
-
-    Linear layers in blocks get `colwise_gather_output`, which is right for any linear layer, if they have adapters or a
-    traced run called them. Layers whose weight the model uses without calling them are left out.
-    """
+    """Set `colwise_gather_output` on adapted or called layers in blocks, and styles on embeddings and head."""
     called = {name for structure in structures for name in structure.called}
     reasons = {name: reason for structure in structures for name, reason in structure.rejected.items()}
     for module, plan in builder.layers.items():
@@ -241,10 +218,7 @@ def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Set `replicate` on layers that cannot be cut, unless the user named them or layers around them work on slices.
-
-    If `complete` has set styles before, all other layers with adapters and without a style get `replicate` too.
-    """
+    """Set `replicate` on layers that cannot be cut, unless the user named them or layers around them work on slices."""
     reached = {name for structure in structures for name in structure.called}
     for module, plan in builder.layers.items():
         if plan.style is None and not isinstance(module, BaseTunerLayer):
@@ -263,10 +237,7 @@ def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def keep_small_whole(builder: PlanBuilder) -> None:
-    """Set `replicate` on layers that have too few features to give each tp rank some of them.
-
-    FSDP2 does not reduce gradients without elements, and the whole layer computes the same output.
-    """
+    """Set `replicate` on layers with too few features for the ranks: FSDP2 reduces no gradients without elements."""
     for module, plan in builder.layers.items():
         if (
             plan.style is not None
@@ -277,10 +248,7 @@ def keep_small_whole(builder: PlanBuilder) -> None:
 
 
 def _untie(builder: PlanBuilder) -> None:
-    """Clear the style of layers whose tied weight another layer keeps whole or cuts in another way.
-
-    The styles that the user has asked for stay.
-    """
+    """Clear the style of layers whose tied weight another layer places otherwise, unless the user asked for it."""
     tied = [[holder for holder, _ in places] for places in shared_parameters(builder.model).values()]
     layer_of = {base_of(module): module for module in builder.layers}
     while True:
@@ -304,11 +272,7 @@ def _untie(builder: PlanBuilder) -> None:
 
 
 def partition_packed(builder: PlanBuilder) -> None:
-    """Give each rank a chunk of each half of the rows of packed layers that no traced run has confirmed.
-
-    Raises:
-        ValueError: The output features of a layer are no two halves that are multiples of tp.
-    """
+    """Give each rank a chunk of each half of the rows of packed layers that no traced run has confirmed."""
     for module, plan in builder.layers.items():
         if not plan.packed or plan.proven or plan.style is None or not is_linear(base_of(module)):
             continue
@@ -323,17 +287,8 @@ def partition_packed(builder: PlanBuilder) -> None:
 
 
 def add_replicated(builder: PlanBuilder, whole: bool = False) -> None:
-    """Set a replicated style on every remaining layer that trains or acts on slices.
-
-    Every trained tensor becomes a DTensor over tp in this way.
-
-    Args:
-        builder: The plan.
-        whole: Compute layers with adapters in full too, where nothing else names them.
-
-    Raises:
-        ValueError: A layer has an adapter and no style, or the model uses a trained weight without calling its layer.
-    """
+    """Set a replicated style on every remaining layer that trains or acts on slices: what trains becomes a DTensor."""
+    # `whole`: compute layers with adapters in full too, where nothing else names them.
     for module, plan in builder.layers.items():
         trains = any(p is not None and p.requires_grad for p in module._parameters.values())
         if module in builder.between and not plan.proven:
@@ -368,13 +323,7 @@ _UNCHECKED = "holds unchecked. Compare a step with one process once"
 
 
 def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
-    """Log a plan on rank 0.
-
-    Args:
-        builder: The plan.
-        problem: The reason why a model could not be run without its weights; empty if there is none.
-        tried_later: True if the plan will be checked on the first batch instead.
-    """
+    """Log a plan on rank 0."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     inner, plans = innermost(builder.model), builder.layers.values()

@@ -28,10 +28,9 @@ class Drains(Protocol):
 
 
 class Held(torch.autograd.Function):
-    """Return the loss of a batch whose gradients are there already; backward gives them, times the loss's gradient.
+    """Return the loss of a batch whose gradients are there already; backward gives them, times the loss's gradient."""
 
-    The gradients are sums over data-parallel ranks, so `check` is given the factor first, to compare it between ranks.
-    """
+    # The gradients are sums over data-parallel ranks: `check` first compares the loss's gradient between ranks.
 
     @staticmethod
     def forward(

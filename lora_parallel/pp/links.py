@@ -23,13 +23,10 @@ from torch.distributed import DeviceMesh
 from lora_parallel.distributed.rank_checks import gather_numbers, one_gloo_thread
 from lora_parallel.distributed.torch_private import default_store, is_simulated
 
-PATIENCE = 1.0
-"""Seconds of waiting after which a rank checks if another rank of its pipeline has failed."""
-
+PATIENCE = 1.0  # Seconds of waiting after which a rank checks if another rank of its pipeline has failed
 _FAILED = "failed"
 
-_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Number of the links made so far, by default process group."""
+_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # Number of the links made so far, by default process group
 
 
 class StageFailedError(RuntimeError):
@@ -40,16 +37,15 @@ class StageFailedError(RuntimeError):
 class _Groups:
     """Hold process groups over pp ranks, beside that of the mesh, which a failure leaves as it is."""
 
+    # The groups of messages between neighbours: of hidden states or gradients, and of the last rank and the first.
     links: dict[tuple[bool, bool], Any] = field(default_factory=dict)
-    """The groups of messages between neighbours: of hidden states or gradients, and of the last rank and the first."""
-
     outputs: Any = None
+    # The error after which messages may be lost, so that no forward is possible any more; None if there is none.
     failure: str | None = None
-    """The error after which messages may be lost, so that no forward is possible any more; None if there is none."""
 
 
+# Process groups by default process group, mesh and kind: models share them, as each costs threads and connections.
 _groups: WeakKeyDictionary[Any, dict[Any, _Groups]] = WeakKeyDictionary()
-"""Process groups by default process group, mesh and kind: models share them, as each costs threads and connections."""
 
 
 def _groups_of(mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> _Groups:
@@ -78,13 +74,7 @@ def _groups_of(mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> _Group
 
 
 class Links:
-    """Hold the process groups between this pipeline rank and its neighbours. Making it is collective over all ranks.
-
-    Args:
-        mesh: The model's mesh.
-        timeout_seconds: Seconds after which a message that a peer does not send is an error.
-        has_ring: True if the last rank sends hidden states to the first.
-    """
+    """Hold the process groups between this pipeline rank and its neighbours. Making it is collective over all ranks."""
 
     def __init__(self, mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> None:
         self.ranks = dist.get_process_group_ranks(mesh.get_group("pp"))
@@ -117,13 +107,7 @@ class Links:
         return self.ranks[other], self._groups.links[is_hidden, is_ring]
 
     def send(self, tensor: Tensor, is_hidden: bool, key: str) -> None:
-        """Send hidden states to the next rank, or their gradient to the one before, without waiting.
-
-        Args:
-            tensor: The tensor [rows, tokens, features].
-            is_hidden: True for hidden states.
-            key: The kind of forward, in which all hidden states have one dtype: the first that is sent tells it.
-        """
+        """Send hidden states to the next rank, or their gradient to the one before, without waiting."""
         if is_hidden and self._dtypes.get(f"sent {key}") is not tensor.dtype:
             self._announce_dtype(tensor.dtype, key)
         peer, group = self._next(is_hidden)
@@ -194,12 +178,7 @@ class Links:
         return held[0]
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a message of the pipeline. On an accelerator its stream waits, and this process goes on.
-
-        Raises:
-            StageFailedError: Another rank of the pipeline has failed; on the CPU only.
-            RuntimeError: A rank has ended, or the message has not come in time.
-        """
+        """Wait for a message of the pipeline. On an accelerator its stream waits, and this process goes on."""
         if self._device != "cpu":
             work.wait()
             return

@@ -41,11 +41,7 @@ from lora_parallel.tp.sequence import OwnDraws
 
 
 def refuse_outputs(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse a forward that is asked for outputs of single blocks, of which each stage has some.
-
-    Raises:
-        ValueError: The forward, or the model's config, asks for them.
-    """
+    """Refuse a forward that is asked for outputs of single blocks, of which each stage has some."""
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if asks_for(name, kwargs, model):
             raise ValueError(
@@ -68,21 +64,7 @@ class StageHooks(Protocol):
 
 
 class Pipeline:
-    """Run the forwards of one model. It replaces the model's `forward`.
-
-    Args:
-        model: The model that the user calls, cut and sharded.
-        inner: The model inside of it, whose config says what it returns.
-        stages: Its stages on this rank.
-        mesh: The mesh of the model.
-        config: Its config.
-        gradients: Its gradients that are partial over tp.
-        count: Its count of forwards.
-        links: Connects this rank with its neighbours.
-        loss: The model's own loss function.
-        hooks: What a stage calls as it begins, and with what it returns.
-        order: The order of the model's FSDP units; None if it has none.
-    """
+    """Run the forwards of one model. It replaces the model's `forward`."""
 
     def __init__(
         self,
@@ -108,12 +90,10 @@ class Pipeline:
         self._own = model.forward
         self._signature = inspect.signature(self._own)
         self._begun = len(stages.stages) == 1 or not isinstance(model, FSDPModule)
+        # The largest number of micro-batches whose activations this rank kept at a time in the last forward.
         self.most_alive = 0
-        """The largest number of micro-batches whose activations this rank kept at a time in the last forward."""
-
+        # Returns a context that an action runs in, with the wait for its input, to look at a schedule.
         self.trace: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
-        """Returns a context that an action runs in, with the wait for its input, to look at a schedule."""
-
         model.__dict__["_pipeline_stage"] = self._stage
         if isinstance(model, FSDPModule):
             forward_by_method(model, "_pipeline_stage")
@@ -131,12 +111,7 @@ class Pipeline:
     # ------------------------------------------------------------------------ a forward of the user's
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the model returns for a whole batch. Collective over the pipeline.
-
-        Raises:
-            ValueError: The forward is asked for what stages cannot give; raised on all ranks before any of them begins.
-            RuntimeError: The model's forward was called without the model, or an earlier forward failed.
-        """
+        """Return what the model returns for a whole batch. Collective over the pipeline."""
         args, kwargs = _by_name(self._signature, args, kwargs)
         self._check(args, kwargs)
         grads = torch.is_grad_enabled()

@@ -26,11 +26,9 @@ from lora_parallel.tp.sequence import first_activations
 class OutputShape:
     """Say which shape the output of a layer before the blocks has, by that of its first tensor."""
 
-    features: int
-    """The last dim of the output."""
-
+    features: int  # The last dim of the output
+    # True if the layer is given ids [...], or a mask of them; False if it is given activations [..., features].
     looks_up: bool
-    """True if the layer is given ids [...], or a mask of them; False if it is given activations [..., features]."""
 
     def of(self, given: Tensor) -> tuple[int, ...]:
         """Return the shape of the output, from the layer's first tensor."""
@@ -38,11 +36,7 @@ class OutputShape:
 
 
 class StageEnd(Exception):
-    """Leave a model's forward behind the last block of a stage.
-
-    Args:
-        hidden: The hidden states that the next stage is given.
-    """
+    """Leave a model's forward behind the last block of a stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -52,25 +46,14 @@ class StageEnd(Exception):
 class StageRun(Protocol):
     """Say what is computed now, to the modules that stand in for those of other stages."""
 
-    running: bool
-    """True while a stage computes; other calls of the modules are errors."""
+    running: bool  # True while a stage computes; other calls of the modules are errors
 
     def pass_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the output of block `index`, which is on another stage, from its input [rows, tokens, features].
-
-        Raises:
-            StageEnd: The block is the first one behind the stage.
-        """
+        """Return the output of block `index`, which is on another stage, from its input [rows, tokens, features]."""
 
 
 class _OtherStage(nn.Module):
-    """Stand in for a module of another stage, with its plain attributes and without its parameters.
-
-    Args:
-        name: The name of the module, for messages.
-        module: The module.
-        run: Says what is computed now.
-    """
+    """Stand in for a module of another stage, with its plain attributes and without its parameters."""
 
     def __init__(self, name: str, module: nn.Module, run: StageRun) -> None:
         super().__init__()
@@ -91,11 +74,7 @@ class _OtherStage(nn.Module):
             super().__delattr__(key)
 
     def check_running(self) -> None:
-        """Check that the parallelized model runs.
-
-        Raises:
-            RuntimeError: The module was called by itself.
-        """
+        """Check that the parallelized model runs."""
         if not self.__dict__["_run"].running:
             raise RuntimeError(
                 f"{self.__dict__['_name']} was called, and is on another pipeline stage than this rank's: call the "
@@ -104,15 +83,7 @@ class _OtherStage(nn.Module):
 
 
 class OtherStageBlock(_OtherStage):
-    """Stand in for a block.
-
-    Args:
-        name: The name of the block.
-        block: The block.
-        run: Says what is computed now.
-        index: The number of the block in its stack.
-        outputs: The number of values that the block returns in a tuple; None if it returns the hidden states.
-    """
+    """Stand in for a block."""
 
     def __init__(self, name: str, block: nn.Module, run: StageRun, index: int, outputs: int | None) -> None:
         super().__init__(name, block, run)
@@ -126,16 +97,7 @@ class OtherStageBlock(_OtherStage):
 
 
 class OtherStageLayer(_OtherStage):
-    """Stand in for a layer before the blocks, by zeros, or for one after the blocks, which is never reached.
-
-    Args:
-        name: The name of the layer.
-        layer: The layer.
-        run: Says what is computed now.
-        output: The shape of the layer's output; None for a layer after the blocks.
-        dtype: The dtype of the layer's output.
-        device: The type of device that the layer would be on.
-    """
+    """Stand in for a layer before the blocks, by zeros, or for one after the blocks, which is never reached."""
 
     def __init__(
         self,
@@ -166,28 +128,21 @@ class OtherStageLayer(_OtherStage):
         return torch.zeros(output.of(given), dtype=self.__dict__["_plain"]["weight"].dtype, device=given.device)
 
 
-Bounds = list[tuple[int, int]]
-"""First and last + 1 block of each stage."""
+Bounds = list[tuple[int, int]]  # First and last + 1 block of each stage
 
 
 @dataclass
 class StageLayers:
     """List the blocks of a model, and the layers around them that hold parameters."""
 
-    stack: nn.Module
-    """Module whose children are the blocks."""
-
-    blocks: list[nn.Module]
-    """The blocks in order."""
-
+    stack: nn.Module  # Module whose children are the blocks
+    blocks: list[nn.Module]  # The blocks in order
+    # Number of values that each block returns in a tuple; None if it returns the hidden states.
     outputs: list[int | None]
-    """Number of values that each block returns in a tuple; None if it returns the hidden states."""
-
+    # Layers that are called before the first block, each with the shape of its output.
     before: dict[nn.Module, OutputShape] = field(default_factory=dict)
-    """Layers that are called before the first block, each with the shape of its output."""
-
+    # Layers that are called after the last block. A layer may be in `before` too.
     after: list[nn.Module] = field(default_factory=list)
-    """Layers that are called after the last block. A layer may be in `before` too."""
 
     def of_stage(self, stage: int, bounds: Bounds) -> list[nn.Module]:
         """Return the modules that a stage computes."""
@@ -218,11 +173,7 @@ class Entry(Protocol):
 
 
 class StageContext:
-    """Say which stage of this rank computes, and hand its input to it.
-
-    Args:
-        entries: What cuts hidden states of all tokens, in order: context parallelism, sequence parallelism.
-    """
+    """Say which stage of this rank computes, and hand its input to it."""
 
     def __init__(self, entries: list[Entry]) -> None:
         self.running = False
@@ -231,12 +182,7 @@ class StageContext:
         self._receive: Callable[[Tensor], Tensor] | None = None
 
     def begin(self, bounds: tuple[int, int], receive: Callable[[Tensor], Tensor] | None) -> None:
-        """Begin a stage.
-
-        Args:
-            bounds: Its first and last + 1 block.
-            receive: Returns the input of the stage, from a tensor of its shape; None for the first stage.
-        """
+        """Begin a stage."""
         self.running = True
         (self._first, self._last), self._receive = bounds, receive
 
@@ -263,18 +209,11 @@ class StageContext:
 class _Place:
     """Describe a place of the model that a stage computes, and the other stages stand in for."""
 
-    modules: dict[str, nn.Module | None]
-    """The children of the module around it."""
-
+    modules: dict[str, nn.Module | None]  # The children of the module around it
     key: str
-    own: nn.Module | None
-    """The module, if this rank holds it."""
-
-    other: nn.Module
-    """The module that stands in for it on other stages."""
-
-    stages: frozenset[int]
-    """The stages that compute it."""
+    own: nn.Module | None  # The module, if this rank holds it
+    other: nn.Module  # The module that stands in for it on other stages
+    stages: frozenset[int]  # The stages that compute it
 
     def put(self, stage: int | None) -> None:
         """Put there what belongs to a stage; None for what this rank holds, of all of its stages."""
@@ -283,18 +222,7 @@ class _Place:
 
 
 class StageModel:
-    """Hold the places of a model that its stages share, and put the modules of one stage in place.
-
-    Args:
-        model: The whole model, changed in place: what is on other ranks is taken out.
-        layers: The model's layers.
-        bounds: The blocks of each stage.
-        pp: Size of the pp axis. Stage k is on rank k modulo pp.
-        rank: This rank's place on the axis.
-        context: Says which stage computes.
-        dtype: The dtype that layers compute in; None for that of their parameters.
-        device: The type of device that the model will be on.
-    """
+    """Hold the places of a model that its stages share, and put the modules of one stage in place."""
 
     def __init__(
         self,
@@ -308,9 +236,7 @@ class StageModel:
         device: str,
     ) -> None:
         self.bounds, self.context, self.pp, self.rank = bounds, context, pp, rank
-        self.stages = list(range(rank, len(bounds), pp))
-        """This rank's stages."""
-
+        self.stages = list(range(rank, len(bounds), pp))  # This rank's stages
         homes = layers.homes(bounds)
         self.tensors = _stage_tensors(model, homes, pp, rank)
         self._places = self._places_of(model, layers, homes, dtype, device)
@@ -395,11 +321,7 @@ def _stage_tensors(model: nn.Module, homes: Mapping[nn.Module, frozenset[int]], 
 
 
 def check_trained(model: nn.Module, layers: StageLayers, bounds: Bounds, pp: int) -> None:
-    """Check that each parameter that trains would be on one pipeline rank, and that each rank would have some.
-
-    Raises:
-        ValueError: A parameter that trains would be on two ranks, or nothing would train on some rank.
-    """
+    """Refuse a parameter that would train on two pipeline ranks, and a rank on which nothing trains."""
     homes = layers.homes(bounds)
     held: dict[int, tuple[str, set[int]]] = {}
     for name, tensor, ranks in _ranks_of(model, homes, pp):
@@ -436,17 +358,9 @@ class _Held:
 
 
 class LastStageTensor(Tensor):
-    """Stand for an output of the last stage, such as the logits beside a loss.
+    """Stand for an output of the last stage, such as the logits beside a loss."""
 
-    The first operation that reads it gets it from the last stage, on all ranks of the pipeline: each of them must run
-    this operation. Reading its shape or dtype, or detaching it, costs nothing.
-
-    Args:
-        held: Gets the tensor.
-        shape: Its shape.
-        dtype: Its dtype.
-        device: The device that it will be on.
-    """
+    # The first operation that reads it gets it from the last stage: all ranks of the pipeline must run that operation.
 
     held: _Held
 

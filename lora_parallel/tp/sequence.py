@@ -33,23 +33,16 @@ class NoActivationsError(ValueError):
 class Sequence:
     """List the places of a model where tokens are split among tp ranks and gathered."""
 
+    # First block of each stack, and as its value the last block.
     stacks: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    """First block of each stack, and as its value the last block."""
-
+    # Modules whose input is gathered to all tokens: attention, whose code reshapes by the number of tokens.
     modules: list[nn.Module] = field(default_factory=list)
-    """Modules whose input is gathered to all tokens: attention, whose code reshapes by the number of tokens."""
-
+    # Names of colwise layers that gather all tokens themselves, as the module around them also works on chunks.
     layers: set[str] = field(default_factory=set)
-    """Names of colwise layers that gather all tokens themselves, as the module around them also works on chunks."""
-
+    # Names of the rowwise layers, whose output is a chunk of the tokens.
     consumers: set[str] = field(default_factory=set)
-    """Names of the rowwise layers, whose output is a chunk of the tokens."""
-
-    inside: set[nn.Module] = field(default_factory=set)
-    """Modules that compute on a chunk of the tokens."""
-
-    model: nn.Module | None = None
-    """Model that was run to find these places."""
+    inside: set[nn.Module] = field(default_factory=set)  # Modules that compute on a chunk of the tokens
+    model: nn.Module | None = None  # Model that was run to find these places
 
 
 @dataclass(frozen=True)
@@ -61,20 +54,7 @@ class SequenceEntry:
 
 
 def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count: ForwardCount) -> list[SequenceEntry]:
-    """Make a model compute on chunks of the tokens, in place.
-
-    The first block of each stack splits its input, the last block gathers its output, and the modules in
-    `sequence.modules` gather their input.
-
-    Args:
-        sequence: The places of the model where tokens are split and gathered.
-        group: The process group of the tp axis.
-        tokens: Holds the number of all tokens of each forward.
-        count: Counts the forwards of the model.
-
-    Returns:
-        For each stack, what a pipeline stage without the first block calls in its place.
-    """
+    """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
     entries = []
     for index, (first, last) in enumerate(sequence.stacks.items()):
         draws = OwnDraws(group.rank() + index * group.size(), sequence.model or first, count)
@@ -105,23 +85,15 @@ def _refuse_features(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     check_between_blocks(kwargs, "with sequence_parallel=True", "use sequence_parallel=False")
 
 
-_APART = 1_000_003
-"""Difference between the seeds of a rank in two forwards: more than there are ranks."""
+_APART = 1_000_003  # Difference between the seeds of a rank in two forwards: more than there are ranks
 
 
 class OwnDraws:
-    """Give each rank random numbers of its own while it computes on its chunk, and restore the shared state after.
+    """Give each rank random numbers of its own while it computes on its chunk, and restore the shared state after."""
 
-    With a shared random state, the model's dropout would draw the same numbers for each chunk. Also the states would
-    differ afterwards, as a rank with one token more draws more numbers. The shared state is left as it was before, as a
-    model without dropout leaves it in one process: the order of the data may be drawn from it. So the seed of the own
-    numbers depends on the number of the forward too.
-
-    Args:
-        rank: This rank, of those that compute on chunks of one batch.
-        model: The model. Nothing is done while it is in evaluation mode.
-        count: Counts the forwards of the model.
-    """
+    # With a shared state, dropout would draw the same numbers for each chunk, and the states would differ afterwards,
+    # as a rank with one token more draws more. The shared state stays as it was, since the order of the data may be
+    # drawn from it: so the seed of the own numbers depends on the number of the forward too.
 
     def __init__(self, rank: int, model: nn.Module, count: ForwardCount) -> None:
         self._rank = rank
@@ -177,10 +149,8 @@ def _around(
     before: Callable[[Tensor], Tensor] | None = None,
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Change a module's first activations by `before` and its output by `after`, in the module's own `forward`.
-
-    Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
-    """
+    """Change a module's first activations by `before` and its output by `after`, in the module's own `forward`."""
+    # Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
     instance_forward = module.__dict__.get("forward")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -195,11 +165,7 @@ def _around(
 
 
 def first_activations(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
-    """Return the first argument of a module that is activations [rows, tokens, features], and its place or keyword.
-
-    Raises:
-        NoActivationsError: No argument has this form.
-    """
+    """Return the first argument of a module that is activations [rows, tokens, features], and its place or keyword."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for key, value in places:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:

@@ -53,16 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Slicing:
-    """Say which slice of a tensor [rows, tokens, features] this rank has.
-
-    Args:
-        features: The number of all features of a token: of logits, the size of the vocabulary.
-        group: The process group of the tp axis, whose ranks have slices of the features; None if this rank has all.
-        name: The name of the layer that computed the slice, for messages.
-        chunks: The chunks of the tokens that cp ranks have; None if this rank has all tokens.
-        tokens: The number of all tokens of a row, if there are chunks.
-        plain_loss: Compute the cross entropy of a chunk by torch's own function, to which it equals bit by bit.
-    """
+    """Say which slice of a tensor [rows, tokens, features] this rank has."""
 
     def __init__(
         self,
@@ -118,8 +109,7 @@ class Slicing:
         return part if self.group is not None else part.clone()
 
 
-CHUNK_ELEMENTS = 2**22
-"""Number of logits that are computed at a time: 16 MiB in float32."""
+CHUNK_ELEMENTS = 2**22  # Number of logits that are computed at a time: 16 MiB in float32
 
 
 def _chunks(part: Tensor) -> Iterator[slice]:
@@ -185,34 +175,14 @@ def cross_entropy_of_slices(
     group: ProcessGroup | None,
     where: str,
 ) -> Tensor:
-    """Return the cross entropy of each token, [tokens], 0 for ignored ones. Collective over tp.
-
-    Args:
-        part: This rank's slice of the logits, [tokens, features of this rank].
-        labels: Index of each token's label in the whole vocabulary, int64 [tokens], the same on every rank.
-        ignore_index: Label of the tokens that have no loss.
-        vocabulary: Number of logits of a token on all ranks together.
-        start: Index of this rank's first logit in the vocabulary.
-        dtype: Dtype that the logits are cast to. The loss is computed, and returned, in float32 at least.
-        group: The process group of the tp axis; None if this rank has all logits.
-        where: The layer's name, for error messages.
-
-    Raises:
-        IndexError: A label that is not ignored is outside of the vocabulary. On an accelerator it is an assertion of
-            the device, as in torch's `cross_entropy`.
-        RuntimeError: The collective failed.
-    """
+    """Return the cross entropy of each token, [tokens], 0 for ignored ones. Collective over tp."""
     ignored = check_labels(labels, ignore_index, vocabulary, where)
     dtype = torch.promote_types(dtype, torch.float32)
     return _CrossEntropyOfSlices.apply(part, labels, ignored, start, dtype, group, where)
 
 
 def check_labels(labels: Tensor, ignore_index: int, vocabulary: int, where: str) -> Tensor:
-    """Check that every label that is not ignored is in the vocabulary, and return which labels are ignored.
-
-    Raises:
-        IndexError: One is not. On an accelerator it is an assertion of the device, as in torch's `cross_entropy`.
-    """
+    """Check that every label that is not ignored is in the vocabulary, and return which labels are ignored."""
     ignored = labels == ignore_index
     valid = (ignored | ((labels >= 0) & (labels < vocabulary))).all()
     if labels.device.type != "cpu":
@@ -229,13 +199,7 @@ aten = torch.ops.aten
 
 
 class _Held:
-    """Hold this rank's slice of some logits and, once an operation has asked for them, all logits.
-
-    Args:
-        part: This rank's slice, [..., features of this rank]. It may be of another dtype than the logits.
-        base: What holds the logits that these are a view of; None if they are no view.
-        view: Makes the view of all logits in `base`.
-    """
+    """Hold this rank's slice of some logits and, once an operation has asked for them, all logits."""
 
     def __init__(self, part: Tensor, base: _Held | None = None, view: Callable[[Tensor], Tensor] | None = None) -> None:
         self.part = part
@@ -258,16 +222,9 @@ class _Held:
 
 
 class SlicedTensor(Tensor):
-    """Stand for all logits [..., vocabulary], of which this rank holds a slice; see the module's docstring.
+    """Stand for all logits [..., vocabulary], or activations, of which this rank holds a slice (see the top)."""
 
-    Under cp it may stand for other activations [rows, tokens, features] too. A slice of the tokens is always held as
-    [rows, tokens of this rank, features], whether the tensor that it stands for has two dims of tokens or one.
-
-    Args:
-        held: Holds the slice.
-        like: A tensor with the shape, strides and dtype of the logits, on meta.
-        slicing: Says which slice it is.
-    """
+    # A slice of the tokens is always held as [rows, tokens of this rank, features].
 
     slicing: Slicing
     held: _Held
@@ -338,10 +295,7 @@ class _ToSlice(torch.autograd.Function):
 
 
 class _FromSlice(torch.autograd.Function):
-    """Return the logits that this rank has a slice of; of their gradient it takes this rank's slice.
-
-    A gradient that is not sliced was computed from gathered logits, the same on every rank.
-    """
+    """Return the logits that this rank has a slice of; of their gradient it takes this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, slicing: Slicing) -> SlicedTensor:
@@ -548,11 +502,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """Return the layer that computes a model's logits.
-
-    Raises:
-        ValueError: The model names no output embeddings.
-    """
+    """Return the layer that computes a model's logits."""
     inner = innermost(model)
     head = embeddings_of(inner, "output")
     if not isinstance(head, nn.Module):
@@ -565,10 +515,8 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def keep_logits_sliced(head: nn.Module) -> None:
-    """Make a head return `SlicedTensor` in training, in place. `apply_style` has been called if tp is above 1.
-
-    A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
-    """
+    """Make a head return `SlicedTensor` in training, in place, after `apply_style`."""
+    # A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
     layers = [module for module in head.modules() if tp_layer_of(module) is not None]
     for layer in layers or [head]:
         _keep_output_sliced(layer)

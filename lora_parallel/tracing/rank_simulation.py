@@ -26,28 +26,18 @@ from lora_parallel.tracing.tracer import Call, Tracer
 
 @dataclass(eq=False)
 class LayerGroup:
-    """Hold colwise producers and the rowwise consumers that take the producers' output.
+    """Hold colwise producers and the rowwise consumers of their output: between them each rank computes a slice."""
 
-    Between producers and consumers each tp rank computes a slice of the features. The input of a producer is whole. The
-    output of a consumer is a partial sum on each rank, and whole after one reduction over tp.
-    """
-
-    consumers: dict[str, None]
-    """Names of the rowwise layers, in order; the values are None."""
-
+    consumers: dict[str, None]  # Names of the rowwise layers, in order; the values are None
+    # Output features that each rank computes, for each layer that feeds the consumers, by its name.
     producers: dict[str, RowPartition]
-    """Output features that each rank computes, for each layer that feeds the consumers, by its name."""
-
-    width: int
-    """Number of features of a consumer's whole input."""
-
+    width: int  # Number of features of a consumer's whole input
+    # Parameters that act on slices (a norm of each head), by module and name in it. The value is the dim that is cut
+    # and the rows of each rank, or None if the parameter stays whole.
     between: dict[tuple[nn.Module, str], tuple[int, RowPartition] | None] = field(default_factory=dict)
-    """Parameters that act on slices (a norm of each head), by module and name in it. The value is the dim that is cut
-    and the rows of each rank, or None if the parameter stays whole."""
-
+    # Sizes that modules keep (`num_heads`) as they are on a rank, by module and attribute name. The value for a
+    # module's config is a `ConfigView`.
     attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    """Sizes that modules keep (`num_heads`) as they are on a rank, by module and attribute name. The value for a
-    module's config is a `ConfigView`."""
 
     @property
     def layers(self) -> Iterator[str]:
@@ -68,19 +58,7 @@ _NOT_A_WIDTH = re.compile(r"head_dim|head_size|max|vocab|position|layer|idx|wind
 def sizes_on_a_rank(
     tracer: Tracer, layer_group: LayerGroup, tp: int, heads: bool, widths: bool, configs: bool
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return new values for the attributes that hold a layer group's sizes, as they are on a rank.
-
-    Args:
-        tracer: The run that showed the layer group.
-        layer_group: Its producers and consumers. Attributes are looked for on the modules around them.
-        tp: Size of the tp axis.
-        heads: Change numbers of attention heads.
-        widths: Change other ints that equal the width of a consumer's input or of a producer's output.
-        configs: Change numbers of heads in the config that a module holds too, by a `ConfigView`.
-
-    Returns:
-        For each module of the tracer's copy of the model with something to change: the new values by attribute name.
-    """
+    """Return new values for the attributes that hold a layer group's sizes, as they are on a rank."""
     width = layer_group.width
     found: dict[nn.Module, dict[str, Any]] = {}
     for module in _around(tracer, layer_group.layers):
@@ -171,19 +149,12 @@ def _around(tracer: Tracer, layers: Iterable[str]) -> list[nn.Module]:
     return [tracer.twin.get_submodule(path) for path in inside]
 
 
+# Largest relative difference from rounding, in float32. A mistake makes a difference of the order of 1.
 _TOLERANCE = 1e-4
-"""Largest relative difference from rounding, in float32. A mistake makes a difference of the order of 1."""
 
 
 def verify_ranks(tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, ranks: Iterable[int]) -> str | None:
-    """Run the model as each of `ranks` would, and return the first problem as text, or None if all is right.
-
-    Args:
-        tracer: The run of the whole model that is compared with.
-        layer_groups: The layer groups that are cut.
-        tp: Size of the tp axis.
-        ranks: The tp ranks to run as.
-    """
+    """Run the model as each of `ranks` would, and return the first problem as text, or None if all is right."""
     for rank in ranks:
         problem = verify_rank(tracer, layer_groups, tp, rank)
         if problem is not None:
@@ -194,18 +165,8 @@ def verify_ranks(tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, ra
 def proven(
     tracer: Tracer, layer_groups: list[LayerGroup], tp: int, ranks: Collection[int], rejected: dict[str, str]
 ) -> list[LayerGroup]:
-    """Return the layer groups that the model can be cut by, as `verify_ranks` shows.
-
-    Usually these are all. If all together fail, kinds of layer groups (those with equal layer names but for numbers)
-    are added one after the other, and a kind that fails is left out.
-
-    Args:
-        tracer: The run of the whole model that is compared with.
-        layer_groups: The candidates.
-        tp: Size of the tp axis.
-        ranks: The tp ranks to run as.
-        rejected: Receives the reason for each layer that is left out, by name.
-    """
+    """Return the layer groups that the model can be cut by; note in `rejected` why other layers cannot be."""
+    # If all together fail, kinds of groups (equal names but for numbers) are added one after the other.
     if verify_ranks(tracer, layer_groups, tp, ranks) is None:
         return layer_groups
     kinds: dict[tuple[str, ...], list[LayerGroup]] = {}
@@ -228,15 +189,7 @@ class _EnoughError(TraceError):
 def verify_rank(
     tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, rank: int, until: LayerGroup | None = None
 ) -> str | None:
-    """Run the model as one rank would, and return the problem as text, or None if all is right.
-
-    Args:
-        tracer: The run of the whole model that is compared with.
-        layer_groups: The layer groups that are cut.
-        tp: Size of the tp axis.
-        rank: The tp rank to run as.
-        until: End the run after the last call of this layer group; None runs the whole model.
-    """
+    """Run the model as one rank would, and return the problem as text, or None if all is right."""
     consumers = {name for layer_group in layer_groups for name in layer_group.consumers}
     producers = {
         name: partition.ranks[rank] for layer_group in layer_groups for name, partition in layer_group.producers.items()
@@ -269,10 +222,8 @@ def verify_rank(
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    """Return True if a tensor of one run equals that of another, apart from rounding.
-
-    Where the expected values are not all finite, only the places of finite values are compared.
-    """
+    """Return True if a tensor of one run equals that of another, apart from rounding."""
+    # Where the expected values are not all finite, only the places of finite values are compared.
     if got.shape != want.shape:
         return False
     want = want.detach()

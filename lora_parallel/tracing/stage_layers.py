@@ -27,17 +27,7 @@ from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
 
 
 class StageTrace:
-    """Run a model without its weights, to find the layers of its stages and to prove them. The model is not changed.
-
-    Args:
-        model: A model in full shapes, with its adapters injected.
-        names: Names of the model's layers (see `clean_names`).
-        pp: Size of the pp axis, for messages.
-
-    Raises:
-        ValueError: The model has no blocks, cannot be run without its weights, or has layers of which no stage can be
-            told.
-    """
+    """Run a model without its weights, to find the layers of its stages and to prove them. The model is not changed."""
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], pp: int) -> None:
         self._model, self._kind, self._pp = model, type(innermost(model)).__name__, pp
@@ -50,12 +40,9 @@ class StageTrace:
                     f"pp={pp}: adapter {name!r} has alora_invocation_tokens, for which PEFT puts hooks into each "
                     "forward: use pp=1."
                 )
+        # The block that each noted call of a layer is in: -1 before all of them, their number after them.
         self._places: list[int] = []
-        """The block that each noted call of a layer is in: -1 before all of them, their number after them."""
-
-        self._inputs: list[Tensor] = []
-        """Hidden states that each block is fed, [rows, tokens, features]."""
-
+        self._inputs: list[Tensor] = []  # Hidden states that each block is fed, [rows, tokens, features]
         with torch.random.fork_rng(devices=[]), self._explained():
             self._tracer = tracer_of(model, names)
             check_outside(model, self._tracer)
@@ -95,10 +82,7 @@ class StageTrace:
         return found
 
     def _around(self, inner: nn.Module) -> list[nn.Module]:
-        """Return the outermost layers with parameters outside of the model that was run.
-
-        They are used by a forward that cannot be run, around the call of that model.
-        """
+        """Return the outermost layers with parameters around the model that was run, which a replaced forward uses."""
         return [
             module
             for parent in self._model.modules()
@@ -110,11 +94,7 @@ class StageTrace:
     # ------------------------------------------------------------------------ the runs of stages
 
     def prove(self, bounds: Bounds) -> None:
-        """Run the model as each stage would: as it was run to find layers, then in training mode on more rows.
-
-        Raises:
-            ValueError: A stage does not compute what the whole model computes.
-        """
+        """Run the model as each stage would: as it was run to find layers, then in training mode on more rows."""
         with torch.random.fork_rng(devices=[]), self._explained():
             self._run_stages(bounds)
             self._tracer.run_otherwise()
@@ -212,12 +192,7 @@ class _Simulated:
 
 
 class _Noted:
-    """Run the copy of a model, and note when each of its modules is called.
-
-    Args:
-        blocks: The blocks of the copy, in order.
-        tracer: Holds the copy.
-    """
+    """Run the copy of a model, and note when each of its modules is called."""
 
     def __init__(self, blocks: list[nn.Module], tracer: Tracer) -> None:
         self._blocks, self._tracer = blocks, tracer
@@ -275,11 +250,7 @@ class _Noted:
             self._shapes.setdefault(module, (given, output))
 
     def layers(self) -> list[tuple[nn.Module, set[str]]]:
-        """Return the outermost modules outside of blocks that hold parameters or persistent buffers, and their phases.
-
-        Raises:
-            TraceError: No stage can be told of one, or a parameter of a module around the blocks trains.
-        """
+        """Return the outermost modules outside of blocks with parameters or persistent buffers, and their phases."""
         found: list[tuple[nn.Module, set[str]]] = []
 
         def visit(module: nn.Module, name: str) -> None:
@@ -325,11 +296,7 @@ class _Noted:
         return phases
 
     def output_of(self, module: nn.Module) -> OutputShape:
-        """Return the shape of the output of a layer before the blocks.
-
-        Raises:
-            TraceError: The shape of the output does not follow from that of the layer's first argument.
-        """
+        """Return the shape of the output of a layer before the blocks."""
         given, output = self._shapes.get(module, (None, None))
         shape = None
         if given is not None and isinstance(output, Tensor) and output.dim():

@@ -53,17 +53,7 @@ from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
 
 
 def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int) -> Sequence:
-    """Return the places where the tokens of a model can be split and gathered, proven by running the model.
-
-    Args:
-        structure: The structure of the model, with the tracer that found it.
-        layer_groups: The model's layer groups that are cut.
-        tp: Size of the tp axis.
-
-    Raises:
-        ValueError: The model has no stack of blocks or several, a block mixes tokens outside of the layer groups, or a
-            trained parameter is used on chunks and on all tokens.
-    """
+    """Return the places where the tokens of a model can be split and gathered, proven by running the model."""
     tracer = structure.tracer
     real_of = {twin: real for real, twin in tracer.twin_of.items()}
     paths = tracer.paths
@@ -131,10 +121,7 @@ def _holds(path: str, layer_group: LayerGroup, paths: Mapping[nn.Module, str], l
 
 
 def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp: int, rank: int) -> str | None:
-    """Run the model as a rank that has a chunk of the tokens between layer groups, and return the problem, if any.
-
-    The model is run twice: on all tokens, to note the inputs of blocks and attention modules, and then on the chunk.
-    """
+    """Run the model as a rank with a chunk of the tokens between layer groups, and return the problem, if any."""
     producers = {name for layer_group in layer_groups for name in layer_group.producers}
     real_of = {twin: real for real, twin in tracer.twin_of.items()}
     whole: dict[nn.Module, list[Tensor]] = {}
@@ -207,27 +194,14 @@ def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp:
     return None
 
 
-_RANKS = 3
-"""Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one."""
+_RANKS = 3  # Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one
 
 
 @torch.random.fork_rng(devices=[])
 def find_places(
     model: nn.Module, names: Mapping[nn.Module, str], cp: int, tp: int, method: Literal["ulysses", "all_gather"]
 ) -> Places:
-    """Return the places where the tokens of a model are cut, proven by running the model. The model is not changed.
-
-    Args:
-        model: A model in full shapes, with its adapters injected.
-        names: Names of the model's layers (see `clean_names`).
-        cp: Size of the cp axis.
-        tp: Size of the tp axis.
-        method: How attention gets all tokens.
-
-    Raises:
-        ValueError: The model cannot be run without its weights, its attention does not go through transformers'
-            registry, it mixes tokens outside of attention, or the method does not fit its attention.
-    """
+    """Return the places where the tokens of a model are cut, proven by running the model. The model is not changed."""
     kind, config = type(innermost(model)).__name__, getattr(innermost(model), "config", None)
     refuse_outputs(innermost(model), {})
     if getattr(config, "is_encoder_decoder", False):
@@ -252,35 +226,21 @@ def find_places(
 
 
 class _Proof:
-    """Run the copy of a model that a tracer holds, on all tokens and on chunks.
-
-    Args:
-        tracer: Holds the copy.
-        cp: Size of the cp axis.
-        tp: Size of the tp axis.
-        method: How attention gets all tokens.
-    """
+    """Run the copy of a model that a tracer holds, on all tokens and on chunks."""
 
     def __init__(self, tracer: Tracer, cp: int, tp: int, method: str) -> None:
         self._tracer = tracer
         self._cp, self._tp, self._method = cp, tp, method
         self._real_of = {twin: real for real, twin in tracer.twin_of.items()}
+        # Computations of attention on all tokens, and their outputs [rows, tokens, heads, features].
         self._calls: list[tuple[AttentionCall, Tensor]] = []
-        """Computations of attention on all tokens, and their outputs [rows, tokens, heads, features]."""
-
-        self._cut: dict[nn.Module, set[str]] = {}
-        """Names of the arguments of each block that are cut."""
-
+        self._cut: dict[nn.Module, set[str]] = {}  # Names of the arguments of each block that are cut
         self._inputs: dict[nn.Module, Tensor] = {}
         self._trunk_output: Tensor | None = None
         self._last_output: Tensor | None = None
 
     def places(self) -> Places:
-        """Return the places, with the model's own modules.
-
-        Raises:
-            TraceError, ValueError: The tokens cannot be cut.
-        """
+        """Return the places, with the model's own modules."""
         wrap_registry()
         self._note_attention()
         blocks, trunk = self._stack()
