@@ -1,15 +1,12 @@
 """Run the blocks of a model, and the layers after them, on this rank's chunk of the tokens.
 
-FSDP2 adds the gradients of cp ranks up. In blocks each rank has those of its tokens. What computes the same on every
-rank has all of its gradient on each: it is divided by cp.
-
 The model's own code around the blocks sees all tokens, so that masks, rotary embeddings, packed rows and position ids
 are what they are in one process. Each block is given its rank's part of what has the tokens in dim 1. After the
 blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_tensor.py`):
 the loss is computed from chunks, and what reads them otherwise gathers them.
 
-Gradients in blocks are those of this rank's tokens, and FSDP2 adds the gradients of cp ranks up. All other layers
-compute the same on every cp rank (`cp/regions.py`).
+FSDP2 adds the gradients of cp ranks up: in blocks, those of each rank's tokens. What computes the same on every rank
+has all of its gradient on each, which is divided by cp.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp.attention import ATTENTION, CPContext, attend_to_all_tokens, remember_whole, wrap_registry
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import scale_gradient
-from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.layer_parameters import (
     asks_for,
     asks_for_cache,
@@ -37,7 +33,7 @@ from lora_parallel.layers.layer_parameters import (
     without_caches,
 )
 from lora_parallel.state import ForwardCount
-from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
+from lora_parallel.tp.sequence import Entry, OwnDraws, block_output, first_activations, with_activations, with_output
 from lora_parallel.tp.sliced_tensor import SlicedTensor, Slicing, part_of, sliced_tensor
 
 
@@ -116,29 +112,8 @@ class Places:
         )
 
 
-class ChunkEntry:
-    """Cut hidden states that enter the blocks behind the first one, as a pipeline stage does."""
-
-    def __init__(self, context: CPContext, draws: OwnDraws) -> None:
-        self._context, self._draws = context, draws
-
-    def begin(self, hidden: Tensor) -> None:
-        """Note the number of all tokens, and give this rank random numbers of its own."""
-        self._context.tokens.count = _checked(hidden.shape[1], self._context.chunks)
-        self._draws.begin(hidden.device)
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return this rank's chunk of hidden states [rows, tokens, features] that no gradient flows back to."""
-        self.begin(hidden)
-        return self._context.chunks.mine(hidden)
-
-    def leave(self, device: torch.device) -> None:
-        """Restore the random state that the ranks share."""
-        self._draws.end(device)
-
-
-def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> ChunkEntry:
-    """Make a model compute on chunks of the tokens, in place."""
+def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> Entry:
+    """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
     wrap_registry()
     for module, name in places.attentions.items():
         module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)
@@ -147,30 +122,38 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, co
         for module in part.modules():
             if isinstance(module, TopologyInvariantDropout):
                 module.chunk = context
-    draws = OwnDraws(context.chunks.rank, model, count)
-    entry = ChunkEntry(context, draws)
+    chunks, draws = context.chunks, OwnDraws(context.chunks.rank, model, count)
+
+    def begin(hidden: Tensor) -> None:
+        tokens = hidden.shape[1]
+        if tokens < chunks.fewest:
+            raise ValueError(
+                f"a batch has {tokens} tokens a row, and cp={chunks.ranks} needs {chunks.fewest} at least: pad the "
+                "rows, or use a smaller cp."
+            )
+        context.tokens.count = tokens
+        draws.begin(hidden.device)
+
+    def enter(hidden: Tensor) -> Tensor:
+        begin(hidden)
+        return chunks.mine(hidden)  # no gradient flows back to the stage before
+
     context.sums_gradients = bool(places.replicated)
     for block in blocks:
-        _run_block(block, places, context, entry)
+        _run_block(block, places, context, begin, draws.end)
     _cut_output(places.trunk, places, context, gathers=not places.after)
     for layer in places.after:
         _run_after(layer, context)
     for layer in places.replicated:
         run_replicated(layer, context)
-    _Forward(model, context)
-    return entry
+    _decide_cuts(model, context)
+    return Entry(enter, draws.end)
 
 
-class _Forward:
+def _decide_cuts(model: nn.Module, context: CPContext) -> None:
     """Decide about each forward of the model whether its tokens are cut, and refuse what could not be right."""
 
-    def __init__(self, model: nn.Module, context: CPContext) -> None:
-        self._context = context
-        model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._end, always_call=True)
-
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        context = self._context
+    def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caches = asks_for_cache(args, kwargs)
         if caches:
             refuse_caches()
@@ -185,10 +168,13 @@ class _Forward:
         if context.cuts:
             refuse_outputs(model, kwargs)
 
-    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        cut = self._context.cuts
-        self._context.end_forward()
+    def end(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        cut = context.cuts
+        context.end_forward()
         return without_cache(output) if cut else None  # it would have a chunk of the tokens
+
+    model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+    model.register_forward_hook(end, always_call=True)
 
 
 def refuse_caches() -> None:
@@ -239,7 +225,14 @@ def has_tokens(name: str, x: Tensor, tokens: int) -> bool:
     return "mask" not in name and x.dim() in (2, 3) and x.shape[1] == tokens and x.dtype is not torch.bool
 
 
-def _run_block(block: nn.Module, places: Places, context: CPContext, entry: ChunkEntry) -> None:
+def _run_block(
+    block: nn.Module,
+    places: Places,
+    context: CPContext,
+    begin: Callable[[Tensor], None],
+    end: Callable[[torch.device], None],
+) -> None:
+    """Give a block its chunks; the first one begins what computes on chunks, and the last one ends it."""
     is_first, is_last = block is places.blocks[0], block is places.blocks[-1]
     names, cut, instance_forward = places.arguments[block], places.cut[block], block.__dict__.get("forward")
 
@@ -258,19 +251,21 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, entry: Chun
         args, kwargs = without_caches(args, kwargs)  # nobody would read them
         if is_first:
             hidden = first_activations(args, kwargs)[1]
-            entry.begin(hidden)
+            begin(hidden)
             args, kwargs = with_activations(args, kwargs, context.cut)
             _refuse_trained(names, args, kwargs, cut, context)
         tokens = context.tokens.count
         args, kwargs = changed_arguments(names, args, kwargs, change)
-        context.running, context.recomputes = True, _is_recomputed(self)
+        # transformers' own checkpointing computes the block again in backward.
+        recomputes = self.training and bool(getattr(self, "gradient_checkpointing", False))
+        context.running, context.recomputes = True, recomputes
         try:
             output = own(*args, **kwargs)
         finally:
             context.running = context.recomputes = False
         if is_last:
             hidden = block_output(output)
-            entry.leave(hidden.device)
+            end(hidden.device)
             if not places.norm_on_chunks:
                 return with_output(output, context.chunks.whole(hidden, tokens, type(self).__name__))
         return output
@@ -292,21 +287,6 @@ def _refuse_trained(
         return x
 
     changed_arguments(names, args, kwargs, check)
-
-
-def _checked(tokens: int, chunks: TokenChunks) -> int:
-    """Return the number of tokens of a batch, if there is one for each chunk."""
-    if tokens < chunks.fewest:
-        raise ValueError(
-            f"a batch has {tokens} tokens a row, and cp={chunks.ranks} needs {chunks.fewest} at least: pad the rows, "
-            "or use a smaller cp."
-        )
-    return tokens
-
-
-def _is_recomputed(block: nn.Module) -> bool:
-    """Return True if a block's activations are recomputed in backward, by transformers' own checkpointing."""
-    return block.training and bool(getattr(block, "gradient_checkpointing", False))
 
 
 # ------------------------------------------------------------------------------- after the blocks

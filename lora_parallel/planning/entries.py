@@ -3,7 +3,7 @@
 The keys are globs over module names, relative to the base model (without the prefix of the task's class). A star
 matches one component of a name, as in transformers' own plans. The tables say nothing of attention heads, fused
 projections and the sizes that a module keeps: these are found, and every plan is checked, by running the model (see
-`lora_parallel.tracing.structure`).
+`lora_parallel.tracing.prove_feature_slices`).
 
 `resolve_plan` runs the passes in this order: entries of plans (`entries`), layer groups that running the model shows
 (`group_pass`), experts (`expert_pass`), everything else (`completion`), tokens (`token_pass`), the log (`report`).

@@ -26,7 +26,7 @@ from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition
 from lora_parallel.planning.entries import PlanBuilder
 from lora_parallel.tp.context import ExpertSharing, expert_stacks, holds_experts
 from lora_parallel.tracing.inputs import brief
-from lora_parallel.tracing.structure import Structure
+from lora_parallel.tracing.prove_feature_slices import Structure
 
 _RANK = 4
 # Largest relative error of a sharing that is right, in float32. A wrong sharing has an error of the order of 1.

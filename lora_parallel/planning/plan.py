@@ -35,7 +35,7 @@ from lora_parallel.planning.plan_checks import FirstBatchCheck, check_kinds, che
 from lora_parallel.tp.context import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.inputs import TraceError
-from lora_parallel.tracing.structure import Structure, find_structure
+from lora_parallel.tracing.prove_feature_slices import Structure, find_structure
 from lora_parallel.tracing.tracer import traced_models
 
 _WHOLE = "tp_plan={} to compute what no entry names in full on every tp rank"

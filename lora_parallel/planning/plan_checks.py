@@ -31,7 +31,7 @@ from lora_parallel.layers.linear_classes import (
 )
 from lora_parallel.layers.styles import STYLES, RowPartition, Style
 from lora_parallel.tracing.inputs import TraceError, stand_in_for
-from lora_parallel.tracing.structure import find_structure
+from lora_parallel.tracing.prove_feature_slices import find_structure
 
 
 def cut_as(entry: tuple[str, Style] | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 from lora_parallel.layers.layer_parameters import clean_parameter_name
 from lora_parallel.state import OTHER_STAGE, StageTensors
-from lora_parallel.tp.sequence import first_activations
+from lora_parallel.tp.sequence import Entry, first_activations
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,10 @@ class StageEnd(Exception):
         self.hidden = hidden
 
 
-class StageRun(Protocol):
-    """Say what is computed now, to the modules that stand in for those of other stages."""
-
-    running: bool  # True while a stage computes; other calls of the modules are errors
-
-    def pass_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the output of block `index`, which is on another stage, from its input [rows, tokens, features]."""
-
-
 class _OtherStage(nn.Module):
     """Stand in for a module of another stage, with its plain attributes and without its parameters."""
 
-    def __init__(self, name: str, module: nn.Module, run: StageRun) -> None:
+    def __init__(self, name: str, module: nn.Module, run: StageContext) -> None:
         super().__init__()
         held = {key: value for key, value in vars(module).items() if key != "training" and not key.startswith("_")}
         plain = {key: value for key, value in held.items() if not isinstance(value, Tensor) and not callable(value)}
@@ -85,7 +76,7 @@ class _OtherStage(nn.Module):
 class OtherStageBlock(_OtherStage):
     """Stand in for a block."""
 
-    def __init__(self, name: str, block: nn.Module, run: StageRun, index: int, outputs: int | None) -> None:
+    def __init__(self, name: str, block: nn.Module, run: StageContext, index: int, outputs: int | None) -> None:
         super().__init__(name, block, run)
         self.__dict__ |= {"_index": index, "_outputs": outputs}
 
@@ -103,7 +94,7 @@ class OtherStageLayer(_OtherStage):
         self,
         name: str,
         layer: nn.Module,
-        run: StageRun,
+        run: StageContext,
         output: OutputShape | None,
         dtype: torch.dtype,
         device: str = "cpu",
@@ -162,21 +153,12 @@ class StageLayers:
         return {module: frozenset(each) for module, each in stages.items()}
 
 
-class Entry(Protocol):
-    """Cut hidden states where they enter blocks, as the model's first block does, and clean up behind the last."""
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return this rank's part of hidden states [rows, tokens, features]."""
-
-    def leave(self, device: torch.device) -> None:
-        """Note that the blocks have been computed."""
-
-
 class StageContext:
     """Say which stage of this rank computes, and hand its input to it."""
 
     def __init__(self, entries: list[Entry]) -> None:
-        self.running = False
+        # `entries`: what cuts hidden states of all tokens, in order: context parallelism, sequence parallelism.
+        self.running = False  # True while a stage computes; other calls of the modules are errors
         self._entries = entries
         self._first, self._last = 0, 0
         self._receive: Callable[[Tensor], Tensor] | None = None
@@ -194,7 +176,7 @@ class StageContext:
                 entry.leave(hidden.device)
 
     def pass_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the output of block `index`, which is on another stage (see `StageRun`)."""
+        """Return the output of block `index`, which is on another stage; end the stage at the first block after it."""
         if index >= self._last:
             raise StageEnd(hidden)
         if index < self._first - 1:

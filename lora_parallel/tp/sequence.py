@@ -3,7 +3,7 @@
 Norms, dropout and the residual stream of a block work token by token. With a chunk of the tokens each, ranks hold 1/tp
 of these activations. An all-gather before a layer group and a reduce-scatter after it replace the all-reduces
 (Korthikanti et al., https://arxiv.org/abs/2205.05198). Attention gets all tokens, so masks and rotary embeddings stay
-as they are. `tracing/token_chunks.py` proves that a block mixes tokens nowhere else.
+as they are. `tracing/prove_token_chunks.py` proves that a block mixes tokens nowhere else.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class SequenceEntry:
-    """Split hidden states that enter a stack behind its first block, and restore random states behind its last."""
+class Entry:
+    """Cut hidden states that enter blocks behind the first one, as pipeline stages do, and clean up behind the last."""
 
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[torch.device], None]
 
 
-def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count: ForwardCount) -> list[SequenceEntry]:
+def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count: ForwardCount) -> list[Entry]:
     """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
     entries = []
     for index, (first, last) in enumerate(sequence.stacks.items()):
@@ -61,7 +61,7 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count
         split = _splitting(group, tokens, type(first).__name__, draws)
         _around(last, after=_gathering(group, tokens, type(last).__name__, draws))
         _around(first, before=split)
-        entries.append(SequenceEntry(split, draws.end))
+        entries.append(Entry(split, draws.end))
     for module in sequence.modules:
         _around(module, before=_feeding(group, tokens, type(module).__name__))
     if sequence.model is not None:

@@ -8,9 +8,9 @@ with autograd's graph back to the outputs of the other stand-ins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.layers.layer_parameters import base_of, innermost
@@ -79,71 +81,68 @@ class _Tape:
         return self._values[start : start + shape.numel()].view(shape)
 
 
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks, which the caller has registered, after the context."""
+    registered = list(handles)
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
+
+
 def traced_models(model: nn.Module) -> list[nn.Module]:
     """Return the transformers models in `model`, outer ones first, or `model` itself if it holds none."""
     found: list[nn.Module] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return found or [model]
 
 
-@dataclass(eq=False)
 class Tracer:
     """Run a copy of a model (`twin`) without its weights, and hold what the run shows."""
 
-    model: nn.Module
-    names: Mapping[nn.Module, str]
-    given: dict[str, Any] | None = None
-    twin: nn.Module = field(init=False)
-    # Names of the embeddings whose class is a subclass of `nn.Embedding`, by module of the copy. Those with a forward
-    # of their own run as they are.
-    embeddings: dict[nn.Module, str] = field(init=False)
-    # Names of the linear layers and embeddings that stand-ins replace, by module of the copy.
-    layers: dict[nn.Module, str] = field(init=False)
-    modules: dict[str, nn.Module] = field(init=False)  # Modules of `layers` by name
-    calls: list[Call] = field(init=False, default_factory=list)  # Calls of stand-ins in the noted run, in order
-    # Floating-point tensors that the model returned in the noted run.
-    outputs: list[Tensor] = field(init=False, default_factory=list)
-    # Parameters of the copy. The value is the first module that holds the parameter, and the name in that module.
-    parameters: dict[Tensor, tuple[nn.Module, str]] = field(init=False)
-    # Parameters that an operation was given in any run of the copy so far.
-    used: set[Tensor] = field(init=False, default_factory=set)
-    # Modules of the copy that were called. The parameters of other modules may be used all the same.
-    entered: set[nn.Module] = field(init=False, default_factory=set)
-    # Positional and keyword arguments of the first call of each module of the copy that holds experts.
-    experts: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
-    _tape: _Tape = field(init=False, default_factory=_Tape)
-
-    def __post_init__(self) -> None:
+    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], given: dict[str, Any] | None = None) -> None:
+        # `names` are of the layers that stand-ins replace. `given`: the model's inputs, if they are known.
+        self.model, self._given = model, given
+        self.calls: list[Call] = []  # Calls of stand-ins in the noted run, in order
+        self.outputs: list[Tensor] = []  # Floating-point tensors that the model returned in the noted run
+        # Parameters of the copy, each with the first module that holds it, and its name in that module.
+        self.parameters: dict[Tensor, tuple[nn.Module, str]] = {}
+        self.used: set[Tensor] = set()  # Parameters that an operation was given in any run of the copy so far
+        # Modules of the copy that were called. The parameters of other modules may be used all the same.
+        self.entered: set[nn.Module] = set()
+        # Positional and keyword arguments of the first call of each module of the copy that holds experts.
+        self.experts: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._tape = _Tape()
         with torch.enable_grad(), torch.inference_mode(False):
             torch.default_generator.manual_seed(0)
-            self.twin = stand_in_for(self.model)
-            twins = dict(zip(self.model.modules(), self.twin.modules(), strict=True))
-            self.twin_of = twins
+            self.twin = stand_in_for(model)
+            self.twin_of = dict(zip(model.modules(), self.twin.modules(), strict=True))
+            self.real_of = {twin: real for real, twin in self.twin_of.items()}
             self.paths = {module: name for name, module in self.twin.named_modules()}
+            inside = [(module, self.twin_of[module], name) for module, name in names.items() if module in self.twin_of]
+            # Names of the linear layers and embeddings that stand-ins replace, by module of the copy.
             self.layers = {
-                twins[module]: name
-                for module, name in self.names.items()
-                if module in twins and (is_linear(base_of(module)) or _looks_up(base_of(module)))
+                twin: name for real, twin, name in inside if is_linear(base_of(real)) or _looks_up(base_of(real))
             }
             self.modules = {name: module for module, name in self.layers.items()}
-            self.parameters = {}
             for module in self.twin.modules():
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
                         self.parameters.setdefault(parameter, (module, key))
+            # Names of embeddings of a subclass. Those with a forward of their own run as they are.
             self.embeddings = {
-                twins[module]: name
-                for module, name in self.names.items()
-                if module in twins and type(module) is not nn.Embedding and isinstance(module, nn.Embedding)
+                twin: name
+                for real, twin, name in inside
+                if type(real) is not nn.Embedding and isinstance(real, nn.Embedding)
             }
             for module in self.embeddings:
                 self._tell_apart(module)
             for module in self.twin.modules():
                 if holds_experts(module):
                     _compute_with_one_row(module)
-            hooks = [m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()]
-            self._inputs = self._first_run()
-            for hook in hooks:
-                hook.remove()
+            with hooked(m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()):
+                self._inputs = self._first_run()
             self._run_without_gradients()
 
     def _tell_apart(self, embedding: nn.Module) -> None:
@@ -170,7 +169,8 @@ class Tracer:
     def _first_run(self) -> dict[str, Any]:
         """Find inputs that the model takes, note the calls of the run on them, and return them."""
         problems = []
-        for index, inputs in [(0, self.given)] if self.given is not None else self._attempts():
+        likely = (each for shape in (_SHAPE, _MORE_ROWS) for each in enumerate(likely_inputs(self.twin, shape)))
+        for index, inputs in likely if self._given is None else [(0, self._given)]:
             self.calls = []
             try:
                 with _Uses(self.used):
@@ -182,10 +182,6 @@ class Tracer:
         if problems and without_own_attention(self.twin):
             return self._first_run()
         raise TraceError(problems[0] if problems else "there are no inputs that it is known to take")
-
-    def _attempts(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for shape in (_SHAPE, _MORE_ROWS):
-            yield from enumerate(likely_inputs(self.twin, shape))
 
     def _run_without_gradients(self) -> None:
         """Run in training mode and without gradients, to note the parameters that only torch's fast paths use."""
@@ -339,6 +335,16 @@ def tracer_of(model: nn.Module, names: Mapping[nn.Module, str]) -> Tracer:
         tracer.drop_graph()
         return tracer
     raise problem
+
+
+def refuse_flows(model: nn.Module, axis: str, two_stacks: str, alora: str) -> None:
+    """Refuse an encoder with a decoder, and aLoRA, for `axis` ("cp=2") with the reason for each."""
+    inner, remedy = innermost(model), f"use {axis.partition('=')[0]}=1."
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{axis}: {type(inner).__name__} is an encoder and a decoder, {two_stacks}: {remedy}")
+    for name, adapter in peft_configs(model).items():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(f"{axis}: adapter {name!r} has alora_invocation_tokens, {alora}: {remedy}")
 
 
 def check_outside(model: nn.Module, tracer: Tracer) -> None:

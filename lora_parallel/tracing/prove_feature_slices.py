@@ -26,38 +26,34 @@ from lora_parallel.layers.layer_parameters import base_of, without_block_numbers
 from lora_parallel.layers.linear_classes import is_linear
 from lora_parallel.layers.styles import RowPartition
 from lora_parallel.tracing.inputs import TraceError
-from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_rank
-from lora_parallel.tracing.tracer import Call, Tracer
+from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_ranks
+from lora_parallel.tracing.tracer import Call, Tracer, hooked
 
 
 def layers_after(tracer: Tracer, blocks: list[nn.Module], trunk: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the linear layers that are called after the trunk, and the modules called between blocks and its end."""
-    real_of = {twin: real for real, twin in tracer.twin_of.items()}
     inside = {module for block in blocks for module in block.modules()}
     ends: dict[nn.Module, None] = {}
     layers: dict[str, None] = {}
-    place = {"blocks": True, "trunk": True}
+    phase = "blocks"
 
     def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal phase
         if module is blocks[-1]:
-            place["blocks"] = False
+            phase = "end of the trunk"
         elif module is trunk:
-            place["trunk"] = False
-        elif not place["blocks"] and place["trunk"] and module not in inside:
+            phase = "after the trunk"
+        elif phase == "end of the trunk" and module not in inside:
             ends[module] = None
 
     def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        if not place["trunk"]:
+        if phase == "after the trunk":
             layers[call.layer] = None
         return call.output()
 
-    hooks = [module.register_forward_hook(returned) for module in tracer.twin.modules()]
-    try:
+    with hooked(module.register_forward_hook(returned) for module in tracer.twin.modules()):
         tracer.run_again(stand_in)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [real_of[tracer.modules[name]] for name in layers], [real_of[module] for module in ends]
+    return [tracer.real_of[tracer.modules[name]] for name in layers], [tracer.real_of[module] for module in ends]
 
 
 def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Collection[nn.Module]) -> list[nn.Module]:
@@ -115,10 +111,9 @@ def find_structure(
     """Run `model` without its weights and return its layer groups that can be cut into `tp` parts."""
     # Layers in `whole` run as they are. With `given` inputs the groups are proven on these alone.
     tracer = Tracer(model, {module: name for module, name in names.items() if name not in whole}, given)
-    real_of = {twin: real for real, twin in tracer.twin_of.items()}
-    reached = _reached(tracer)
+    real_of = tracer.real_of
     rejected: dict[str, str] = {}
-    candidates = _candidates(tracer, reached, tp, rejected)
+    candidates = _candidates(tracer, tp, rejected)
     tracer.drop_graph()
     groups: dict[object, list[LayerGroup]] = {}
     direct = {
@@ -149,21 +144,8 @@ def find_structure(
     return Structure(kept, {call.layer for call in tracer.calls}, direct, tracer, rejected)
 
 
-@dataclass
-class _Reached:
-    """Hold the leaves of autograd's graph (stand-ins' outputs and parameters) that inputs and outputs depend on."""
-
-    calls: list[frozenset[Tensor]]  # Leaves that the input of each call depends on, in the order of the calls
-    outputs: frozenset[Tensor]  # Leaves that the model's outputs depend on
-
-
-def _reached(tracer: Tracer) -> _Reached:
-    known: dict[Any, frozenset[Tensor]] = {}
-    calls = [_leaves(call.fed, known) for call in tracer.calls]
-    return _Reached(calls, frozenset().union(*(_leaves(output, known) for output in tracer.outputs)))
-
-
 def _leaves(tensor: Tensor, known: dict[Any, frozenset[Tensor]]) -> frozenset[Tensor]:
+    """Return the leaves of autograd's graph (stand-ins' outputs and parameters) that a tensor depends on."""
     if tensor.grad_fn is None:
         return frozenset([tensor]) if tensor.requires_grad else frozenset()
     stack = [tensor.grad_fn]
@@ -186,12 +168,15 @@ def _leaves(tensor: Tensor, known: dict[Any, frozenset[Tensor]]) -> frozenset[Te
 # ---------------------------------------------------------------------- candidates
 
 
-def _candidates(tracer: Tracer, reached: _Reached, tp: int, rejected: dict[str, str]) -> list[LayerGroup]:
+def _candidates(tracer: Tracer, tp: int, rejected: dict[str, str]) -> list[LayerGroup]:
     """Return what looks like layer groups by the gradients; note in `rejected` why a layer cannot be a consumer."""
+    known: dict[Any, frozenset[Tensor]] = {}
+    reached = [_leaves(call.fed, known) for call in tracer.calls]
+    reached_by_outputs = frozenset[Tensor]().union(*(_leaves(output, known) for output in tracer.outputs))
     call_of = {call.gave: index for index, call in enumerate(tracer.calls)}
     linear = {name for module, name in tracer.layers.items() if is_linear(base_of(module))}
-    fed_by = [sorted(call_of[leaf] for leaf in leaves if leaf in call_of) for leaves in reached.calls]
-    exposed = {call_of[leaf] for leaf in reached.outputs if leaf in call_of}
+    fed_by = [sorted(call_of[leaf] for leaf in leaves if leaf in call_of) for leaves in reached]
+    exposed = {call_of[leaf] for leaf in reached_by_outputs if leaf in call_of}
     consumers: dict[int, set[int]] = {}
     for index, producers in enumerate(fed_by):
         for source in producers:
@@ -204,7 +189,7 @@ def _candidates(tracer: Tracer, reached: _Reached, tp: int, rejected: dict[str, 
             continue
         if len(producers) > _MOST_SOURCES or not any(tracer.calls[source].layer in linear for source in producers):
             continue
-        found = _needed(tracer, call, [tracer.calls[source].gave for source in producers], reached.calls[index], tp)
+        found = _needed(tracer, call, [tracer.calls[source].gave for source in producers], reached[index], tp)
         if isinstance(found, str):
             rejected[call.layer] = found
             continue
@@ -372,9 +357,7 @@ def _fit(tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int) -> str | N
         first = layer_groups[0]
         first.attributes = sizes_on_a_rank(tracer, first, tp, heads, widths, configs)
         # The other layer groups are proven once, later, together with those of all kinds.
-        failed = verify_rank(tracer, [first], tp, 0, until=first) or verify_rank(
-            tracer, [first], tp, tp - 1, until=first
-        )
+        failed = verify_ranks(tracer, [first], tp, (0, tp - 1), until=first)
         if failed is None:
             for layer_group in layer_groups[1:]:
                 layer_group.attributes = sizes_on_a_rank(tracer, layer_group, tp, heads, widths, configs)
