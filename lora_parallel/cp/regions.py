@@ -26,14 +26,21 @@ from lora_parallel.cp.attention import ATTENTION, CPContext, attend_to_all_token
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import scale_gradient
 from lora_parallel.layers.layer_parameters import (
-    asks_for,
     asks_for_cache,
     check_between_blocks,
     without_cache,
     without_caches,
 )
 from lora_parallel.state import ForwardCount
-from lora_parallel.tp.sequence import Entry, OwnDraws, block_output, first_activations, with_activations, with_output
+from lora_parallel.tp.sequence import (
+    Entry,
+    OwnDraws,
+    block_output,
+    first_activations,
+    refuse_block_outputs,
+    with_activations,
+    with_output,
+)
 from lora_parallel.tp.sliced_tensor import SlicedTensor, Slicing, part_of, sliced_tensor
 
 
@@ -188,12 +195,8 @@ def refuse_caches() -> None:
 
 def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse a forward that is asked for outputs of single blocks, or adds features of images between blocks."""
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if asks_for(name, kwargs, model):
-            raise ValueError(
-                f"{name}=True: under cp each rank has a chunk of the tokens between blocks, and would return, or "
-                "compute a loss of, that. Leave it False, or use cp=1."
-            )
+    reason = "under cp each rank has a chunk of the tokens between blocks, and would return, or compute a loss"
+    refuse_block_outputs(model, kwargs, f"{reason} of, that. Leave it False, or use cp=1.")
     check_between_blocks(kwargs, "under cp", "use cp=1")
 
 

@@ -135,24 +135,21 @@ class Joined:
         nests = [Nest.of(output, held) for output, held in zip(outputs, flat, strict=True)]
         if any(nest != nests[0] for nest in nests):
             raise ValueError("pp: the model returns something else for one micro-batch than for another: use pp=1.")
-        leaves, values = [], []
-        for held in zip(*flat, strict=True):
-            if total is not None and all(each is loss for each, loss in zip(held, losses, strict=True)):
-                leaves.append(Leaf("loss", None, (), total.dtype, torch.is_grad_enabled()))
-            else:
-                leaves.append(_leaf(held, batch))
-            values.append(list(held))
+        values = [list(parts) for parts in zip(*flat, strict=True)]
+        leaves = [
+            Leaf("loss", None, (), total.dtype, torch.is_grad_enabled())
+            if total is not None and all(part is loss for part, loss in zip(parts, losses, strict=True))
+            else _leaf(parts, batch)
+            for parts in values
+        ]
         return cls(nests[0], leaves), values
-
-    def build(self, values: Sequence[Any]) -> Any:
-        """Return what the model returns, with these values in the place of its leaves."""
-        return self.nest.build(iter(values))
 
 
 def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
     first = held[0]
     if not isinstance(first, Tensor):
-        if any(type(each) is not type(first) or each != first for each in held) or not _is_plain(first):
+        is_plain = first is None or isinstance(first, (bool, int, float, str))
+        if not is_plain or any(type(each) is not type(first) or each != first for each in held):
             raise ValueError(
                 f"pp: the model returns a {type(first).__name__}, which cannot be given to all pipeline stages: return "
                 "tensors in a ModelOutput, dict, list or tuple, or use pp=1."
@@ -168,10 +165,6 @@ def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
         "has no rows cannot be joined: let the loss be made by the model's own loss_function, or by your code from "
         "what the model returns for each row (call it without labels); or use pp_microbatches=1, or pp=1."
     )
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def joined_arguments(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], batch: Microbatches) -> Any:
@@ -243,9 +236,10 @@ class Outputs:
         loss: Tensor | None,
         fetches: bool,
     ) -> None:
-        at = torch.accelerator.current_device_index() if device != "cpu" else None
-        self._links, self._device = links, torch.device(device) if at is None else torch.device(device, at)
-        self._described = described
+        self._links, self._device = links, torch.device(device)
+        if device != "cpu":
+            self._device = torch.device(device, torch.accelerator.current_device_index())
+        self.described = described
         # The values of leaves, which autograd does not see.
         self.values = [
             self._value(leaf, None if parts is None else parts[at], loss, fetches)
@@ -255,7 +249,7 @@ class Outputs:
     @property
     def differentiable(self) -> list[int]:
         """Return the places of the leaves that have gradients."""
-        return [at for at, leaf in enumerate(self._described.leaves) if leaf.requires_grad]
+        return [at for at, leaf in enumerate(self.described.leaves) if leaf.requires_grad]
 
     def _value(self, leaf: Leaf, parts: list[Any] | None, loss: Tensor | None, fetches: bool) -> Any:
         if leaf.kind == "constant":
@@ -265,10 +259,7 @@ class Outputs:
         links, device = self._links, self._device  # not self, whose values hold `get`: a cycle would outlive the step
 
         def get() -> Tensor:
-            if leaf.kind == "loss":
-                whole = loss
-            else:
-                whole = None if held is None else _joined(held, leaf)
+            whole = loss if leaf.kind == "loss" else None if held is None else _joined(held, leaf)
             if whole is None:
                 whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             return links.broadcast(whole.contiguous())
@@ -279,7 +270,7 @@ class Outputs:
 
     def build(self, instead: dict[int, Tensor]) -> Any:
         """Return what the model returns, with other tensors in the place of some leaves."""
-        return self._described.build([instead.get(at, value) for at, value in enumerate(self.values)])
+        return self.described.nest.build(instead.get(at, value) for at, value in enumerate(self.values))
 
 
 def _joined(parts: Sequence[Tensor], leaf: Leaf) -> Tensor:

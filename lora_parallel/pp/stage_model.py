@@ -48,8 +48,11 @@ class _OtherStage(nn.Module):
 
     def __init__(self, name: str, module: nn.Module, run: StageContext) -> None:
         super().__init__()
-        held = {key: value for key, value in vars(module).items() if key != "training" and not key.startswith("_")}
-        plain = {key: value for key, value in held.items() if not isinstance(value, Tensor) and not callable(value)}
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if key != "training" and not key.startswith("_") and not isinstance(value, Tensor) and not callable(value)
+        }
         self.__dict__ |= {"_name": name, "_run": run, "_plain": plain, OTHER_STAGE: True}
 
     def __getattr__(self, key: str) -> Any:
@@ -138,19 +141,17 @@ class StageLayers:
     def of_stage(self, stage: int, bounds: Bounds) -> list[nn.Module]:
         """Return the modules that a stage computes."""
         first, last = bounds[stage]
-        found = list(self.blocks[first:last])
-        found += self.before if stage == 0 else []
-        found += [layer for layer in self.after if layer not in found] if stage == len(bounds) - 1 else []
-        return found
+        before = self.before if stage == 0 else ()
+        after = self.after if stage == len(bounds) - 1 else ()
+        return list(dict.fromkeys((*self.blocks[first:last], *before, *after)))
 
     def homes(self, bounds: Bounds) -> dict[nn.Module, frozenset[int]]:
         """Map each module that only some stages compute, and those in it, to these stages."""
-        stages: dict[nn.Module, set[int]] = {}
+        stages: dict[nn.Module, frozenset[int]] = {}
         for stage in range(len(bounds)):
             for module in self.of_stage(stage, bounds):
-                for inner in module.modules():
-                    stages.setdefault(inner, set()).add(stage)
-        return {module: frozenset(each) for module, each in stages.items()}
+                stages |= {inner: stages.get(inner, frozenset()) | {stage} for inner in module.modules()}
+        return stages
 
 
 class StageContext:
@@ -218,22 +219,14 @@ class StageModel:
         device: str,
     ) -> None:
         self.bounds, self.context, self.pp, self.rank = bounds, context, pp, rank
+        self.count = len(bounds)  # Number of stages on all ranks
         self.stages = list(range(rank, len(bounds), pp))  # This rank's stages
+        self.is_last = self.count - 1 in self.stages  # True if the last stage is on this rank
         homes = layers.homes(bounds)
         self.tensors = _stage_tensors(model, homes, pp, rank)
         self._places = self._places_of(model, layers, homes, dtype, device)
         for place in self._places:
             place.put(None)
-
-    @property
-    def count(self) -> int:
-        """Return the number of stages on all ranks."""
-        return len(self.bounds)
-
-    @property
-    def is_last(self) -> bool:
-        """Return True if the last stage is on this rank."""
-        return len(self.bounds) - 1 in self.stages
 
     def _places_of(
         self,

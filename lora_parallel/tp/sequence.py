@@ -72,6 +72,13 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count
     return entries
 
 
+def refuse_block_outputs(model: nn.Module, kwargs: Mapping[str, Any], reason: str) -> None:
+    """Refuse a forward that is asked, by an argument or the model's config, for outputs of single blocks."""
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if asks_for(name, kwargs, model):
+            raise ValueError(f"{name}=True: {reason}")
+
+
 def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if asks_for("output_hidden_states", kwargs, model):
         raise ValueError(

@@ -44,8 +44,8 @@ BREAKAGES = [
         "backward",
         "Under gpipe a loss of logits trains nothing.",
         LOOPED,
-        """ctx.drain.backward(grads)""",
-        """ctx.drain.backward([None for _ in grads])""",
+        """run_backwards(grads)""",
+        """run_backwards([None for _ in grads])""",
     ),
     Mutant(
         "guard",
@@ -109,11 +109,7 @@ BREAKAGES = [
         "guard",
         "Under pp the attentions, or hidden states, that a model returns are those of the last stage's blocks.",
         CALLS,
-        """if asks_for(name, kwargs, model):
-            raise ValueError(
-                f"{name}=True: under pp""",
-        """if False:
-            raise ValueError(
-                f"{name}=True: under pp""",
+        """refuse_outputs(self._inner, kwargs)""",
+        """pass""",
     ),
 ]
