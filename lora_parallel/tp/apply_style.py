@@ -79,9 +79,8 @@ def apply_style(
         elif not isinstance(style.weight, Shard):
             _merge_whole(module)
         _prepare_adapters(name, module, style, context, partition is not None)
-    if isinstance(module, ParamWrapper):
-        for layer in _wrappers(module):
-            refuse_merge(layer, "an adapter of experts")
+    for layer in _wrappers(module):
+        refuse_merge(layer, "an adapter of experts")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return tp_layer.run(self, *args, **kwargs)
@@ -128,9 +127,7 @@ def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPCon
         return
     for adapter, dora in module.lora_magnitude_vector.items():
         if style.leave in ("reduce", "tokens"):
-            sum_weight_norm(
-                dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", unless_compiled(name))
-            )
+            sum_weight_norm(dora, lambda x: all_reduce(x, context.group, "DoRA weight norm", unless_compiled(name)))
         refuse_merge(module, f"the DoRA adapter {adapter!r}")
     for adapter, biased in module.lora_bias.items():
         if biased and selected:
@@ -146,10 +143,7 @@ def _merge_whole(module: Any) -> None:
     def get_delta_weight(adapter: str) -> Tensor:
         delta, weight = own(adapter), module.get_base_layer().weight.detach()
         whole = delta.full_tensor() if isinstance(delta, DTensor) else delta
-        if not isinstance(weight, DTensor):
-            return whole
-        part = whole[local_region(weight)].contiguous()
-        return sharded_as(part, weight)
+        return sharded_as(whole[local_region(weight)].contiguous(), weight) if isinstance(weight, DTensor) else whole
 
     module.get_delta_weight = get_delta_weight
 
@@ -157,8 +151,4 @@ def _merge_whole(module: Any) -> None:
 def _merge_arranged(module: Any, dim: int, partition: RowPartition) -> None:
     """Let PEFT merge adapters into a base weight whose rows are rearranged, by rearranging the delta weight alike."""
     own = module.get_delta_weight
-
-    def get_delta_weight(adapter: str) -> Tensor:
-        return partition.arranged(own(adapter), dim)
-
-    module.get_delta_weight = get_delta_weight
+    module.get_delta_weight = lambda adapter: partition.arranged(own(adapter), dim)

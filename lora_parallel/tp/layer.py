@@ -59,13 +59,9 @@ class TPLayer:
         base = base_of(module)
         # Forward of the layer itself, called while this rank's plain tensors shadow its parameters.
         self.compute: Callable[..., Any] = module.forward
-        self.partition = partition
-        self.sharing = sharing
-        self.rows = rows
-        self.name = name
-        self.style = style
-        self.context = context
-        self.tensors = tensors
+        self.name, self.style, self.context, self.tensors = name, style, context, tensors
+        # Rows that this rank computes with, of tensors that are stored whole; output features and experts of each rank.
+        self.rows, self.partition, self.sharing = rows, partition, sharing
         self.late_bias = style.leave in ("reduce", "tokens") and not isinstance(base, nn.Embedding)
         weight: Any = getattr(base, "weight", None)
         self.out_features: int | None = weight.shape[features_dim(base)] if is_linear(base) else None
@@ -121,16 +117,13 @@ class TPLayer:
 
     def place_adapter(self, module: nn.Module, adapter: str) -> dict[str, tuple[nn.Parameter, Tensor | None, bool]]:
         """Place the factors of an adapter that was added after the layer was cut, as `apply_style` would have done."""
+        # Returns each factor, its rows that this rank computes with (None: all), and True if its gradient is partial.
         base, found = base_of(module), {}
         for role in ("lora_A", "lora_B"):
             tensor = LayerTensor(getattr(module, role)[adapter], "weight", role)
-            cut, placement = (
-                partition_in_layer(base, tensor, self.partition, {}),
-                placement_of(base, tensor, self.style),
-            )
+            cut = partition_in_layer(base, tensor, self.partition, {})
             rows = None if cut is None else cut[1].rows(self.context.rank)
-            if rows is not None:
-                placement = Replicate()
+            placement = placement_of(base, tensor, self.style) if rows is None else Replicate()
             tensor.put(self.context.place(tensor.parameter, placement))
             found[role] = tensor.parameter, rows, role in self.style.partial_roles or rows is not None
         return found
@@ -162,9 +155,8 @@ class TPLayer:
         base = base_of(module)
         if isinstance(base, nn.Embedding) and base.padding_idx is not None and self.style.enter == "mask":
             start, end = self._vocabulary_bounds()
-            inside = start <= base.padding_idx < end
             self._padding_idx = base.padding_idx
-            base.padding_idx = base.padding_idx - start if inside else None
+            base.padding_idx = base.padding_idx - start if start <= base.padding_idx < end else None
 
     def unshadow(self, module: nn.Module) -> None:
         """Let the layer's parameters be found again. Nothing happens if they are not shadowed."""
@@ -296,6 +288,5 @@ def partition_in_layer(
         return None
     if tensor.role == "weight":
         return features_dim(base), partition
-    return (
-        (tensor.dim or 0, partition) if tensor.role in ("bias", "lora_B", "magnitude", "per_output", "addend") else None
-    )
+    has_outputs = tensor.role in ("bias", "lora_B", "magnitude", "per_output", "addend")
+    return (tensor.dim or 0, partition) if has_outputs else None

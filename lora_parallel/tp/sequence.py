@@ -63,7 +63,8 @@ def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count
         _around(first, before=split)
         entries.append(Entry(split, draws.end))
     for module in sequence.modules:
-        _around(module, before=_feeding(group, tokens, type(module).__name__))
+        where = type(module).__name__
+        _around(module, before=lambda x, where=where: gather_tokens(x, tokens.count, group, where))  # type: ignore[misc]
     if sequence.model is not None:
         sequence.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
         for module in sequence.model.modules():  # the one that calls the blocks may be inside of the one that was run
@@ -103,9 +104,7 @@ class OwnDraws:
     # drawn from it: so the seed of the own numbers depends on the number of the forward too.
 
     def __init__(self, rank: int, model: nn.Module, count: ForwardCount) -> None:
-        self._rank = rank
-        self._model = model
-        self._count = count
+        self._rank, self._model, self._count = rank, model, count
         self._shared: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
@@ -137,10 +136,6 @@ def _splitting(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws)
         return split_tokens(x, group, where)
 
     return split
-
-
-def _feeding(group: ProcessGroup, tokens: Tokens, where: str) -> Callable[[Tensor], Tensor]:
-    return lambda x: gather_tokens(x, tokens.count, group, where)
 
 
 def _gathering(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:

@@ -1,10 +1,9 @@
 """Let a tensor stand for all logits, of which each rank holds a slice: `SlicedTensor`, and the loss from slices.
 
 With x the logits of a token and t its label, the loss is log(sum(exp(x))) - x[t]. Each rank computes both terms for its
-slice of the vocabulary. One all-gather of these two numbers a token gives all ranks the terms of all slices, and hence
-the loss; an all-reduce for the maximum and another for the sums (Megatron-LM, https://arxiv.org/abs/1909.08053, section
-3) would take two messages for the same. Backward needs no message: the gradient of a slice is softmax(x), from the sum
-over all slices, minus one at the label.
+slice of the vocabulary, and one all-gather gives all ranks the terms of all slices (Megatron-LM takes two all-reduces,
+https://arxiv.org/abs/1909.08053, section 3). Backward needs no message: the gradient of a slice is softmax(x), from the
+sum over all slices, minus one at the label.
 
 Tokens are computed in chunks, in forward and in backward, so that logits of a wider dtype than the model's never exist
 for all tokens at once.
@@ -13,17 +12,14 @@ A slice is over the vocabulary, among tp ranks (`loss_parallel=True`), or over t
 rules hold, whatever code of a model, a trainer or a user computes with the tensor:
 
 1. What models do between head and loss keeps the slices: products, sums and tanh of each logit, a change of dtype, a
-   view or a choice of tokens. `torch.nn.functional.cross_entropy` computes the loss from them (see
-   `tp/sliced_tensor.py`), so that every loss that calls it is served as it is: transformers' with all its arguments,
-   and a user's own.
+   view or a choice of tokens. `torch.nn.functional.cross_entropy` computes the loss from them, so that every loss that
+   calls it is served as it is: transformers' with all its arguments, and a user's own.
 2. Any other operation gathers the logits first. So its result is that of one process, at the cost that every step has
    without `loss_parallel`.
 
 The operations are those below autograd, which differentiates what models and users call as ever, views that change in
-place included.
-
-A cast to a wider dtype before the loss is put off until the loss casts chunks of the tokens. So the chunks save memory
-on one rank, too.
+place included. A cast to a wider dtype is put off until the loss casts chunks of the tokens, which saves memory on one
+rank, too.
 """
 
 from __future__ import annotations
@@ -416,8 +412,7 @@ def _choose(logits: SlicedTensor, index: Any) -> Any:
         return NotImplemented
     if (index.dim() if index.dtype is torch.bool else 1) >= logits.dim():
         return NotImplemented
-    part: Tensor = _ToSlice.apply(logits)
-    return _FromSlice.apply(part[index], logits.slicing).to(logits.dtype)
+    return sliced_tensor(part_of(logits)[index], logits.slicing).to(logits.dtype)
 
 
 def _cross_entropy(
@@ -431,24 +426,25 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute `torch.nn.functional.cross_entropy` of logits [tokens, vocabulary] and labels [tokens]."""
-    if weight is not None or size_average is not None or reduce is not None or label_smoothing:
-        return NotImplemented
-    if reduction not in ("none", "mean", "sum"):
+    others = weight is not None or size_average is not None or reduce is not None or label_smoothing
+    if others or reduction not in ("none", "mean", "sum"):
         return NotImplemented
     if input.dim() != 2 or target.dtype is not torch.int64 or target.shape != input.shape[:1]:
         return NotImplemented
-    slicing = input.slicing
     part = part_of(input)
-    if slicing.chunks is not None:
+    if input.slicing.chunks is not None:
         return _cross_entropy_of_chunks(input, part, target, ignore_index, reduction)
-    losses = cross_entropy_of_slices(
-        part, target, ignore_index, slicing.features, slicing.start, input.dtype, slicing.group, slicing.name
-    )
+    losses = _losses(part, target, ignore_index, input)
     if reduction != "none":
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
     return losses if _autocasts(input) else losses.to(input.dtype)
+
+
+def _losses(part: Tensor, labels: Tensor, ignore_index: int, logits: SlicedTensor) -> Tensor:
+    s = logits.slicing
+    return cross_entropy_of_slices(part, labels, ignore_index, s.features, s.start, logits.dtype, s.group, s.name)
 
 
 def _autocasts(tensor: Tensor) -> bool:
@@ -467,16 +463,7 @@ def _cross_entropy_of_chunks(
         check_labels(target, ignore_index, slicing.features, slicing.name)
         losses = cross_entropy(flat.to(logits.dtype), mine.flatten(), ignore_index=ignore_index, reduction="none")
     else:
-        losses = cross_entropy_of_slices(
-            flat,
-            mine.flatten(),
-            ignore_index,
-            slicing.features,
-            slicing.start,
-            logits.dtype,
-            slicing.group,
-            slicing.name,
-        )
+        losses = _losses(flat, mine.flatten(), ignore_index, logits)
     everyone = chunks.whole(losses.view(mine.shape), slicing.tokens, slicing.name).flatten()
     everyone = everyone if _autocasts(logits) else everyone.to(logits.dtype)
     if reduction == "none":
