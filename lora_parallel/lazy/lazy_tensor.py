@@ -1,16 +1,14 @@
 """Represent tensors that are still on disk, record the operations on them, and hold one in each parameter on meta.
 
-A `LazyTensor` has a shape and a dtype and no data. Operations on it that only rearrange (concatenate, stack, split,
-transpose, cast, ...) are recorded, and a region of the result is traced back to regions of the tensors in the files. So
-transformers' own weight conversions, written for tensors in memory, run on lazy tensors unchanged, and afterwards each
-rank reads just the bytes of its shard. An operation that computes is recorded too; a region of its result needs all of
-its inputs.
+Operations on a `LazyTensor` that only rearrange (concatenate, split, transpose, cast, ...) are recorded, and a region
+of the result is traced back to regions of the tensors in the files. So transformers' own weight conversions run on lazy
+tensors unchanged, and afterwards each rank reads just the bytes of its shard. An operation that computes is recorded
+too; a region of its result needs all of its inputs.
 
-A tensor on meta accepts any write without an error and keeps no values. Values that a user puts into a loaded weight, a
-merge of an adapter or a resize would all be lost when the checkpoint is read. So a `LazyParameter` raises an error on a
-write, and on the usual computations. An operation that only passes a weight on (a cast, `.data`, a tie, a move to
-another layer, a copy of the model) also passes on the node that will fill the weight. Rows that are picked by their
-numbers are read at once. The tensor says that it is on the CPU, where its values will be read to.
+A tensor on meta accepts any write without an error and keeps no values: what a user puts into a loaded weight, a merge
+of an adapter or a resize would be lost when the checkpoint is read. So a `LazyParameter` raises an error on a write,
+and on the usual computations. An operation that only passes a weight on (a cast, `.data`, a tie, a copy of the model)
+also passes on the node that will fill it. The tensor says that it is on the CPU, where its values will be read to.
 """
 
 from __future__ import annotations
@@ -109,10 +107,8 @@ class LazyTensor(Tensor):
 
 
 def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def stand_in(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    return function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
+    return function(*args, **kwargs)
 
 
 def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +182,7 @@ def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | Non
     low, high, _ = slice(start, end).indices(x.shape[dim])
     if step != 1:
         return None
-    return Slice(x.node, dim, low, (*x.shape[:dim], max(high - low, 0), *x.shape[dim + 1 :]), x.dtype)
+    return Slice(x.node, (*x.shape[:dim], max(high - low, 0), *x.shape[dim + 1 :]), x.dtype, dim, low)
 
 
 def _split(x: LazyTensor, size: int | list[int], dim: int = 0) -> list[Node]:
@@ -198,7 +194,7 @@ def _split(x: LazyTensor, size: int | list[int], dim: int = 0) -> list[Node]:
 
 def _permute(x: LazyTensor, dims: list[int]) -> Node:
     dims = [_dim(x, dim) for dim in dims]
-    return Permute(x.node, tuple(dims), tuple(x.shape[dim] for dim in dims), x.dtype)
+    return Permute(x.node, tuple(x.shape[dim] for dim in dims), x.dtype, tuple(dims))
 
 
 def _transpose(x: LazyTensor, first: int, second: int) -> Node:
@@ -210,12 +206,12 @@ def _transpose(x: LazyTensor, first: int, second: int) -> Node:
 
 def _unsqueeze(x: LazyTensor, dim: int) -> Node:
     dim = _dim(x, dim, extra=1)
-    return Unsqueeze(x.node, dim, (*x.shape[:dim], 1, *x.shape[dim:]), x.dtype)
+    return Unsqueeze(x.node, (*x.shape[:dim], 1, *x.shape[dim:]), x.dtype, dim)
 
 
 def _select(x: LazyTensor, dim: int, index: int) -> Node:
     dim = _dim(x, dim)
-    return Select(x.node, dim, index % x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
+    return Select(x.node, (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype, dim, index % x.shape[dim])
 
 
 def _squeeze(x: LazyTensor, dim: int) -> Node:

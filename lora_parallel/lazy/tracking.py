@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
@@ -130,18 +130,12 @@ def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
     """Replace every `LazyTensor` that `model` holds by a `LazyParameter`, and note the checkpoint; ties stay ties."""
-    replaced: dict[int, Tensor] = {}
-    for module in model.modules():
-        for container in (module._parameters, module._buffers):
-            for key, tensor in container.items():
-                if not isinstance(tensor, LazyTensor):
-                    continue
-                _kept_record(module).expected[key] = describe(tensor.node)
-                if id(tensor) not in replaced:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    waiting = LazyParameter.of(tensor.node, is_parameter, tensor.requires_grad)
-                    replaced[id(tensor)] = waiting.noting(tensor)
-                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
+
+    def waiting(tensor: LazyTensor) -> Tensor:
+        return LazyParameter.of(tensor.node, isinstance(tensor, nn.Parameter), tensor.requires_grad).noting(tensor)
+
+    for module, key, tensor in _replaced(model, LazyTensor, waiting):
+        _kept_record(module).expected[key] = describe(tensor.node)
     for name in fresh or ():
         owner, _, key = name.rpartition(".")
         _kept_record(model.get_submodule(owner)).fresh[key] = checkpoint.path
@@ -150,20 +144,33 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
 
 def settle(model: nn.Module) -> None:
     """Replace every `LazyParameter` by a plain tensor on meta, and note the lazy tensor on the module that holds it."""
-    replaced: dict[int, Tensor] = {}
+
+    def plain(tensor: LazyParameter) -> Tensor:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if not isinstance(tensor, nn.Parameter):
+            return empty
+        parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        setattr(parameter, _DEFERRED, True)
+        return parameter
+
+    for module, key, tensor in _replaced(model, LazyParameter, plain):
+        _kept_record(module).lazy[key] = LazyTensor(tensor.node)
+
+
+_T = TypeVar("_T", bound=Tensor)
+
+
+def _replaced(model: nn.Module, kind: type[_T], make: Callable[[_T], Tensor]) -> Iterator[tuple[nn.Module, str, _T]]:
+    """Replace tensors of a class in a model, ties once, and yield the module and the key of each, and what it was."""
+    made: dict[int, Tensor] = {}
     for module in model.modules():
         for container in (module._parameters, module._buffers):
             for key, tensor in container.items():
-                if not isinstance(tensor, LazyParameter):
-                    continue
-                _kept_record(module).lazy[key] = LazyTensor(tensor.node)
-                if id(tensor) not in replaced:
-                    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    if isinstance(tensor, nn.Parameter):
-                        plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-                        setattr(plain, _DEFERRED, True)
-                    replaced[id(tensor)] = plain
-                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
+                if isinstance(tensor, kind):
+                    if id(tensor) not in made:
+                        made[id(tensor)] = make(tensor)
+                    container[key] = made[id(tensor)]  # type: ignore[assignment]
+                    yield module, key, tensor
 
 
 def rearrange_lazy(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:

@@ -1,8 +1,7 @@
 """Record what transformers' quantisers would do to weights that are still on disk, to do it slice by slice later.
 
-All private API of these quantisers is in this file, as that of loading is in `transformers_private`;
-`tests/lora_parallel/quantised/test_loading.py` tests it. There is no public way to quantise a checkpoint by slices
-(https://github.com/huggingface/transformers/issues/39404 is about whole parameters).
+All private API of these quantisers is in this file; `tests/lora_parallel/quantised/test_loading.py` tests it. There is
+no public way to quantise a checkpoint by slices (https://github.com/huggingface/transformers/issues/39404).
 """
 
 from __future__ import annotations
@@ -46,7 +45,12 @@ def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
     if own is None:
         return load_config
     check_method(str(load_config.pretrained_model_name_or_path), _method(own))
-    mapping = [_lazy(each, own) for each in load_config.weight_mapping or []]
+    mapping = []
+    for converter in load_config.weight_mapping or []:
+        if _of_quantiser(converter):
+            converter = copy.copy(converter)
+            converter.operations = [_Deserialise(own)]
+        mapping.append(converter)
     quantiser: Any = _Quantiser(own)
     return replace(load_config, hf_quantizer=quantiser, weight_mapping=mapping)
 
@@ -67,14 +71,6 @@ class _Quantiser:
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantise(self._own)
-
-
-def _lazy(converter: Any, own: Any) -> Any:
-    if not _of_quantiser(converter):
-        return converter
-    converter = copy.copy(converter)
-    converter.operations = [_Deserialise(own)]
-    return converter
 
 
 class _Quantise(ConversionOps):
@@ -166,7 +162,7 @@ def _torchao(own: Any, model: Any, name: str, value: LazyTensor) -> Tensor:
 
 
 def _config_of(own: Any, model: Any, name: str, value: Any) -> Callable[[nn.Linear], None] | None:
-    """Return a function that quantises a linear layer as transformers would quantise the layer of `name`."""
+    """Return what quantises a linear layer as transformers would the layer of `name`; None if it leaves that alone."""
     from torchao.quantization import quantize_  # type: ignore[import-untyped]
     from transformers.integrations.torchao import TorchAoQuantize
 
@@ -197,9 +193,7 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, LazyTe
     layer = model.get_submodule(owner)
     if type(layer) is not nn.Linear or not name.endswith(".weight"):
         raise ValueError(f"torchao has quantised a part of a {type(layer).__name__}: linear layers only can be sharded")
-    shapes = {
-        f"{owner}.{key}": torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in tensors.items()
-    }
+    shapes = {f"{owner}.{key}": torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in tensors.items()}
     weight = unflatten_tensor_state_dict(shapes, own.metadata)[0].get(name)
     if weight is None:
         raise ValueError(
@@ -288,8 +282,7 @@ def _check_as_configured(model: PreTrainedModel, quantised: Mapping[str, nn.Modu
         embedding = model.get_input_embeddings()
         for given, layer in quantised.items():
             name, weight = f"{given.replace('.base_layer', '')}.weight", cast(Any, layer.weight)
-            there = type(layer) is nn.Linear and not weight.is_meta and weight is not embedding.weight
-            if not there:
+            if type(layer) is not nn.Linear or weight.is_meta or weight is embedding.weight:
                 continue
             if not own.param_needs_quantization(plain, name):
                 if isinstance(weight, TorchAOBaseTensor):
