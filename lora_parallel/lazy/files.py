@@ -205,14 +205,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     _KNOWN: ClassVar[dict[str, set[str]]] = {
         "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+            *"BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta".split(),
+            *"TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING".split(),
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},

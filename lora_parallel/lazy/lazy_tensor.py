@@ -157,10 +157,6 @@ def _dim(tensor: Tensor, dim: int, extra: int = 0) -> int:
     return dim % (tensor.dim() + extra)
 
 
-def _same(x: LazyTensor, **_: Any) -> Node:
-    return x.node
-
-
 def _cat(tensors: list[LazyTensor], dim: int = 0) -> Node | None:
     if not all(isinstance(each, LazyTensor) for each in tensors) or len({each.dtype for each in tensors}) > 1:
         return None
@@ -231,14 +227,11 @@ def _to(x: LazyTensor, dtype: torch.dtype | None = None, **_: Any) -> Node:
 
 
 _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.clone.default: _same,
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.clone.default), lambda x, **_: x.node),
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.t.default: lambda x: _transpose(x, 0, 1),
@@ -246,8 +239,7 @@ _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
     aten.select.int: _select,
     aten.squeeze.dim: _squeeze,
     aten.unbind.int: _unbind,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
     aten._to_copy.default: _to,
 }
 
@@ -391,31 +383,16 @@ def _take(function: Any, target: LazyParameter, value: LazyParameter) -> LazyPar
     return target
 
 
-# Functions whose result shares the tensor's memory, or has the same values in another dtype.
-_ALIASES: tuple[Callable[..., Any], ...] = (
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-    Tensor.detach,
-    Tensor.contiguous,
-    Tensor.to,
-    Tensor.type,
-    Tensor.double,
-    Tensor.float,
-    Tensor.half,
-    Tensor.bfloat16,
-)
-_REARRANGES: tuple[Callable[..., Any], ...] = (
-    Tensor.clone,
-    Tensor.__getitem__,
-    Tensor.narrow,
-    Tensor.select,
-    Tensor.t,
-    Tensor.transpose,
-    Tensor.permute,
-    Tensor.reshape,
-    Tensor.view,
-    Tensor.T.__get__,  # type: ignore[attr-defined]
-)
+def _methods(names: str) -> Iterator[Callable[..., Any]]:
+    return (getattr(Tensor, name) for name in names.split())
 
+
+# Functions whose result shares the tensor's memory, or has the same values in another dtype.
+_ALIASES = (Tensor.data.__get__, *_methods("detach contiguous to type double float half bfloat16"))  # type: ignore[attr-defined]
+_REARRANGES = (
+    Tensor.T.__get__,  # type: ignore[attr-defined]
+    *_methods("clone __getitem__ narrow select t transpose permute reshape view"),
+)
 # Functions that move a tensor. A LazyParameter stays on meta; its values are later read to the device of the mesh.
 _MOVES: tuple[Callable[..., Any], ...] = (Tensor.to, Tensor.cpu, Tensor.cuda)
 _COMPUTES = frozenset({"linear", "embedding", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "mean", "item"})
@@ -424,12 +401,7 @@ _COMPUTES = frozenset({"linear", "embedding", "conv1d", "conv2d", "conv3d", "lay
 # Names of functions that copy values into a tensor, which may be in memory.
 _FILLS = frozenset({"copy_", "__setitem__"})
 _HARMLESS = frozenset({"requires_grad_", "share_memory_", "detach_", "rename_"})
-_IN_PLACE = frozenset(
-    {
-        "__setitem__",
-        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")),
-    }
-)
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or".split())}
 
 
 def _writes(function: Any) -> bool:

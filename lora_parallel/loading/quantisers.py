@@ -73,11 +73,13 @@ class _Quantiser:
         return _Quantise(self._own)
 
 
-class _Quantise(ConversionOps):
-    """Record the quantisation of a dense weight."""
-
+class _Recording(ConversionOps):
     def __init__(self, own: Any) -> None:
         self.hf_quantizer = own
+
+
+class _Quantise(_Recording):
+    """Record the quantisation of a dense weight."""
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
@@ -89,11 +91,8 @@ class _Quantise(ConversionOps):
         return {name: _bitsandbytes(model, name, _only(each)) for name, each in input_dict.items()}
 
 
-class _Deserialise(ConversionOps):
+class _Deserialise(_Recording):
     """Record the loading of a weight that was quantised before it was saved."""
-
-    def __init__(self, own: Any) -> None:
-        self.hf_quantizer = own
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.tensor.placement_types import Shard
 
+from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.layers.layer_parameters import (
     base_of,
     block_of,
@@ -44,14 +44,11 @@ def fit_groups(builder: PlanBuilder, structure: Structure) -> None:
         wanted = {name: _producer_style(builder, name) for name in group.producers}
         wanted |= dict.fromkeys(group.consumers, STYLES["rowwise"])
         plans = builder.plans_of(wanted)
-        problem = None
+        problems = (cut_problem(module, wanted[plan.name]) for module, plan in plans)
+        problem = next((f"in the same flow, {found}" for found in problems if found), None)
         if any(plan.asked is not None and plan.style is not wanted[plan.name] for _, plan in plans):
             reason = next(plan.asked for _, plan in plans if plan.asked is not None)
             problem = f"{reason} asks for another style in the same flow"
-        else:
-            problems = (cut_problem(module, wanted[plan.name]) for module, plan in plans)
-            found = next(filter(None, problems), None)
-            problem = None if found is None else f"in the same flow, {found}"
         if problem is not None:
             structure.rejected.update(dict.fromkeys(wanted, problem))
             _drop_between(builder, group)
@@ -117,12 +114,11 @@ def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
         for module, plan in builder.plans_of(sorted(structure.called)):
             if plan.style is None or plan.proven or not plan.style.requires_even_split:
                 continue
-            kind = plan.style.name
             reason = structure.rejected.get(plan.name, NO_CONSUMER)
             check_widths(builder.names, builder.styles, fitting, builder.tp)
             if plan.asked is not None:
                 raise ValueError(
-                    f"tp_plan: {plan.asked} makes {plan.name!r} {kind}, which is not what "
+                    f"tp_plan: {plan.asked} makes {plan.name!r} {plan.style.name}, which is not what "
                     f"{type(innermost(builder.model)).__name__} computes: {reason}. A rowwise layer takes slices "
                     "that colwise layers before it compute, all of them and nothing else. "
                     '"colwise_gather_output" and "rowwise_split_input" are right for any linear layer.'
@@ -145,10 +141,8 @@ def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 def check_between(builder: PlanBuilder, structures: list[Structure]) -> None:
     """Check that what the user calls replicated with partial gradients acts on slices: elsewhere that is a mistake."""
-    entered: set[nn.Module] = set()
-    for structure in structures:
-        tracer = structure.tracer
-        entered |= {real for real, twin in tracer.twin_of.items() if twin in tracer.entered}
+    tracers = [structure.tracer for structure in structures]
+    entered = {tracer.real_of[twin] for tracer in tracers for twin in tracer.entered}
     for module, plan in builder.layers.items():
         partial = plan.style is STYLES["replicated_with_grad_allreduce"] and plan.asked is not None
         if partial and module in entered and builder.between.isdisjoint(module.modules()):
@@ -191,9 +185,8 @@ def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str
             elif plan.name in sequence.consumers:
                 plan.style = with_token_output(plan.style)
             elif plan.style.enter == "copy":
-                plan.style = (
-                    with_token_input(plan.style) if plan.name in sequence.layers else with_gathered_input(plan.style)
-                )
+                change = with_token_input if plan.name in sequence.layers else with_gathered_input
+                plan.style = change(plan.style)
 
 
 def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
@@ -239,11 +232,8 @@ def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
 def keep_small_whole(builder: PlanBuilder) -> None:
     """Set `replicate` on layers with too few features for the ranks: FSDP2 reduces no gradients without elements."""
     for module, plan in builder.layers.items():
-        if (
-            plan.style is not None
-            and not plan.style.requires_even_split
-            and leaves_a_rank_empty(module, plan.style, builder.tp)
-        ):
+        style = plan.style
+        if style and not style.requires_even_split and leaves_a_rank_empty(module, style, builder.tp):
             plan.style, plan.gathered = STYLES["replicate"], None
 
 
@@ -324,7 +314,7 @@ _UNCHECKED = "holds unchecked. Compare a step with one process once"
 
 def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
     """Log a plan on rank 0."""
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if not is_rank_zero():
         return
     inner, plans = innermost(builder.model), builder.layers.values()
     model = type(inner).__name__
@@ -348,7 +338,10 @@ def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
             _TRIED if tried_later else _UNCHECKED,
         )
     gathered = {plan.name: plan.gathered for plan in plans if plan.gathered is not None}
-    reasons = {without_block_numbers(name): reason for name, reason in sorted(gathered.items(), key=_vague_first)}
+    reasons = {
+        without_block_numbers(name): reason
+        for name, reason in sorted(gathered.items(), key=lambda said: said[1] != NO_CONSUMER)
+    }
     for (glob, reason), count in count_kinds({name: reasons[without_block_numbers(name)] for name in gathered}).items():
         log.warning("tp_plan: the output of %s (%d layers) is gathered after each: %s.", glob, count, reason)
     whole = {plan.name: plan.whole for plan in plans if plan.whole is not None}
@@ -361,7 +354,3 @@ def _in_words(plan: LayerPlan) -> str:
     if plan.partition is None:
         return plan.style.name
     return f"{plan.style.name}, {plan.partition.width} of {plan.partition.size} rows on each rank"
-
-
-def _vague_first(said: tuple[str, str]) -> bool:
-    return said[1] != NO_CONSUMER

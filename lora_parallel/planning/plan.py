@@ -79,16 +79,13 @@ def check_globs(model: nn.Module, globs: Mapping[str, str]) -> None:
         style_named(style, f"the entry {glob!r}")
         if not any(fnmatchcase(name, glob) for name in names):
             near = sorted({name for name in names if name.rsplit(".", 1)[-1] == glob.rsplit(".", 1)[-1]})
-            hint = f"Modules of that last name: {', '.join(near[:3])}" if near else f"Modules: {', '.join(_few(names))}"
+            deepest = sorted(names, key=lambda name: (-name.count("."), name))
+            hint = f"Modules: {', '.join([*deepest[:3], '...'])}"
+            hint = f"Modules of that last name: {', '.join(near[:3])}" if near else hint
             raise ValueError(
                 f"tp_plan: the entry {glob!r} ({style}) matches no module. {hint}. Write names without "
                 "base_model.model. and .base_layer."
             )
-
-
-def _few(names: set[str]) -> list[str]:
-    leaves = sorted(names, key=lambda name: (-name.count("."), name))
-    return [*leaves[:3], "..."]
 
 
 def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, sequence_parallel: bool = False) -> Plan:

@@ -47,7 +47,7 @@ def check_kinds(styles: Mapping[nn.Module, tuple[str, Style]], tp: int) -> None:
     for module, (name, style) in styles.items():
         style_name = style.name
         base = base_of(module)
-        kind, adapted = type(base).__name__, isinstance(module, BaseTunerLayer)
+        kind, works = type(base).__name__, WORKS if isinstance(module, BaseTunerLayer) else ""
         refused = problem_anywhere(module) or cut_problem(module, style)
         if refused is None and style_name in _LINEAR_STYLES and not is_linear(base):
             refused = f"{kind} is no nn.Linear, which {style_name} needs"
@@ -63,7 +63,7 @@ def check_kinds(styles: Mapping[nn.Module, tuple[str, Style]], tp: int) -> None:
         if refused is not None:
             raise ValueError(
                 f"tp={tp}: {name!r} cannot be {style_name}: {refused}. Use tp=1 (FSDP2 only), or leave it out of "
-                f"target_modules and of tp_plan{_whole_remedy(module, style_name)}. {WORKS if adapted else ''}".rstrip()
+                f"target_modules and of tp_plan{_whole_remedy(module, style_name)}. {works}".rstrip()
             )
 
 

@@ -39,15 +39,13 @@ class OwnLoss:
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
         self._is_replaced = self._model is not None and "forward" in self._model.__dict__  # by TRL, for example
-        code = getattr(inspect.unwrap(type(self._model).forward), "__code__", None) if self._model is not None else None
+        code = None if self._model is None else getattr(inspect.unwrap(type(self._model).forward), "__code__", None)
         self._calls_it = code is not None and "loss_function" in code.co_names
         self._labels = () if self._model is None else tuple(find_labels(type(self._model)))
 
     def check(self, kwargs: Mapping[str, Any], microbatches: int) -> None:
         """Check that a loss that is asked for can be computed from micro-batches."""
-        if self._model is None or self._is_replaced or self._calls_it:
-            return
-        if not self._asked(kwargs) or microbatches == 1:
+        if self._model is None or self._is_replaced or self._calls_it or not self._asked(kwargs) or microbatches == 1:
             return
         raise ValueError(
             f"{type(self._model).__name__} computes its loss in its forward, without loss_function, so that those of "
@@ -113,8 +111,7 @@ class LossCalls:
         self._exposed.append(exposed)
         self._leaves.append(list(leaves.values()))
         self._arguments.append(tree_map_only(Tensor, lambda each: leaves.get(id(each), each), (args, kwargs)))
-        device = next(tensors_in([args, kwargs])).device
-        self.losses.append(torch.zeros((), device=device))
+        self.losses.append(torch.zeros((), device=next(tensors_in([args, kwargs])).device))
         return self.losses[-1]
 
     def finish(self) -> None:
