@@ -68,12 +68,18 @@ def defer(parameter: Tensor) -> Tensor:
     """Return a tensor on meta for a parameter or buffer, the same object for each call, so that ties stay ties."""
     if _TWIN in parameter.__dict__:
         return parameter.__dict__[_TWIN]
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    if not isinstance(parameter, nn.Parameter):
+    deferred = _on_meta(parameter)
+    if isinstance(parameter, nn.Parameter):
+        setattr(parameter, _TWIN, deferred)
+    return deferred
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
         return empty
-    deferred = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    deferred = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     setattr(deferred, _DEFERRED, True)
-    setattr(parameter, _TWIN, deferred)
     return deferred
 
 
@@ -122,10 +128,8 @@ def fresh_of(module: nn.Module) -> set[str]:
 
 def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
     """Yield the checkpoints that the models inside of `model` came from."""
-    for module in model.modules():
-        checkpoint = _record_of(module).checkpoint
-        if checkpoint is not None:
-            yield checkpoint
+    checkpoints = (_record_of(module).checkpoint for module in model.modules())
+    yield from (checkpoint for checkpoint in checkpoints if checkpoint is not None)
 
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
@@ -144,16 +148,7 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
 
 def settle(model: nn.Module) -> None:
     """Replace every `LazyParameter` by a plain tensor on meta, and note the lazy tensor on the module that holds it."""
-
-    def plain(tensor: LazyParameter) -> Tensor:
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if not isinstance(tensor, nn.Parameter):
-            return empty
-        parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        setattr(parameter, _DEFERRED, True)
-        return parameter
-
-    for module, key, tensor in _replaced(model, LazyParameter, plain):
+    for module, key, tensor in _replaced(model, LazyParameter, _on_meta):
         _kept_record(module).lazy[key] = LazyTensor(tensor.node)
 
 
