@@ -184,7 +184,8 @@ class Select(_OfOne):
     index: int
 
     def pieces(self, region: Region) -> Iterator[Piece]:
-        pieces = self.parent.pieces((*region[: self.dim], slice(self.index, self.index + 1), *region[self.dim :]))
+        one = slice(self.index, self.index + 1)
+        pieces = self.parent.pieces((*region[: self.dim], one, *region[self.dim :]))
         return _then(
             pieces,
             lambda block: block.squeeze(self.dim),
