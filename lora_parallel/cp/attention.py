@@ -214,6 +214,7 @@ class AttentionCall:
 
 def attend_with_share(call: AttentionCall, tensors: Sequence[Tensor], share: tuple[int, int]) -> Tensor:
     """Compute attention of some of the heads, and return the output [rows, tokens, heads of the share, features]."""
+    # `tensors` are of these heads, [rows, heads, tokens, features]; `share` is the first and last + 1 query head.
     heads = call.heads
 
     def of_share(each: Any) -> Any:

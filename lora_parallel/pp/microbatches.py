@@ -26,6 +26,7 @@ class Microbatches:
     """Divide the arguments of a forward: tensors whose first dim is the number of rows; others stay whole."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, pads: bool) -> None:
+        # `pads`: repeat the last row where `count` does not divide the rows, without gradients, with ignored labels.
         self.count = count
         self.rows = _rows(args, kwargs)  # The number of rows of the batch
         if not self.rows:
@@ -236,6 +237,7 @@ class Outputs:
         loss: Tensor | None,
         fetches: bool,
     ) -> None:
+        # `parts` and `loss` are on the last stage's rank. `fetches`: leave other outputs there until they are read.
         self._links, self._device = links, torch.device(device)
         if device != "cpu":
             self._device = torch.device(device, torch.accelerator.current_device_index())

@@ -137,6 +137,8 @@ class ScheduleRun:
         loss: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._pipeline, self._links, self.batch, self._last = pipeline, links, batch, last
+        # Backwards follow if `grads`. `key`: the kind of forward, in which all hidden states have one dtype. `loss`:
+        # makes the context of the last stage's forwards.
         self._grads, self._key, self._loss = grads, key, loss
         self._like: Tensor | None = None  # A tensor like the hidden states between stages
         # Inputs of stages by stage and micro-batch, until their backward.

@@ -60,6 +60,8 @@ class Slicing:
         tokens: int = 0,
         plain_loss: bool = False,
     ) -> None:
+        # `group` is None if this rank has all features, `chunks` if it has all tokens. `plain_loss`: compute a chunk's
+        # loss by torch's own function, to which it equals bit by bit.
         self.features, self.group, self.name, self.chunks, self.tokens = features, group, name, chunks, tokens
         self.plain_loss = plain_loss
         self.start, self.end = (0, features) if group is None else chunk_bounds(features, group.size(), group.rank())
@@ -171,7 +173,8 @@ def cross_entropy_of_slices(
     group: ProcessGroup | None,
     where: str,
 ) -> Tensor:
-    """Return the cross entropy of each token, [tokens], 0 for ignored ones. Collective over tp."""
+    """Return the cross entropy of each token, [tokens], 0 for ignored ones, in float32 at least. Collective over tp."""
+    # `part` is [tokens, features of this rank], from the feature `start`; `labels` are int64 [tokens], the same on all.
     ignored = check_labels(labels, ignore_index, vocabulary, where)
     dtype = torch.promote_types(dtype, torch.float32)
     return _CrossEntropyOfSlices.apply(part, labels, ignored, start, dtype, group, where)
