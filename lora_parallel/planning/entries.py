@@ -4,9 +4,6 @@ The keys are globs over module names, relative to the base model (without the pr
 matches one component of a name, as in transformers' own plans. The tables say nothing of attention heads, fused
 projections and the sizes that a module keeps: these are found, and every plan is checked, by running the model (see
 `lora_parallel.tracing.prove_feature_slices`).
-
-`resolve_plan` runs the passes in this order: entries of plans (`entries`), layer groups that running the model shows
-(`group_pass`), experts (`expert_pass`), everything else (`completion`), tokens (`token_pass`), the log (`report`).
 """
 
 from __future__ import annotations
@@ -98,7 +95,7 @@ def family_plan(config: Any) -> dict[str, str]:
 
 @dataclass(eq=False)
 class LayerPlan:
-    """The plan for one layer, and where it comes from."""
+    """Hold the plan for one layer, and where it comes from."""
 
     name: str  # The layer's name, as the model's author would write it
     style: Style | None = None  # None: the layer has no style (yet)
@@ -136,22 +133,22 @@ class PlanBuilder:
 
     @property
     def styles(self) -> dict[nn.Module, tuple[str, Style]]:
-        """The layers that have a style: `{module: (name, style)}`."""
+        """Return the layers that have a style: `{module: (name, style)}`."""
         return {module: (plan.name, plan.style) for module, plan in self.layers.items() if plan.style is not None}
 
     @property
     def proven(self) -> set[nn.Module]:
-        """The layers whose style is proven."""
+        """Return the layers whose style is proven."""
         return {module for module, plan in self.layers.items() if plan.proven}
 
     @property
     def partitions(self) -> dict[nn.Module, RowPartition]:
-        """The layers that are not cut into one chunk a rank."""
+        """Return the layers that are not cut into one chunk a rank."""
         return {module: plan.partition for module, plan in self.layers.items() if plan.partition is not None}
 
     @property
     def sharings(self) -> dict[nn.Module, ExpertSharing]:
-        """The modules of experts that ranks share out."""
+        """Return the modules of experts that ranks share out."""
         return {module: plan.sharing for module, plan in self.layers.items() if plan.sharing is not None}
 
     def plans_of(self, names: Iterable[str]) -> list[tuple[nn.Module, LayerPlan]]:

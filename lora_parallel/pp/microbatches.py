@@ -261,7 +261,9 @@ class Outputs:
         links, device = self._links, self._device  # not self, whose values hold `get`: a cycle would outlive the step
 
         def get() -> Tensor:
-            whole = loss if leaf.kind == "loss" else None if held is None else _joined(held, leaf)
+            whole = loss if leaf.kind == "loss" else None
+            if held is not None:  # without the rows that pad the micro-batches
+                whole = held[0].clone() if len(held) == 1 else torch.cat(held)[: leaf.shape[0]]
             if whole is None:
                 whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             return links.broadcast(whole.contiguous())
@@ -273,8 +275,3 @@ class Outputs:
     def build(self, instead: dict[int, Tensor]) -> Any:
         """Return what the model returns, with other tensors in the place of some leaves."""
         return self.described.nest.build(instead.get(at, value) for at, value in enumerate(self.values))
-
-
-def _joined(parts: Sequence[Tensor], leaf: Leaf) -> Tensor:
-    """Return the rows of all micro-batches, without those that pad them."""
-    return parts[0].clone() if len(parts) == 1 else torch.cat(list(parts))[: leaf.shape[0]]

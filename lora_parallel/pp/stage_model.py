@@ -224,34 +224,24 @@ class StageModel:
         self.is_last = self.count - 1 in self.stages  # True if the last stage is on this rank
         homes = layers.homes(bounds)
         self.tensors = _stage_tensors(model, homes, pp, rank)
-        self._places = self._places_of(model, layers, homes, dtype, device)
-        for place in self._places:
-            place.put(None)
-
-    def _places_of(
-        self,
-        model: nn.Module,
-        layers: StageLayers,
-        homes: Mapping[nn.Module, frozenset[int]],
-        dtype: torch.dtype | None,
-        device: str,
-    ) -> list[_Place]:
         names = {module: name for name, module in model.named_modules()}
         others: dict[nn.Module, nn.Module] = {
-            block: OtherStageBlock(names[block], block, self.context, index, layers.outputs[index])
+            block: OtherStageBlock(names[block], block, context, index, layers.outputs[index])
             for index, block in enumerate(layers.blocks)
         }
         for layer in (*layers.before, *layers.after):
             own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.get_default_dtype())
             output = layers.before.get(layer)
-            others[layer] = OtherStageLayer(names[layer], layer, self.context, output, dtype or own, device)
+            others[layer] = OtherStageLayer(names[layer], layer, context, output, dtype or own, device)
         mine = set(self.stages)
-        return [
+        self._places = [
             _Place(parent._modules, key, child if homes[child] & mine else None, others[child], homes[child])
             for parent in list(model.modules())
             for key, child in parent._modules.items()
             if child is not None and child in others
         ]
+        for place in self._places:
+            place.put(None)
 
     @contextmanager
     def computing(self, stage: int) -> Iterator[None]:
