@@ -58,7 +58,7 @@ from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import OwnLoss
 from lora_parallel.pp.pipeline import Pipeline, refuse_outputs
 from lora_parallel.pp.schedules import check_held, check_microbatches, split_stages
-from lora_parallel.pp.stage_model import Bounds, Entry, StageContext, StageLayers, StageModel, check_trained
+from lora_parallel.pp.stage_model import Bounds, StageContext, StageLayers, StageModel, check_trained
 from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
 from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager, refuse_whole_compile
 from lora_parallel.runtime.description import end_if_checked, is_checked, log_description
@@ -70,11 +70,11 @@ from lora_parallel.sizes import AXES, mesh_axes
 from lora_parallel.state import ForwardCount, ParallelState, state_of
 from lora_parallel.tp.apply_style import apply_style
 from lora_parallel.tp.context import Tokens, TPContext
-from lora_parallel.tp.sequence import run_on_chunks
+from lora_parallel.tp.sequence import Entry, run_on_chunks
 from lora_parallel.tp.sliced_tensor import head_of, keep_logits_sliced
 from lora_parallel.tracing.inputs import viewed_with
-from lora_parallel.tracing.stage_layers import StageTrace
-from lora_parallel.tracing.token_chunks import find_places
+from lora_parallel.tracing.prove_stages import StageTrace
+from lora_parallel.tracing.prove_token_chunks import find_places
 
 
 @collective_call("parallelize")

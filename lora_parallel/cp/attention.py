@@ -30,34 +30,19 @@ from lora_parallel.tp.context import Tokens
 
 
 class CPContext:
-    """Hold the chunks of one model's tokens.
-
-    Args:
-        chunks: The chunks of the tokens that the ranks of the cp axis have.
-        tokens: Holds the number of all tokens of each forward.
-        method: How attention gets all tokens (see `ParallelConfig.cp_method`).
-    """
+    """Hold the chunks of one model's tokens."""
 
     def __init__(self, chunks: TokenChunks, tokens: Tokens, method: Literal["ulysses", "all_gather"]) -> None:
         self.chunks, self.tokens, self.method = chunks, tokens, method
-        self.cuts = False
-        """True while a forward runs whose tokens are cut."""
-
-        self.has_labels = False
-        """True if the forward that runs was given labels."""
-
-        self.running = False
-        """True while a block, or a layer after the blocks, computes on a chunk."""
-
+        self.cuts = False  # True while a forward runs whose tokens are cut
+        self.has_labels = False  # True if the forward that runs was given labels
+        self.running = False  # True while a block, or a layer after the blocks, computes on a chunk
+        # True if something trains outside of the blocks, on all tokens: what enters the blocks gets the gradients of
+        # all ranks there.
         self.sums_gradients = False
-        """True if something trains outside of the blocks, on all tokens: what enters the blocks gets the gradients of
-        all ranks there."""
-
+        # Tensors that blocks share (rotary tables), their versions and this rank's part of them, by `id`.
         self._cut: dict[int, tuple[Tensor, int, Tensor]] = {}
-        """Tensors that blocks share (rotary tables), their versions and this rank's part of them, by `id`."""
-
-        self.recomputes = False
-        """True if the block that runs is recomputed in backward, attention included."""
+        self.recomputes = False  # True if the block that runs is recomputed in backward, attention included
 
     @property
     def active(self) -> bool:
@@ -70,10 +55,7 @@ class CPContext:
         return self.running or (not torch.compiler.is_compiling() and in_backward())
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of `x` [rows, tokens, ...], in memory of their own.
-
-        A view's whole memory would be kept until backward.
-        """
+        """Return this rank's tokens of `x` [rows, tokens, ...] in memory of their own, as a view keeps all of `x`."""
         sums = x.requires_grad and self.sums_gradients
         return self.chunks.cut(x, "the blocks") if sums else self.chunks.mine(x).clone()
 
@@ -110,18 +92,9 @@ class CPContext:
             self.running, self.recomputes = before
 
     def places(self, rows: int, tokens: int, device: torch.device, share: int | Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the global row and token of each position of activations [rows, tokens, features].
-
-        Args:
-            rows: The number of rows; of activations that are flattened, the number of rows and tokens in one.
-            tokens: The number of tokens, 1 of activations that are flattened.
-            device: The device of the result.
-            share: Index of the rows among all shares as large of the global batch.
-
-        Returns:
-            Two int32 tensors [rows, tokens]; or None if no chunk is being computed, or the activations are not those
-            of all tokens of this rank.
-        """
+        """Return the global row and token of each position of a rank's activations, int32 [rows, tokens], or None."""
+        # `tokens` is 1 if rows and tokens are flattened into `rows`. `share`: index of these rows in the global batch.
+        # None if no chunk is computed, or the activations are not those of all tokens of this rank.
         if not self.on_chunk:
             return None
         count = self.tokens.count
@@ -139,19 +112,15 @@ class CPContext:
 
 
 _WHOLE = "_lora_parallel_whole"
+# Name of the attribute of a module under which the wrapper finds what computes its attention in place of the function.
+# It is called as `function(own, implementation, module, *args, **kwargs)`, or leaves the attention as it is if the
+# attribute is missing or None.
 ATTENTION = "_lora_parallel_attention"
-"""Name of the attribute of a module under which the wrapper finds what computes its attention in place of the function.
-
-It is called as `function(own, implementation, module, *args, **kwargs)`, or leaves the
-attention as it is if the attribute is missing or None.
-"""
 
 
 def remember_whole(part: Tensor, whole: Tensor) -> Tensor:
-    """Return `part`, a chunk of the tokens of `whole`, from which `whole_of` returns `whole`.
-
-    It is held by the chunk itself, as a block that is recomputed is given this very tensor.
-    """
+    """Return `part`, a chunk of the tokens of `whole`, from which `whole_of` returns `whole`."""
+    # The chunk itself holds it, as a block that is recomputed is given this very tensor.
     part.__dict__[_WHOLE] = whole
     return part
 
@@ -163,11 +132,8 @@ def whole_of(each: Any) -> Any:
 
 @cache
 def wrap_registry() -> None:
-    """Make transformers' registry of attention functions return wrapped functions, in this process, once.
-
-    `AttentionInterface.get_interface` is replaced. The registry itself cannot hold the wrapper: a model's eager
-    function is not in it, and the name of an implementation also chooses the masks.
-    """
+    """Replace `AttentionInterface.get_interface`, once in this process, by one that returns wrapped functions."""
+    # The registry cannot hold the wrapper: a model's eager function is not in it, and the names in it choose the masks.
     own_get = AttentionInterface.get_interface
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,17 +151,7 @@ def wrap_registry() -> None:
 
 
 class _WithHeads:
-    """Stand for an attention module of which a rank computes some of the heads.
-
-    The function is given this in place of the module. It has the attributes of the module, but for those that are of
-    all heads. The parameters are the tensors that the module has now, which tensor parallelism takes from it later.
-
-    Args:
-        module: The attention module.
-        heads: The number of all query heads.
-        share: First and last + 1 query head.
-        groups: The number of query heads of each key head.
-    """
+    """Stand for an attention module of which a rank computes some of the heads, with the parameters that it has now."""
 
     def __init__(self, module: nn.Module, heads: int, share: tuple[int, int], groups: int) -> None:
         self.num_key_value_groups = groups
@@ -210,11 +166,7 @@ class _WithHeads:
 
 
 def check_heads(heads: int, ranks: int) -> None:
-    """Check that the query heads can be divided between ranks.
-
-    Raises:
-        ValueError: The ranks do not divide them.
-    """
+    """Refuse a number of query heads that the ranks do not divide."""
     if heads % ranks:
         raise ValueError(
             f'cp={ranks} with cp_method="ulysses" gives each rank as many heads, and attention has {heads} of them on '
@@ -239,13 +191,9 @@ class AttentionCall:
 
     function: Callable[..., Any]
     module: nn.Module
-    tensors: tuple[Tensor, Tensor, Tensor]
-    """Queries, keys and values, [rows, heads, tokens, features]."""
-
+    tensors: tuple[Tensor, Tensor, Tensor]  # Queries, keys and values, [rows, heads, tokens, features]
     mask: Any
-    args: tuple[Any, ...]
-    """Further positional arguments."""
-
+    args: tuple[Any, ...]  # Further positional arguments
     kwargs: dict[str, Any]
 
     @classmethod
@@ -265,13 +213,8 @@ class AttentionCall:
 
 
 def attend_with_share(call: AttentionCall, tensors: Sequence[Tensor], share: tuple[int, int]) -> Tensor:
-    """Compute attention of some of the heads, and return the output [rows, tokens, heads of the share, features].
-
-    Args:
-        call: The call of all heads.
-        tensors: Queries, keys and values of these heads, [rows, heads, tokens, features].
-        share: First and last + 1 query head.
-    """
+    """Compute attention of some of the heads, and return the output [rows, tokens, heads of the share, features]."""
+    # `tensors` are of these heads, [rows, heads, tokens, features]; `share` is the first and last + 1 query head.
     heads = call.heads
 
     def of_share(each: Any) -> Any:
@@ -288,12 +231,7 @@ def attend_with_share(call: AttentionCall, tensors: Sequence[Tensor], share: tup
 
 
 def attend_to_all_tokens(context: CPContext, name: str) -> Callable[..., Any]:
-    """Return what computes the attention of a module whose block runs on a chunk of the tokens.
-
-    Args:
-        context: The chunks.
-        name: The name of the module, for messages.
-    """
+    """Return what computes the attention of a module whose block runs on a chunk of the tokens."""
 
     def attend(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not context.on_chunk:
@@ -330,16 +268,9 @@ def _with_gathered_keys(context: CPContext, where: str, call: AttentionCall) -> 
 
 
 def attend_from_tokens(call: AttentionCall, tensors: Sequence[Tensor], chunks: TokenChunks) -> Tensor:
-    """Compute attention of a rank's tokens to all, and return the output [rows, tokens of the rank, heads, features].
-
-    Where attention is causal and was given no mask, the queries of each chunk see the keys up to its end only: that is
-    half of the work and of the mask, and as much on each rank.
-
-    Args:
-        call: The call of the rank's tokens, or of all.
-        tensors: Queries of the rank's tokens, and keys and values of all, [rows, heads, tokens, features].
-        chunks: Which tokens each rank has.
-    """
+    """Compute attention of a rank's tokens to all, and return [rows, tokens of the rank, heads, features]."""
+    # Causal without a mask, each chunk's queries see the keys up to its end only: half of the work, the same on each
+    # rank.
     (query, key, value), tokens = tensors, tensors[1].shape[2]
     positions = chunks.positions(tokens, query.device)
     if call.mask is not None or not _is_causal(call):
@@ -369,11 +300,7 @@ def _is_causal(call: AttentionCall) -> bool:
 
 
 def check_method(implementation: str | None) -> None:
-    """Check that keys and values may be gathered for an attention implementation.
-
-    Raises:
-        ValueError: The implementation takes no mask of some of the queries.
-    """
+    """Refuse attention that takes no mask of some of the queries, under "all_gather"."""
     if implementation not in ("sdpa", "eager"):
         raise ValueError(
             f'cp_method="all_gather" needs attention that takes a mask of any shape, and attn_implementation is '

@@ -1,15 +1,12 @@
 """Run the blocks of a model, and the layers after them, on this rank's chunk of the tokens.
 
-FSDP2 adds the gradients of cp ranks up. In blocks each rank has those of its tokens. What computes the same on every
-rank has all of its gradient on each: it is divided by cp.
-
 The model's own code around the blocks sees all tokens, so that masks, rotary embeddings, packed rows and position ids
 are what they are in one process. Each block is given its rank's part of what has the tokens in dim 1. After the
 blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_tensor.py`):
 the loss is computed from chunks, and what reads them otherwise gathers them.
 
-Gradients in blocks are those of this rank's tokens, and FSDP2 adds the gradients of cp ranks up. All other layers
-compute the same on every cp rank (`cp/regions.py`).
+FSDP2 adds the gradients of cp ranks up: in blocks, those of each rank's tokens. What computes the same on every rank
+has all of its gradient on each, which is divided by cp.
 """
 
 from __future__ import annotations
@@ -28,16 +25,22 @@ from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.cp.attention import ATTENTION, CPContext, attend_to_all_tokens, remember_whole, wrap_registry
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import scale_gradient
-from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.layer_parameters import (
-    asks_for,
     asks_for_cache,
     check_between_blocks,
     without_cache,
     without_caches,
 )
 from lora_parallel.state import ForwardCount
-from lora_parallel.tp.sequence import OwnDraws, block_output, first_activations, with_activations, with_output
+from lora_parallel.tp.sequence import (
+    Entry,
+    OwnDraws,
+    block_output,
+    first_activations,
+    refuse_block_outputs,
+    with_activations,
+    with_output,
+)
 from lora_parallel.tp.sliced_tensor import SlicedTensor, Slicing, part_of, sliced_tensor
 
 
@@ -54,15 +57,7 @@ def run_replicated(layer: nn.Module, context: CPContext) -> None:
 def replicated(
     layer: nn.Module, own: Callable[..., Any], context: CPContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a layer's own forward; its parameters get their gradients divided by cp, and its inputs get all of theirs.
-
-    Args:
-        layer: The layer.
-        own: Its own forward.
-        context: The chunks.
-        args: Positional arguments of the forward. Chunks among them are gathered.
-        kwargs: Arguments by name.
-    """
+    """Call a layer's own forward: its parameters' gradients are divided by cp, and those of its inputs are not."""
     trains = any(parameter.requires_grad for parameter in layer.parameters())
     if not context.cuts:
         if trains:
@@ -87,11 +82,7 @@ def replicated(
 
 
 def refuse_gradients(name: str) -> None:
-    """Refuse to compute a part of the model by itself with gradients, which FSDP2 would add up over cp ranks.
-
-    Raises:
-        ValueError: Gradients are enabled.
-    """
+    """Refuse a part of the model called by itself with gradients, which FSDP2 would add up over cp ranks."""
     if torch.is_grad_enabled():
         raise ValueError(
             f"{name} was called with gradients, but not by the parallelized model's own forward, which cuts the tokens "
@@ -103,29 +94,16 @@ def refuse_gradients(name: str) -> None:
 class Places:
     """List the places of a model where its tokens are cut, and where they are whole again."""
 
+    # The blocks of the stack, in order; None for a block that is on another pipeline stage.
     blocks: list[nn.Module | None]
-    """The blocks of the stack, in order; None for a block that is on another pipeline stage."""
-
-    arguments: dict[nn.Module, list[str]]
-    """Names of the positional arguments of each block."""
-
-    attentions: dict[nn.Module, str]
-    """Modules that compute attention, and their names."""
-
+    arguments: dict[nn.Module, list[str]]  # Names of the positional arguments of each block
+    attentions: dict[nn.Module, str]  # Modules that compute attention, and their names
+    # Module whose output is that of the stack, after a norm: for a language model, all of it but the head.
     trunk: nn.Module
-    """Module whose output is that of the stack, after a norm: for a language model, all of it but the head."""
-
-    norm_on_chunks: bool
-    """True if what the trunk computes after the last block works on chunks."""
-
-    cut: dict[nn.Module, frozenset[str]]
-    """Names of the arguments of each block that have tokens and are cut."""
-
-    after: list[nn.Module]
-    """Linear layers that are called after the trunk."""
-
-    replicated: list[nn.Module]
-    """Other layers outside of the blocks in which something trains."""
+    norm_on_chunks: bool  # True if what the trunk computes after the last block works on chunks
+    cut: dict[nn.Module, frozenset[str]]  # Names of the arguments of each block that have tokens and are cut
+    after: list[nn.Module]  # Linear layers that are called after the trunk
+    replicated: list[nn.Module]  # Other layers outside of the blocks in which something trains
 
     def within(self, model: nn.Module) -> Places:
         """Return the places that are in `model`, of which some blocks and layers may have been taken out."""
@@ -141,44 +119,8 @@ class Places:
         )
 
 
-class ChunkEntry:
-    """Cut hidden states that enter the blocks behind the first one, as a pipeline stage does.
-
-    Args:
-        context: The chunks.
-        draws: The random states of ranks that compute on chunks.
-    """
-
-    def __init__(self, context: CPContext, draws: OwnDraws) -> None:
-        self._context, self._draws = context, draws
-
-    def begin(self, hidden: Tensor) -> None:
-        """Note the number of all tokens, and give this rank random numbers of its own."""
-        self._context.tokens.count = _checked(hidden.shape[1], self._context.chunks)
-        self._draws.begin(hidden.device)
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return this rank's chunk of hidden states [rows, tokens, features] that no gradient flows back to."""
-        self.begin(hidden)
-        return self._context.chunks.mine(hidden)
-
-    def leave(self, device: torch.device) -> None:
-        """Restore the random state that the ranks share."""
-        self._draws.end(device)
-
-
-def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> ChunkEntry:
-    """Make a model compute on chunks of the tokens, in place.
-
-    Args:
-        model: The model that the user calls.
-        places: Where its tokens are cut.
-        context: The chunks.
-        count: Counts the forwards of the model.
-
-    Returns:
-        What a pipeline stage without the first block calls in its place.
-    """
+def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> Entry:
+    """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
     wrap_registry()
     for module, name in places.attentions.items():
         module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)
@@ -187,30 +129,38 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, co
         for module in part.modules():
             if isinstance(module, TopologyInvariantDropout):
                 module.chunk = context
-    draws = OwnDraws(context.chunks.rank, model, count)
-    entry = ChunkEntry(context, draws)
+    chunks, draws = context.chunks, OwnDraws(context.chunks.rank, model, count)
+
+    def begin(hidden: Tensor) -> None:
+        tokens = hidden.shape[1]
+        if tokens < chunks.fewest:
+            raise ValueError(
+                f"a batch has {tokens} tokens a row, and cp={chunks.ranks} needs {chunks.fewest} at least: pad the "
+                "rows, or use a smaller cp."
+            )
+        context.tokens.count = tokens
+        draws.begin(hidden.device)
+
+    def enter(hidden: Tensor) -> Tensor:
+        begin(hidden)
+        return chunks.mine(hidden)  # no gradient flows back to the stage before
+
     context.sums_gradients = bool(places.replicated)
     for block in blocks:
-        _run_block(block, places, context, entry)
+        _run_block(block, places, context, begin, draws.end)
     _cut_output(places.trunk, places, context, gathers=not places.after)
     for layer in places.after:
         _run_after(layer, context)
     for layer in places.replicated:
         run_replicated(layer, context)
-    _Forward(model, context)
-    return entry
+    _decide_cuts(model, context)
+    return Entry(enter, draws.end)
 
 
-class _Forward:
+def _decide_cuts(model: nn.Module, context: CPContext) -> None:
     """Decide about each forward of the model whether its tokens are cut, and refuse what could not be right."""
 
-    def __init__(self, model: nn.Module, context: CPContext) -> None:
-        self._context = context
-        model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._end, always_call=True)
-
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        context = self._context
+    def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caches = asks_for_cache(args, kwargs)
         if caches:
             refuse_caches()
@@ -225,18 +175,17 @@ class _Forward:
         if context.cuts:
             refuse_outputs(model, kwargs)
 
-    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        cut = self._context.cuts
-        self._context.end_forward()
+    def end(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        cut = context.cuts
+        context.end_forward()
         return without_cache(output) if cut else None  # it would have a chunk of the tokens
+
+    model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+    model.register_forward_hook(end, always_call=True)
 
 
 def refuse_caches() -> None:
-    """Refuse a forward that is given a cache, or asked for one.
-
-    Raises:
-        ValueError: Gradients are enabled.
-    """
+    """Refuse a forward that is given a cache, or asked for one."""
     if torch.is_grad_enabled():
         raise ValueError(
             "a forward with gradients was given use_cache=True or a cache: under cp each rank would cache its own "
@@ -245,17 +194,9 @@ def refuse_caches() -> None:
 
 
 def refuse_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a forward that is asked for outputs of single blocks, or adds features of images between blocks.
-
-    Raises:
-        ValueError: The forward, or the model's config, asks for them.
-    """
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if asks_for(name, kwargs, model):
-            raise ValueError(
-                f"{name}=True: under cp each rank has a chunk of the tokens between blocks, and would return, or "
-                "compute a loss of, that. Leave it False, or use cp=1."
-            )
+    """Refuse a forward that is asked for outputs of single blocks, or adds features of images between blocks."""
+    reason = "under cp each rank has a chunk of the tokens between blocks, and would return, or compute a loss"
+    refuse_block_outputs(model, kwargs, f"{reason} of, that. Leave it False, or use cp=1.")
     check_between_blocks(kwargs, "under cp", "use cp=1")
 
 
@@ -268,17 +209,7 @@ def changed_arguments(
     kwargs: Mapping[str, Any],
     change: Callable[[str, Tensor], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Change the tensors that a block is given.
-
-    Args:
-        names: Names of the positional arguments.
-        args: The positional arguments.
-        kwargs: The arguments by name.
-        change: Returns what stands for one tensor, from the name of the argument that it is in.
-
-    Returns:
-        The positional arguments, and those by name.
-    """
+    """Change the tensors that a block is given."""
 
     def changed(name: str, each: Any) -> Any:
         if isinstance(each, Tensor):
@@ -297,7 +228,14 @@ def has_tokens(name: str, x: Tensor, tokens: int) -> bool:
     return "mask" not in name and x.dim() in (2, 3) and x.shape[1] == tokens and x.dtype is not torch.bool
 
 
-def _run_block(block: nn.Module, places: Places, context: CPContext, entry: ChunkEntry) -> None:
+def _run_block(
+    block: nn.Module,
+    places: Places,
+    context: CPContext,
+    begin: Callable[[Tensor], None],
+    end: Callable[[torch.device], None],
+) -> None:
+    """Give a block its chunks; the first one begins what computes on chunks, and the last one ends it."""
     is_first, is_last = block is places.blocks[0], block is places.blocks[-1]
     names, cut, instance_forward = places.arguments[block], places.cut[block], block.__dict__.get("forward")
 
@@ -316,19 +254,21 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, entry: Chun
         args, kwargs = without_caches(args, kwargs)  # nobody would read them
         if is_first:
             hidden = first_activations(args, kwargs)[1]
-            entry.begin(hidden)
+            begin(hidden)
             args, kwargs = with_activations(args, kwargs, context.cut)
             _refuse_trained(names, args, kwargs, cut, context)
         tokens = context.tokens.count
         args, kwargs = changed_arguments(names, args, kwargs, change)
-        context.running, context.recomputes = True, _is_recomputed(self)
+        # transformers' own checkpointing computes the block again in backward.
+        recomputes = self.training and bool(getattr(self, "gradient_checkpointing", False))
+        context.running, context.recomputes = True, recomputes
         try:
             output = own(*args, **kwargs)
         finally:
             context.running = context.recomputes = False
         if is_last:
             hidden = block_output(output)
-            entry.leave(hidden.device)
+            end(hidden.device)
             if not places.norm_on_chunks:
                 return with_output(output, context.chunks.whole(hidden, tokens, type(self).__name__))
         return output
@@ -339,11 +279,7 @@ def _run_block(block: nn.Module, places: Places, context: CPContext, entry: Chun
 def _refuse_trained(
     names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], cut: frozenset[str], context: CPContext
 ) -> None:
-    """Refuse what enters the blocks in whole and has a gradient, of which each rank would have a part.
-
-    Raises:
-        ValueError: An argument of the first block is such a tensor.
-    """
+    """Refuse what enters the blocks in whole and has a gradient, of which each rank would have a part."""
 
     def check(name: str, x: Tensor) -> Tensor:
         if name not in cut and x.requires_grad and context.sums_gradients and torch.is_grad_enabled():
@@ -354,25 +290,6 @@ def _refuse_trained(
         return x
 
     changed_arguments(names, args, kwargs, check)
-
-
-def _checked(tokens: int, chunks: TokenChunks) -> int:
-    """Return the number of tokens of a batch.
-
-    Raises:
-        ValueError: There is not a token for each chunk.
-    """
-    if tokens < chunks.fewest:
-        raise ValueError(
-            f"a batch has {tokens} tokens a row, and cp={chunks.ranks} needs {chunks.fewest} at least: pad the rows, "
-            "or use a smaller cp."
-        )
-    return tokens
-
-
-def _is_recomputed(block: nn.Module) -> bool:
-    """Return True if a block's activations are recomputed in backward, by transformers' own checkpointing."""
-    return block.training and bool(getattr(block, "gradient_checkpointing", False))
 
 
 # ------------------------------------------------------------------------------- after the blocks
@@ -391,14 +308,7 @@ def with_first_output(output: Any, tensor: Tensor) -> Any:
 
 
 def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: bool) -> None:
-    """Make the output of a trunk stand for all tokens, of which this rank holds a chunk; all tokens if nobody follows.
-
-    Args:
-        trunk: The trunk.
-        places: Where tokens are cut.
-        context: The chunks.
-        gathers: Return all tokens, as nobody knows who reads them.
-    """
+    """Make the output of a trunk stand for all tokens, of which this rank has a chunk; `gathers` returns all tokens."""
     own, name = trunk.forward, type(trunk).__name__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

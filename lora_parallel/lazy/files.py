@@ -55,12 +55,7 @@ class Source:
     path: Path
 
     def list(self) -> dict[str, Leaf]:
-        """Return the tensors of the source by name, in the order of the file.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-            ValueError: The file cannot be read; the error names it.
-        """
+        """Return the tensors of the source by name, in the order of the file."""
         raise NotImplementedError
 
     def open(self) -> AbstractContextManager[Reader]:
@@ -210,14 +205,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     _KNOWN: ClassVar[dict[str, set[str]]] = {
         "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+            *"BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta".split(),
+            *"TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING".split(),
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
@@ -257,18 +246,7 @@ def _first_line(error: Exception) -> str:
 
 
 def open_checkpoint(path: str | os.PathLike[str], allow_pickle: bool) -> dict[str, Leaf]:
-    """Return the tensors of a checkpoint by name, without reading their values.
-
-    Args:
-        path: A safetensors file; a directory with one, or with an index and the files that it names; a torch DCP
-            directory; or a pickled state dict.
-        allow_pickle: Read a pickled state dict, with weights_only=True.
-
-    Raises:
-        FileNotFoundError: `path` does not exist, holds no checkpoint, or lacks a file of the checkpoint.
-        ValueError: The checkpoint is a pickle and `allow_pickle` is False; a file is damaged; a directory has several
-            files of weights and no index; or the index places a tensor in a file that does not hold it.
-    """
+    """List the tensors of a file or folder of safetensors, a DCP directory or a pickle, without their values."""
     place = Path(path).absolute()
     if place.is_dir():
         if (place / ".metadata").is_file():
@@ -295,10 +273,7 @@ def open_checkpoint(path: str | os.PathLike[str], allow_pickle: bool) -> dict[st
 
 
 def list_sources(sources: Iterable[Source], weight_map: Mapping[str, str]) -> dict[str, Leaf]:
-    """Return the tensors of several files of one checkpoint by name.
-
-    If the index (`weight_map`) places a tensor in one file, the same name in another file is ignored.
-    """
+    """Return the tensors of a checkpoint's files by name, each from the file in which the index places it."""
     found: dict[str, Leaf] = {}
     for source in sources:
         name = source.path.name
@@ -307,11 +282,7 @@ def list_sources(sources: Iterable[Source], weight_map: Mapping[str, str]) -> di
 
 
 def fingerprint_of(source: Source) -> str:
-    """Return a hash that is the same for copies of a source.
-
-    It covers the names and lengths of the files, their first 64 KiB (safetensors' headers are there) and 64 bytes at
-    each of 64 places.
-    """
+    """Return a hash of file names, lengths, their first 64 KiB (safetensors' headers) and 64 bytes at 64 places."""
     files = [source.path] if source.path.is_file() else sorted(file for file in source.path.iterdir() if file.is_file())
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
@@ -347,16 +318,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def check_index(weight_map: Mapping[str, str], found: Mapping[str, Leaf], index: str) -> None:
-    """Check that every tensor of an index is in the file that the index names for it.
-
-    Args:
-        weight_map: The index as {tensor: file name}.
-        found: The tensors of the files, by name.
-        index: Name of the index, for the error.
-
-    Raises:
-        ValueError: A tensor is not in the file that the index names for it.
-    """
+    """Check that every tensor of an index is in the file that the index names for it."""
     for key, name in weight_map.items():
         if key not in found or found[key].source.path.name != Path(name).name:
             raise ValueError(

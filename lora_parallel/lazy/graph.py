@@ -13,11 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Region = tuple[slice, ...]
-"""A rectangle of a tensor: one slice with start and stop for each dim."""
-
-ReadNode = Callable[..., Tensor]
-"""Function like `read`, which brings a node, or a region of it, into memory."""
+Region = tuple[slice, ...]  # A rectangle of a tensor: one slice with start and stop for each dim
+ReadNode = Callable[..., Tensor]  # Function like `read`, which brings a node, or a region of it, into memory
 
 
 @dataclass(frozen=True)
@@ -25,14 +22,9 @@ class Piece:
     """Describe one rectangle of a leaf to read, and its place in the region that was asked for."""
 
     leaf: Leaf | Derived
-    region: Region
-    """The region of the leaf to read."""
-
-    target: Region
-    """The region of the result to write, relative to the start of the region that was asked for."""
-
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """Functions to apply, in this order, to the block that was read."""
+    region: Region  # The region of the leaf to read
+    target: Region  # The region of the result to write, relative to the start of the region that was asked for
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # Functions to apply, in this order, to the block that was read
 
 
 class Node(Protocol):
@@ -61,13 +53,8 @@ class Derived(Node, Protocol):
         """Yield the inputs that a region of this node needs, each with the region of the input."""
 
     def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
-        """Yield the values of regions of this node, on any device, computed from inputs that `read` brings into memory.
-
-        Args:
-            regions: All regions that are wanted, so that work which they share is done once.
-            read: Function that reads a node, or a region of a node.
-            device: Device for expensive computations.
-        """
+        """Yield regions of this node, on any device, computed from inputs that `read` brings into memory."""
+        # All regions come at once, so that the work which they share is done once.
 
 
 def whole(shape: tuple[int, ...]) -> Region:
@@ -101,9 +88,7 @@ class Block:
 class Leaf(Block):
     """Represent a tensor of a checkpoint."""
 
-    source: Any
-    """The `Source` that holds the tensor (see `lora_parallel.lazy.files`)."""
-
+    source: Any  # The `Source` that holds the tensor (see `lora_parallel.lazy.files`)
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -137,10 +122,19 @@ class Concat:
 @dataclass(frozen=True)
 class _OfOne:
     parent: Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def inputs(self) -> tuple[Node, ...]:
         return (self.parent,)
+
+
+def _then(
+    pieces: Iterator[Piece], step: Callable[[Tensor], Tensor], target: Callable[[Region], Region]
+) -> Iterator[Piece]:
+    """Add a step to the pieces of a parent, which changes the dims of their targets."""
+    return (replace(piece, target=target(piece.target), steps=(*piece.steps, step)) for piece in pieces)
 
 
 @dataclass(frozen=True)
@@ -149,31 +143,20 @@ class Slice(_OfOne):
 
     dim: int
     start: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
     def pieces(self, region: Region) -> Iterator[Piece]:
-        yield from self.parent.pieces(with_part(region, self.dim, _shifted(region[self.dim], self.start)))
+        return self.parent.pieces(with_part(region, self.dim, _shifted(region[self.dim], self.start)))
 
 
 @dataclass(frozen=True)
 class Permute(_OfOne):
-    """Put the dims of a node in another order."""
+    """Put the dims of a node in another order: dim i of the result is dim dims[i] of the parent."""
 
     dims: tuple[int, ...]
-    """Dim i of the result is dim dims[i] of the parent."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
     def pieces(self, region: Region) -> Iterator[Piece]:
-        asked = tuple(region[self.dims.index(dim)] for dim in range(len(self.dims)))
-        for piece in self.parent.pieces(asked):
-            yield replace(
-                piece,
-                target=tuple(piece.target[dim] for dim in self.dims),
-                steps=(*piece.steps, lambda block: block.permute(self.dims)),
-            )
+        pieces = self.parent.pieces(tuple(region[self.dims.index(dim)] for dim in range(len(self.dims))))
+        return _then(pieces, lambda block: block.permute(self.dims), lambda target: tuple(target[d] for d in self.dims))
 
 
 @dataclass(frozen=True)
@@ -181,18 +164,16 @@ class Unsqueeze(_OfOne):
     """Insert a dim of size 1 into a node."""
 
     dim: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
     def pieces(self, region: Region) -> Iterator[Piece]:
         if region[self.dim].start == region[self.dim].stop:
-            return
-        for piece in self.parent.pieces(region[: self.dim] + region[self.dim + 1 :]):
-            yield replace(
-                piece,
-                target=(*piece.target[: self.dim], slice(0, 1), *piece.target[self.dim :]),
-                steps=(*piece.steps, lambda block: block.unsqueeze(self.dim)),
-            )
+            return iter(())
+        pieces = self.parent.pieces(region[: self.dim] + region[self.dim + 1 :])
+        return _then(
+            pieces,
+            lambda block: block.unsqueeze(self.dim),
+            lambda target: (*target[: self.dim], slice(0, 1), *target[self.dim :]),
+        )
 
 
 @dataclass(frozen=True)
@@ -201,29 +182,22 @@ class Select(_OfOne):
 
     dim: int
     index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
     def pieces(self, region: Region) -> Iterator[Piece]:
         one = slice(self.index, self.index + 1)
-        for piece in self.parent.pieces((*region[: self.dim], one, *region[self.dim :])):
-            yield replace(
-                piece,
-                target=piece.target[: self.dim] + piece.target[self.dim + 1 :],
-                steps=(*piece.steps, lambda block: block.squeeze(self.dim)),
-            )
+        pieces = self.parent.pieces((*region[: self.dim], one, *region[self.dim :]))
+        return _then(
+            pieces,
+            lambda block: block.squeeze(self.dim),
+            lambda target: target[: self.dim] + target[self.dim + 1 :],
+        )
 
 
-@dataclass(frozen=True)
 class Cast(_OfOne):
     """Convert a node to another dtype."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
     def pieces(self, region: Region) -> Iterator[Piece]:
-        for piece in self.parent.pieces(region):
-            yield replace(piece, steps=(*piece.steps, lambda block: block.to(self.dtype)))
+        return _then(self.parent.pieces(region), lambda block: block.to(self.dtype), lambda target: target)
 
 
 def leaves(node: Node) -> Iterator[Leaf]:

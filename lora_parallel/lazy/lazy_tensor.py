@@ -1,16 +1,14 @@
 """Represent tensors that are still on disk, record the operations on them, and hold one in each parameter on meta.
 
-A `LazyTensor` has a shape and a dtype and no data. Operations on it that only rearrange (concatenate, stack, split,
-transpose, cast, ...) are recorded, and a region of the result is traced back to regions of the tensors in the files. So
-transformers' own weight conversions, written for tensors in memory, run on lazy tensors unchanged, and afterwards each
-rank reads just the bytes of its shard. An operation that computes is recorded too; a region of its result needs all of
-its inputs.
+Operations on a `LazyTensor` that only rearrange (concatenate, split, transpose, cast, ...) are recorded, and a region
+of the result is traced back to regions of the tensors in the files. So transformers' own weight conversions run on lazy
+tensors unchanged, and afterwards each rank reads just the bytes of its shard. An operation that computes is recorded
+too; a region of its result needs all of its inputs.
 
-A tensor on meta accepts any write without an error and keeps no values. Values that a user puts into a loaded weight, a
-merge of an adapter or a resize would all be lost when the checkpoint is read. So a `LazyParameter` raises an error on a
-write, and on the usual computations. An operation that only passes a weight on (a cast, `.data`, a tie, a move to
-another layer, a copy of the model) also passes on the node that will fill the weight. Rows that are picked by their
-numbers are read at once. The tensor says that it is on the CPU, where its values will be read to.
+A tensor on meta accepts any write without an error and keeps no values: what a user puts into a loaded weight, a merge
+of an adapter or a resize would be lost when the checkpoint is read. So a `LazyParameter` raises an error on a write,
+and on the usual computations. An operation that only passes a weight on (a cast, `.data`, a tie, a copy of the model)
+also passes on the node that will fill it. The tensor says that it is on the CPU, where its values will be read to.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ class Computed(Block):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    index: int | None
-    """Index of the result, if the operation has several; else None."""
-
+    index: int | None  # Index of the result, if the operation has several; else None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -111,10 +107,8 @@ class LazyTensor(Tensor):
 
 
 def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def stand_in(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    return function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
+    return function(*args, **kwargs)
 
 
 def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,14 +134,9 @@ _OVERWRITES = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, a
 
 
 def _written(function: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Overwrite a computed tensor in memory; refuse to write to any other lazy tensor.
-
-    Under weight norm `module.weight` is computed anew at each access. A model's initialisation fills it, which has no
-    effect on the parameters, but draws random numbers: without this draw all later random numbers would be others.
-
-    Raises:
-        TypeError: A file holds the tensor, the tensor is a view, or the operation does not overwrite all of it.
-    """
+    """Overwrite a computed tensor in memory; refuse to write to any other lazy tensor."""
+    # A model's initialisation fills `module.weight` under weight norm, which is computed anew at each access: without
+    # this draw all later random numbers would be others.
     node = target.node if isinstance(target, LazyTensor) else None
     if isinstance(node, Computed) and function in _OVERWRITES and not _aliases(node.function):
         values = torch.empty(target.shape, dtype=target.dtype)
@@ -166,10 +155,6 @@ def _aliases(function: Any) -> bool:
 
 def _dim(tensor: Tensor, dim: int, extra: int = 0) -> int:
     return dim % (tensor.dim() + extra)
-
-
-def _same(x: LazyTensor, **_: Any) -> Node:
-    return x.node
 
 
 def _cat(tensors: list[LazyTensor], dim: int = 0) -> Node | None:
@@ -193,7 +178,7 @@ def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | Non
     low, high, _ = slice(start, end).indices(x.shape[dim])
     if step != 1:
         return None
-    return Slice(x.node, dim, low, (*x.shape[:dim], max(high - low, 0), *x.shape[dim + 1 :]), x.dtype)
+    return Slice(x.node, (*x.shape[:dim], max(high - low, 0), *x.shape[dim + 1 :]), x.dtype, dim, low)
 
 
 def _split(x: LazyTensor, size: int | list[int], dim: int = 0) -> list[Node]:
@@ -205,7 +190,7 @@ def _split(x: LazyTensor, size: int | list[int], dim: int = 0) -> list[Node]:
 
 def _permute(x: LazyTensor, dims: list[int]) -> Node:
     dims = [_dim(x, dim) for dim in dims]
-    return Permute(x.node, tuple(dims), tuple(x.shape[dim] for dim in dims), x.dtype)
+    return Permute(x.node, tuple(x.shape[dim] for dim in dims), x.dtype, tuple(dims))
 
 
 def _transpose(x: LazyTensor, first: int, second: int) -> Node:
@@ -217,12 +202,12 @@ def _transpose(x: LazyTensor, first: int, second: int) -> Node:
 
 def _unsqueeze(x: LazyTensor, dim: int) -> Node:
     dim = _dim(x, dim, extra=1)
-    return Unsqueeze(x.node, dim, (*x.shape[:dim], 1, *x.shape[dim:]), x.dtype)
+    return Unsqueeze(x.node, (*x.shape[:dim], 1, *x.shape[dim:]), x.dtype, dim)
 
 
 def _select(x: LazyTensor, dim: int, index: int) -> Node:
     dim = _dim(x, dim)
-    return Select(x.node, dim, index % x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
+    return Select(x.node, (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype, dim, index % x.shape[dim])
 
 
 def _squeeze(x: LazyTensor, dim: int) -> Node:
@@ -242,14 +227,11 @@ def _to(x: LazyTensor, dtype: torch.dtype | None = None, **_: Any) -> Node:
 
 
 _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.clone.default: _same,
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.clone.default), lambda x, **_: x.node),
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.t.default: lambda x: _transpose(x, 0, 1),
@@ -257,17 +239,13 @@ _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
     aten.select.int: _select,
     aten.squeeze.dim: _squeeze,
     aten.unbind.int: _unbind,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
     aten._to_copy.default: _to,
 }
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Compare two tensors on disk, reading a few rows at a time.
-
-    transformers compares the head and the embedding if a checkpoint holds both.
-    """
+    """Compare two tensors on disk, a few rows at a time, as transformers does with head and embedding."""
     if first.shape != second.shape or first.is_meta or second.is_meta:
         return False
     if not (isinstance(first, LazyTensor) and isinstance(second, LazyTensor)):
@@ -288,13 +266,7 @@ class LazyParameter(Tensor):
 
     @staticmethod
     def of(node: Node, parameter: bool, requires_grad: bool = False) -> LazyParameter:
-        """Return a LazyParameter of the node's shape and dtype.
-
-        Args:
-            node: The node that will fill the tensor.
-            parameter: Make an `nn.Parameter` (as `isinstance` sees it), not a buffer.
-            requires_grad: As for `nn.Parameter`.
-        """
+        """Return a LazyParameter of the node's shape and dtype."""
         empty = torch.empty(node.shape, dtype=node.dtype, device="meta")
         return _waiting(empty, _Source(node), parameter, requires_grad)
 
@@ -307,10 +279,7 @@ class LazyParameter(Tensor):
         return f"LazyParameter(shape={tuple(self.shape)}, dtype={self.dtype}, from {describe(self.node)})"
 
     def noting(self, other: Tensor) -> LazyParameter:
-        """Copy the attributes that somebody has set on `other` to this tensor, and return it.
-
-        Quantisers set attributes on weights, and PEFT reads them.
-        """
+        """Copy to this tensor what quantisers have set on `other`, which PEFT reads, and return it."""
         own = {"node", "source", "_is_param"}
         self.__dict__.update({key: value for key, value in vars(other).items() if key not in own})
         return self
@@ -373,8 +342,8 @@ class _Source:
     """Hold the node that fills a tensor and all other tensors that share its memory."""
 
     node: Node
+    # True if the tensor was made by a rearrangement (a view, a slice): a write to it may reach a larger tensor.
     is_part: bool = False
-    """True if the tensor was made by a rearrangement (a view, a slice): a write to it may reach a larger tensor."""
 
 
 def _waiting(tensor: Tensor, source: _Source, parameter: bool = False, requires_grad: bool = False) -> LazyParameter:
@@ -386,15 +355,7 @@ def _waiting(tensor: Tensor, source: _Source, parameter: bool = False, requires_
 
 
 def _rows(target: LazyParameter, index: Any) -> Tensor:
-    """Read rows of a tensor into memory, as PEFT takes the embeddings of tokens that it trains.
-
-    Args:
-        target: A tensor of at least one dim.
-        index: Numbers of rows, or a mask of them, as torch takes them.
-
-    Raises:
-        IndexError: There is no such row.
-    """
+    """Read rows of a tensor into memory, as PEFT takes the embeddings of tokens that it trains."""
     rows, region = torch.arange(target.shape[0])[index], whole(tuple(target.shape))
     parts = [read(target.node, with_part(region, 0, slice(row, row + 1))) for row in rows.flatten().tolist()]
     none = torch.empty(0, *target.shape[1:], dtype=target.dtype)
@@ -403,8 +364,8 @@ def _rows(target: LazyParameter, index: Any) -> Tensor:
 
 _DEVICE: Any = Tensor.device.__get__
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+# Functions that may replace the values of a LazyParameter by those of another one.
 _TAKES: tuple[Any, ...] = (_SET_DATA, Tensor.copy_)
-"""Functions that may replace the values of a LazyParameter by those of another one."""
 
 
 def _may_take(target: LazyParameter, value: Any) -> bool:
@@ -422,48 +383,25 @@ def _take(function: Any, target: LazyParameter, value: LazyParameter) -> LazyPar
     return target
 
 
-_ALIASES: tuple[Callable[..., Any], ...] = (
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-    Tensor.detach,
-    Tensor.contiguous,
-    Tensor.to,
-    Tensor.type,
-    Tensor.double,
-    Tensor.float,
-    Tensor.half,
-    Tensor.bfloat16,
-)
-"""Functions whose result shares the tensor's memory, or has the same values in another dtype."""
+def _methods(names: str) -> Iterator[Callable[..., Any]]:
+    return (getattr(Tensor, name) for name in names.split())
 
-_REARRANGES: tuple[Callable[..., Any], ...] = (
-    Tensor.clone,
-    Tensor.__getitem__,
-    Tensor.narrow,
-    Tensor.select,
-    Tensor.t,
-    Tensor.transpose,
-    Tensor.permute,
-    Tensor.reshape,
-    Tensor.view,
+
+# Functions whose result shares the tensor's memory, or has the same values in another dtype.
+_ALIASES = (Tensor.data.__get__, *_methods("detach contiguous to type double float half bfloat16"))  # type: ignore[attr-defined]
+_REARRANGES = (
     Tensor.T.__get__,  # type: ignore[attr-defined]
+    *_methods("clone __getitem__ narrow select t transpose permute reshape view"),
 )
-
+# Functions that move a tensor. A LazyParameter stays on meta; its values are later read to the device of the mesh.
 _MOVES: tuple[Callable[..., Any], ...] = (Tensor.to, Tensor.cpu, Tensor.cuda)
-"""Functions that move a tensor. A LazyParameter stays on meta; its values are later read to the device of the mesh."""
-
 _COMPUTES = frozenset({"linear", "embedding", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "mean", "item"})
 
 
+# Names of functions that copy values into a tensor, which may be in memory.
 _FILLS = frozenset({"copy_", "__setitem__"})
-"""Names of functions that copy values into a tensor, which may be in memory."""
-
 _HARMLESS = frozenset({"requires_grad_", "share_memory_", "detach_", "rename_"})
-_IN_PLACE = frozenset(
-    {
-        "__setitem__",
-        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")),
-    }
-)
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or".split())}
 
 
 def _writes(function: Any) -> bool:

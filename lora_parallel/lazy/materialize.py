@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.dtensors import local, region_of, sharded_as
+from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Derived, Leaf, Node, Piece, Region, describe, read_blocks
 from lora_parallel.lazy.tracking import forget, lazy_tensors_of
@@ -58,24 +58,20 @@ class _Wanted:
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:
-    names: dict[int, str] = {}
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    tensors: dict[int, Tensor] = {}
+    found: dict[int, tuple[str, Tensor, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
-        for container in (module._parameters, module._buffers):
-            for key, tensor in container.items():
-                if tensor is not None and tensor.is_meta:
-                    names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
-                    holders.setdefault(id(tensor), []).append((module, key))
-                    tensors[id(tensor)] = tensor
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta:
+                name = f"{prefix}.{key}" if prefix else key
+                found.setdefault(id(tensor), (name, tensor, []))[2].append((module, key))
     return [
         _Wanted(
-            names[at],
-            tensors[at],
-            tuple(holders[at]),
-            next((lazy_tensors_of(m)[key].node for m, key in holders[at] if key in lazy_tensors_of(m)), None),
+            name,
+            tensor,
+            tuple(holders),
+            next((lazy[key].node for holder, key in holders if key in (lazy := lazy_tensors_of(holder))), None),
         )
-        for at in tensors
+        for name, tensor, holders in found.values()
     ]
 
 
@@ -144,10 +140,13 @@ def read_weights(model: nn.Module, device: str) -> None:
     total = sum(_bytes(piece) for work in by_source.values() for piece, _ in work)
     # Computed tensors (source None) come last: to compute one opens the files of its inputs.
     ordered = sorted(by_source, key=lambda source: (source is None, str(source.path) if source else ""))
-    with bytes_bar("Reading weights", total, shown=_rank() == 0 and total > 0) as progress:
+    with bytes_bar("Reading weights", total, shown=is_rank_zero() and total > 0) as progress:
         for source in ordered:
             if source is None:
-                for work in _by_leaf(by_source[source]):
+                by_leaf: dict[int, list[tuple[Piece, Tensor]]] = {}  # a derived node is computed once
+                for each in by_source[source]:
+                    by_leaf.setdefault(id(each[0].leaf), []).append(each)
+                for work in by_leaf.values():
                     blocks = read_blocks(work[0][0].leaf, [piece.region for piece, _ in work], device)
                     for block, (piece, filled) in zip(blocks, work, strict=True):
                         _place(block, piece, filled)
@@ -159,14 +158,6 @@ def read_weights(model: nn.Module, device: str) -> None:
                     _place(reader(piece.leaf.key, piece.region), piece, filled)  # type: ignore[union-attr]
                     progress.update(_bytes(piece))
     forget(model)
-
-
-def _by_leaf(work: list[tuple[Piece, Tensor]]) -> list[list[tuple[Piece, Tensor]]]:
-    """Group the pieces of each derived node, so that the node is computed once."""
-    found: dict[int, list[tuple[Piece, Tensor]]] = {}
-    for each in work:
-        found.setdefault(id(each[0].leaf), []).append(each)
-    return list(found.values())
 
 
 def _place(block: Tensor, piece: Piece, filled: Tensor) -> None:
@@ -185,10 +176,6 @@ def _bytes(piece: Piece) -> int:
     return prod(part.stop - part.start for part in piece.region) * piece.leaf.dtype.itemsize
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def allocate_adapters(layer: nn.Module, device: str) -> None:
     """Allocate uninitialised memory on `device` for the adapters of a LoRA layer that are on meta."""
     for wanted in _wanted(layer):
@@ -199,17 +186,11 @@ def allocate_adapters(layer: nn.Module, device: str) -> None:
 def _allocate(wanted: _Wanted, device: str) -> Tensor:
     """Put uninitialised memory for this rank's part in all modules that hold the tensor, and return the memory."""
     filled = torch.empty(local(wanted.tensor).shape, dtype=wanted.tensor.dtype, device=device)
-    tensor = _like(wanted.tensor, filled)
+    sharded = wanted.tensor.detach()
+    tensor = sharded_as(filled, sharded) if isinstance(sharded, DTensor) else filled
+    if isinstance(wanted.tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=wanted.tensor.requires_grad)
     for module, key in wanted.holders:
         container = module._parameters if key in module._parameters else module._buffers
         container[key] = tensor  # type: ignore[assignment]
     return filled
-
-
-def _like(tensor: Tensor, filled: Tensor) -> Tensor:
-    """Return `filled` as the same kind of tensor as `tensor`: a parameter or a buffer, a DTensor or a plain tensor."""
-    data = filled
-    sharded = tensor.detach()
-    if isinstance(sharded, DTensor):
-        data = sharded_as(filled, sharded)
-    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
@@ -20,9 +20,8 @@ from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Node, describe, leaves, read
 from lora_parallel.lazy.lazy_tensor import LazyParameter, LazyTensor
 
+# Name of the environment variable that, set to 0, lets front ends load models into memory instead of on meta.
 DEFER = "LORA_PARALLEL_DEFER"
-"""Name of the environment variable that, set to 0, lets front ends load models into memory instead of on meta."""
-
 _RECORD = "_lora_parallel_deferred_values"  # on a module
 _DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_lora_parallel_given"  # on a parameter
 
@@ -31,17 +30,13 @@ _DEFERRED, _TWIN, _GIVEN = "_lora_parallel_deferred", "_lora_parallel_twin", "_l
 class _Record:
     """Hold what is known of the values that a module's own parameters and buffers will get, each by its key."""
 
+    # Lazy tensors that will fill plain tensors on meta, after `settle`.
     lazy: dict[str, LazyTensor] = field(default_factory=dict)
-    """Lazy tensors that will fill plain tensors on meta, after `settle`."""
-
+    # Descriptions of the lazy tensors that were there at first, for the error if a tensor gets memory otherwise.
     expected: dict[str, str] = field(default_factory=dict)
-    """Descriptions of the lazy tensors that were there at first, for the error if a tensor gets memory otherwise."""
-
+    # Paths of the checkpoints that lack a parameter, which starts as in a new layer.
     fresh: dict[str, str] = field(default_factory=dict)
-    """Paths of the checkpoints that lack a parameter, which starts as in a new layer."""
-
-    checkpoint: Checkpoint | None = None
-    """Checkpoint that the module, a whole model, came from."""
+    checkpoint: Checkpoint | None = None  # Checkpoint that the module, a whole model, came from
 
 
 def _record_of(module: nn.Module) -> _Record:
@@ -61,33 +56,30 @@ def _kept_record(module: nn.Module) -> _Record:
 class Checkpoint:
     """Describe the checkpoint that a model on meta came from."""
 
-    path: str
-    """The checkpoint as the user named it: a folder, a file or a name on the hub."""
-
+    path: str  # The checkpoint as the user named it: a folder, a file or a name on the hub
     revision: str | None = None
-    dtype: torch.dtype | None = None
-    """The dtype that `from_pretrained` was told to load in."""
-
-    key_mapping: dict[str, str] | None = None
-    """The `key_mapping` argument of `from_pretrained`."""
-
+    dtype: torch.dtype | None = None  # The dtype that `from_pretrained` was told to load in
+    key_mapping: dict[str, str] | None = None  # The `key_mapping` argument of `from_pretrained`
+    # The error that was found, if any. `parallelize` raises it on every rank, so that no rank waits for another.
     problem: Exception | None = field(default=None, repr=False)
-    """The error that was found, if any. `parallelize` raises it on every rank, so that no rank waits for another."""
 
 
 def defer(parameter: Tensor) -> Tensor:
-    """Return a tensor on meta that stands for a parameter or buffer, with the same shape, dtype and requires_grad.
-
-    Each call with the same `nn.Parameter` returns the same object, so tied weights stay tied.
-    """
+    """Return a tensor on meta for a parameter or buffer, the same object for each call, so that ties stay ties."""
     if _TWIN in parameter.__dict__:
         return parameter.__dict__[_TWIN]
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    if not isinstance(parameter, nn.Parameter):
+    deferred = _on_meta(parameter)
+    if isinstance(parameter, nn.Parameter):
+        setattr(parameter, _TWIN, deferred)
+    return deferred
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
         return empty
-    deferred = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    deferred = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     setattr(deferred, _DEFERRED, True)
-    setattr(parameter, _TWIN, deferred)
     return deferred
 
 
@@ -102,12 +94,7 @@ def is_readable(parameter: Tensor) -> bool:
 
 
 def without_values(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are on meta.
-
-    Args:
-        model: Any model.
-        known: Replacements for other objects in the model, by the ids of these objects, as for `copy.deepcopy`.
-    """
+    """Return a copy of a model whose parameters and buffers are on meta."""
     memo = dict(known)
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = bare = defer(tensor)
@@ -141,32 +128,18 @@ def fresh_of(module: nn.Module) -> set[str]:
 
 def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
     """Yield the checkpoints that the models inside of `model` came from."""
-    for module in model.modules():
-        checkpoint = _record_of(module).checkpoint
-        if checkpoint is not None:
-            yield checkpoint
+    checkpoints = (_record_of(module).checkpoint for module in model.modules())
+    yield from (checkpoint for checkpoint in checkpoints if checkpoint is not None)
 
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
-    """Replace every `LazyTensor` that `model` holds by a `LazyParameter`, and note the checkpoint; ties stay ties.
+    """Replace every `LazyTensor` that `model` holds by a `LazyParameter`, and note the checkpoint; ties stay ties."""
 
-    Args:
-        model: A model with `LazyTensor`s among its parameters and buffers.
-        checkpoint: The checkpoint that holds these tensors.
-        fresh: Names of the parameters that the checkpoint does not hold.
-    """
-    replaced: dict[int, Tensor] = {}
-    for module in model.modules():
-        for container in (module._parameters, module._buffers):
-            for key, tensor in container.items():
-                if not isinstance(tensor, LazyTensor):
-                    continue
-                _kept_record(module).expected[key] = describe(tensor.node)
-                if id(tensor) not in replaced:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    waiting = LazyParameter.of(tensor.node, is_parameter, tensor.requires_grad)
-                    replaced[id(tensor)] = waiting.noting(tensor)
-                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
+    def waiting(tensor: LazyTensor) -> Tensor:
+        return LazyParameter.of(tensor.node, isinstance(tensor, nn.Parameter), tensor.requires_grad).noting(tensor)
+
+    for module, key, tensor in _replaced(model, LazyTensor, waiting):
+        _kept_record(module).expected[key] = describe(tensor.node)
     for name in fresh or ():
         owner, _, key = name.rpartition(".")
         _kept_record(model.get_submodule(owner)).fresh[key] = checkpoint.path
@@ -175,20 +148,24 @@ def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = 
 
 def settle(model: nn.Module) -> None:
     """Replace every `LazyParameter` by a plain tensor on meta, and note the lazy tensor on the module that holds it."""
-    replaced: dict[int, Tensor] = {}
+    for module, key, tensor in _replaced(model, LazyParameter, _on_meta):
+        _kept_record(module).lazy[key] = LazyTensor(tensor.node)
+
+
+_T = TypeVar("_T", bound=Tensor)
+
+
+def _replaced(model: nn.Module, kind: type[_T], make: Callable[[_T], Tensor]) -> Iterator[tuple[nn.Module, str, _T]]:
+    """Replace tensors of a class in a model, ties once, and yield the module and the key of each, and what it was."""
+    made: dict[int, Tensor] = {}
     for module in model.modules():
         for container in (module._parameters, module._buffers):
             for key, tensor in container.items():
-                if not isinstance(tensor, LazyParameter):
-                    continue
-                _kept_record(module).lazy[key] = LazyTensor(tensor.node)
-                if id(tensor) not in replaced:
-                    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    if isinstance(tensor, nn.Parameter):
-                        plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-                        setattr(plain, _DEFERRED, True)
-                    replaced[id(tensor)] = plain
-                container[key] = replaced[id(tensor)]  # type: ignore[assignment]
+                if isinstance(tensor, kind):
+                    if id(tensor) not in made:
+                        made[id(tensor)] = make(tensor)
+                    container[key] = made[id(tensor)]  # type: ignore[assignment]
+                    yield module, key, tensor
 
 
 def rearrange_lazy(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:
@@ -199,11 +176,7 @@ def rearrange_lazy(module: nn.Module, key: str, rearrange: Callable[[Tensor], Te
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Fill tensors on meta with the values given to `load_state_dict`, not with those of the checkpoint.
-
-    A copy into a meta tensor would be lost without an error. So a trained head in an adapter's folder
-    (`modules_to_save`) is taken from this folder.
-    """
+    """Fill tensors on meta with the values given to `load_state_dict`, which a copy would lose without an error."""
     for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
         given = state.get(f"{prefix}{key}")
         if not isinstance(given, Tensor) or given.is_meta:
@@ -222,13 +195,7 @@ def _swap(waiting: LazyParameter, memory: Tensor) -> None:
 
 
 def read_whole(module: nn.Module) -> None:
-    """Read the parameters and buffers that `module` itself holds into memory, whole, on every rank that calls it.
-
-    An operation may need these values before the model is sharded.
-
-    Raises:
-        OSError, ValueError: A file cannot be read.
-    """
+    """Read a module's own parameters and buffers into memory, whole, for what needs them before sharding."""
     for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
         if isinstance(waiting, LazyParameter):
             _swap(waiting, read(waiting.node))
@@ -254,12 +221,7 @@ _READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_fit(name: str, wanted: Tensor, stored: Node) -> None:
-    """Check that a node can fill a parameter or buffer.
-
-    Raises:
-        ValueError: The shapes differ; or `wanted` is floating-point and the files hold another kind of dtype or a
-            float8; or `wanted` is not floating-point and the files hold another dtype.
-    """
+    """Refuse a node of another shape, or of a dtype that cannot fill a parameter or buffer."""
     for leaf in leaves(stored):
         where = f"{leaf.source.path}: {leaf.key}"
         if wanted.is_floating_point() and leaf.dtype not in _READABLE:
@@ -325,11 +287,7 @@ def _lazy_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def check_fresh(model: nn.Module) -> None:
-    """Check that every parameter that no checkpoint holds trains.
-
-    Raises:
-        ValueError: Such a parameter is frozen: it would stay random for good.
-    """
+    """Refuse a frozen parameter that no checkpoint holds: it would stay random for good."""
     replaced = {
         inner
         for module in model.modules()

@@ -24,7 +24,7 @@ from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import Checkpoint, check_fit, defer, remember, sources_of
-from lora_parallel.loading.transformers_private import claim
+from lora_parallel.loading.transformers_private import claim, deferred_loading
 
 
 def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pickle: bool = False) -> nn.Module:
@@ -59,8 +59,7 @@ def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pick
 def _claim(model: nn.Module, found: dict[str, Leaf], path: str) -> None:
     """Replace the parameters and buffers of `model` by the lazy tensors that are for them."""
     if isinstance(model, PreTrainedModel):
-        claim(model, found, path)
-        return
+        return claim(model, found, path)
     wanted = model.state_dict(keep_vars=True)
     sources = {id(tensor): name for name, tensor in wanted.items() if name in found}
     missing = [name for name, tensor in wanted.items() if id(tensor) not in sources]  # a tie needs one name
@@ -71,9 +70,8 @@ def _claim(model: nn.Module, found: dict[str, Leaf], path: str) -> None:
             f"buffers (first: {missing[:2]}), and nothing claims {len(unclaimed)} of its tensors (first: "
             f"{unclaimed[:2]}). Names must be those of model.state_dict(), before PEFT wraps the model."
         )
-    for name, tensor in wanted.items():
-        if name in found:
-            check_fit(name, tensor, found[name])
+    for name in found:
+        check_fit(name, wanted[name], found[name])
     placed: dict[int, Tensor] = {}
     for name, tensor in wanted.items():
         if id(tensor) not in placed:
@@ -119,8 +117,6 @@ def defer_from_pretrained() -> Iterator[None]:
 
 @contextmanager
 def _deferred_from_pretrained(unless_told: bool = False) -> Iterator[None]:
-    from lora_parallel.loading.transformers_private import deferred_loading
-
     adapters_off_meta()
     with deferred_loading(_constructors_in_memory, unless_told):
         yield
@@ -131,10 +127,7 @@ _own_register = nn.Module.register_parameter
 
 @contextmanager
 def _constructors_on_meta() -> Iterator[None]:
-    """Move each parameter to meta when its module registers it.
-
-    Buffers stay in memory and are computed, because a checkpoint need not hold them.
-    """
+    """Move each parameter to meta when its module registers it; buffers are computed: no checkpoint need hold them."""
 
     @wraps(_own_register)
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -214,21 +207,14 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that all ranks fill a model on meta from copies of the same files. Collective.
-
-    Raises:
-        ValueError: The files of two ranks differ, so shards of different checkpoints would be mixed; every rank raises
-            it.
-    """
+    """Check that all ranks fill a model on meta from copies of the same files. Collective."""
     with agreed():
         prints = {source.path.name: fingerprint_of(source) for source in sources_of(model)}
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, prints)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            names = sorted(
-                name for name in theirs.keys() | everyone[0].keys() if theirs.get(name) != everyone[0].get(name)
-            )
+            names = sorted({name for name, _ in theirs.items() ^ everyone[0].items()})
             raise ValueError(
                 f"rank {rank} would read other files than rank 0 ({len(names)} differ, first: {names[0]}): their "
                 "shards would be of different checkpoints. Give every rank the same one."

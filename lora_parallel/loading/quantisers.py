@@ -1,8 +1,7 @@
 """Record what transformers' quantisers would do to weights that are still on disk, to do it slice by slice later.
 
-All private API of these quantisers is in this file, as that of loading is in `transformers_private`;
-`tests/lora_parallel/quantised/test_loading.py` tests it. There is no public way to quantise a checkpoint by slices
-(https://github.com/huggingface/transformers/issues/39404 is about whole parameters).
+All private API of these quantisers is in this file; `tests/lora_parallel/quantised/test_loading.py` tests it. There is
+no public way to quantise a checkpoint by slices (https://github.com/huggingface/transformers/issues/39404).
 """
 
 from __future__ import annotations
@@ -32,15 +31,7 @@ _KNOWN = ("bitsandbytes", "torchao")
 
 
 def check_method(name: str, method: str) -> None:
-    """Check that weights that are quantised in a way can be sharded.
-
-    Args:
-        name: Name of the model, for the message.
-        method: The `quant_method` of its quantisation.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Raise ValueError if the quantiser's weights cannot be cut into rows."""
     if not method.startswith(_KNOWN):
         raise ValueError(
             f"{name} is quantised by {method}, whose weights cannot be sharded. "
@@ -49,16 +40,17 @@ def check_method(name: str, method: str) -> None:
 
 
 def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
-    """Return `load_config` with a quantiser that records what the given one would do to lazy tensors.
-
-    Raises:
-        ValueError: The weights of this quantiser's method cannot be sharded.
-    """
+    """Return `load_config` with a quantiser that records what the given one would do to lazy tensors."""
     own = load_config.hf_quantizer
     if own is None:
         return load_config
     check_method(str(load_config.pretrained_model_name_or_path), _method(own))
-    mapping = [_lazy(each, own) for each in load_config.weight_mapping or []]
+    mapping = []
+    for converter in load_config.weight_mapping or []:
+        if _of_quantiser(converter):
+            converter = copy.copy(converter)
+            converter.operations = [_Deserialise(own)]
+        mapping.append(converter)
     quantiser: Any = _Quantiser(own)
     return replace(load_config, hf_quantizer=quantiser, weight_mapping=mapping)
 
@@ -81,19 +73,13 @@ class _Quantiser:
         return _Quantise(self._own)
 
 
-def _lazy(converter: Any, own: Any) -> Any:
-    if not _of_quantiser(converter):
-        return converter
-    converter = copy.copy(converter)
-    converter.operations = [_Deserialise(own)]
-    return converter
-
-
-class _Quantise(ConversionOps):
-    """Record the quantisation of a dense weight."""
-
+class _Recording(ConversionOps):
     def __init__(self, own: Any) -> None:
         self.hf_quantizer = own
+
+
+class _Quantise(_Recording):
+    """Record the quantisation of a dense weight."""
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
@@ -105,11 +91,8 @@ class _Quantise(ConversionOps):
         return {name: _bitsandbytes(model, name, _only(each)) for name, each in input_dict.items()}
 
 
-class _Deserialise(ConversionOps):
+class _Deserialise(_Recording):
     """Record the loading of a weight that was quantised before it was saved."""
-
-    def __init__(self, own: Any) -> None:
-        self.hf_quantizer = own
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
@@ -134,12 +117,7 @@ def _only(value: Any) -> Any:
 
 
 def _packed(node: Packed, meta: Tensor | None = None) -> Tensor:
-    """Return a parameter for the quantised weight `node`, with the settings that a quantiser has set on `meta`.
-
-    Args:
-        node: The quantised weight on disk.
-        meta: The weight on meta that the parameter replaces.
-    """
+    """Return a parameter for the quantised weight `node`, with the settings that a quantiser has set on `meta`."""
     parameter = nn.Parameter(LazyTensor(node), requires_grad=False)
     keep_settings(meta, parameter)
     return parameter
@@ -183,11 +161,7 @@ def _torchao(own: Any, model: Any, name: str, value: LazyTensor) -> Tensor:
 
 
 def _config_of(own: Any, model: Any, name: str, value: Any) -> Callable[[nn.Linear], None] | None:
-    """Return a function that quantises a linear layer as transformers would quantise the layer of `name`.
-
-    Returns:
-        None if transformers would leave the layer as it is.
-    """
+    """Return what quantises a linear layer as transformers would the layer of `name`; None if it leaves that alone."""
     from torchao.quantization import quantize_  # type: ignore[import-untyped]
     from transformers.integrations.torchao import TorchAoQuantize
 
@@ -218,9 +192,7 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, LazyTe
     layer = model.get_submodule(owner)
     if type(layer) is not nn.Linear or not name.endswith(".weight"):
         raise ValueError(f"torchao has quantised a part of a {type(layer).__name__}: linear layers only can be sharded")
-    shapes = {
-        f"{owner}.{key}": torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in tensors.items()
-    }
+    shapes = {f"{owner}.{key}": torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in tensors.items()}
     weight = unflatten_tensor_state_dict(shapes, own.metadata)[0].get(name)
     if weight is None:
         raise ValueError(
@@ -234,17 +206,7 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, LazyTe
 
 
 def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> None:
-    """Check that every weight which is quantised by the model's config has been loaded as a quantised weight.
-
-    Args:
-        model: The model, loaded with lazy tensors.
-        own: The model's quantiser.
-        missing: Names of the parameters that no file holds.
-        path: The checkpoint, for the error.
-
-    Raises:
-        ValueError: The config says that a weight is quantised, and it has been loaded dense or no file holds it.
-    """
+    """Refuse a weight that the config calls quantised and that was loaded dense, or not at all."""
     dense = {
         name: f"in {tensor.dtype}"
         for name, tensor in model.named_parameters()
@@ -266,11 +228,7 @@ def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> N
 
 
 def check_marks(model: PreTrainedModel, own: Any, keys: Iterable[str], path: str) -> None:
-    """Check that no layer that the model's config leaves as it is was quantised before it was saved.
-
-    Raises:
-        ValueError: Such a layer was quantised.
-    """
+    """Refuse files in which a layer is quantised that the model's config leaves as it is."""
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
     for key in keys:
@@ -297,14 +255,7 @@ def _disagree(name: str, own: Any, how: str) -> str:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Check that models in memory are quantised as their configs and files say; transformers does not check it.
-
-    Args:
-        model: A module with models from `from_pretrained` inside, perhaps with adapters.
-
-    Raises:
-        ValueError: A model is not quantised as its config or its files say.
-    """
+    """Check that models in memory are quantised as their configs and files say; transformers does not check it."""
     adapters = {inner for layer in model.modules() if isinstance(layer, LoraLayer) for inner in own_modules(layer)}
     parts: set[nn.Module] = set()
     for base in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
@@ -330,8 +281,7 @@ def _check_as_configured(model: PreTrainedModel, quantised: Mapping[str, nn.Modu
         embedding = model.get_input_embeddings()
         for given, layer in quantised.items():
             name, weight = f"{given.replace('.base_layer', '')}.weight", cast(Any, layer.weight)
-            there = type(layer) is nn.Linear and not weight.is_meta and weight is not embedding.weight
-            if not there:
+            if type(layer) is not nn.Linear or weight.is_meta or weight is embedding.weight:
                 continue
             if not own.param_needs_quantization(plain, name):
                 if isinstance(weight, TorchAOBaseTensor):
@@ -349,11 +299,7 @@ def _check_as_configured(model: PreTrainedModel, quantised: Mapping[str, nn.Modu
 
 
 def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return dense tensors by the names, and in the shapes, that the model's checkpoints have.
-
-    This is transformers' `revert_weight_conversion` without the conversions that a quantiser has added, which cannot be
-    reverted.
-    """
+    """Return dense tensors in the names and shapes of the model's checkpoints, without quantisers' conversions."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         return revert_weight_conversion(model, merged)
@@ -383,19 +329,12 @@ class _Plain:
         return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
-_MARKS = (".weight.absmax", ".SCB", "._weight_qdata")
-"""Endings of the names of tensors that quantisers save."""
+_MARKS = (".weight.absmax", ".SCB", "._weight_qdata")  # Endings of the names of tensors that quantisers save
 
 
 def _check_files(model: PreTrainedModel) -> None:
-    """Check that a model without a quantiser was not loaded from the files of a quantised checkpoint.
-
-    If config.json does not say that a checkpoint is quantised, transformers casts its integers to the model's dtype, or
-    draws weights at random.
-
-    Raises:
-        ValueError: A file holds tensors of a quantised checkpoint, and config.json does not say so.
-    """
+    """Refuse a model without a quantiser that was loaded from the files of a quantised checkpoint."""
+    # transformers would cast its integers to the model's dtype, or draw weights at random.
     folder = Path(str(getattr(model.config, "_name_or_path", "")))
     config = folder / "config.json"
     if not config.is_file() or "quantization_config" in json.loads(config.read_text()):

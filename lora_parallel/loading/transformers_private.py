@@ -1,10 +1,9 @@
 """Run transformers' `from_pretrained` on lazy tensors, without reading weights.
 
-All private API of transformers that this needs is in this file. `from_pretrained` of transformers 5 builds the model on
-meta, maps the names in the files to parameters (renames, fused or split tensors), reads, initialises parameters that no
-file holds, recomputes buffers and ties weights. Here transformers does all of that itself, with lazy tensors in place
-of the tensors that it would have read. `tests/lora_parallel/loading/test_transformers_private.py` tests the private
-API that is used, so that an upgrade of transformers that changes it fails there.
+All private API of transformers that this needs is in this file; `tests/lora_parallel/loading` tests it. transformers 5
+builds the model on meta, maps the names in the files to parameters, reads, initialises parameters that no file holds,
+recomputes buffers and ties weights. Here it does all of that itself, with lazy tensors in place of those that it would
+have read.
 
 The public way to read slices is `DistributedConfig` (https://github.com/huggingface/transformers/pull/45409), which
 shards the model itself, before there are adapters; there is no public way to stop before reading.
@@ -47,12 +46,7 @@ _PENDING = "_lora_parallel_pending"
 
 @contextmanager
 def deferred_loading(constructing: Callable[[], Any], unless_told: bool = False) -> Iterator[None]:
-    """Let `from_pretrained` of transformers models return them on meta, with their lazy tensors, inside this context.
-
-    Args:
-        constructing: Function that returns a context in which `from_pretrained` runs.
-        unless_told: Leave models in memory that are loaded while the environment variable LORA_PARALLEL_DEFER is 0.
-    """
+    """Let transformers' `from_pretrained` return models on meta with their lazy tensors, inside this context."""
     before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", _LOAD, _RESIZE)}
 
     @wraps(_own_from_pretrained.__func__)
@@ -119,15 +113,10 @@ def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs
         checkpoint, info = pending
         checkpoint.path, checkpoint.revision, checkpoint.key_mapping = str(name), revision, key_mapping
         new = info.missing_keys | {name for name, *_ in info.mismatched_keys}
-        fresh = {name for name in new if _is_parameter(model, name)}
+        fresh = new & {name for name, _ in model.named_parameters(remove_duplicate=False)}
         checkpoint.problem = checkpoint.problem or _problem(model, info, fresh, checkpoint.path)
         remember(model, checkpoint, fresh)
     return result
-
-
-def _is_parameter(model: nn.Module, name: str) -> bool:
-    owner, _, key = name.rpartition(".")
-    return key in model.get_submodule(owner)._parameters
 
 
 def _check_arguments(kwargs: Mapping[str, Any]) -> None:
@@ -231,7 +220,8 @@ def _problem(model: PreTrainedModel, info: Any, fresh: set[str], path: str) -> E
     prefix = f"{model.base_model_prefix}."
     is_base = model.base_model is model
     # A part of the base that no file holds at all (a pooler) may be new; `check_fresh` checks that it trains.
-    filled = {_part(name, prefix) for name, each in model.state_dict(keep_vars=True).items() if _is_stored(each)}
+    stored = [name for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, LazyTensor)]
+    filled = {_part(name, prefix) for name in stored}
     lost = sorted(name for name in fresh if (is_base or name.startswith(prefix)) and _part(name, prefix) in filled)
     if lost or not filled:
         return ValueError(
@@ -267,10 +257,6 @@ def _part(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).split(".")[0]
 
 
-def _is_stored(tensor: Any) -> bool:
-    return isinstance(tensor, LazyTensor)
-
-
 def _is_repeated(key: str, model: PreTrainedModel) -> bool:
     """Return True if `key` belongs to one more layer of a stack than the model has, not to another part."""
     place: nn.Module = model if key.split(".")[0] in dict(model.named_children()) else model.base_model
@@ -283,11 +269,7 @@ def _is_repeated(key: str, model: PreTrainedModel) -> bool:
 
 
 def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[str]:
-    """Return the keys that no other class of the checkpoint's own architecture claims either.
-
-    A checkpoint often holds more than the class that is loaded from it has: a checkpoint of CLIP holds more than the
-    text model, and one of BERT may hold a pooler, which the masked language model does not have.
-    """
+    """Return the keys that no other class of the checkpoint's own architecture claims either, as of CLIP's images."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError):
@@ -309,11 +291,7 @@ def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[
 
 
 def claim(model: PreTrainedModel, found: Mapping[str, Leaf], path: str) -> None:
-    """Put lazy tensors in place of a model's parameters and persistent buffers, as `from_pretrained` maps them.
-
-    Raises:
-        ValueError: The tensors in `found` do not fit the model.
-    """
+    """Put lazy tensors in place of a model's parameters and persistent buffers, as `from_pretrained` maps them."""
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         dtype=model.dtype if isinstance(model.dtype, torch.dtype) else None,

@@ -3,10 +3,7 @@
 The keys are globs over module names, relative to the base model (without the prefix of the task's class). A star
 matches one component of a name, as in transformers' own plans. The tables say nothing of attention heads, fused
 projections and the sizes that a module keeps: these are found, and every plan is checked, by running the model (see
-`lora_parallel.tracing.structure`).
-
-`resolve_plan` runs the passes in this order: entries of plans (`entries`), layer groups that running the model shows
-(`group_pass`), experts (`expert_pass`), everything else (`completion`), tokens (`token_pass`), the log (`report`).
+`lora_parallel.tracing.prove_feature_slices`).
 """
 
 from __future__ import annotations
@@ -92,101 +89,66 @@ _PLANS: dict[str, dict[str, str]] = {
 
 
 def family_plan(config: Any) -> dict[str, str]:
-    """Return the plan for the family of a transformers config, or an empty dict if there is none.
-
-    Its globs match module names of the base model.
-    """
+    """Return the plan for the family of a transformers config, by globs of the base model's names, or an empty dict."""
     return _PLANS.get(getattr(config, "model_type", ""), {})
 
 
 @dataclass(eq=False)
 class LayerPlan:
-    """The plan for one layer, and where it comes from."""
+    """Hold the plan for one layer, and where it comes from."""
 
-    name: str
-    """The layer's name, as the model's author would write it."""
-
-    style: Style | None = None
-    """None: the layer has no style (yet)."""
-
-    asked: str | None = None
-    """The user's entry that the style is from, in words."""
-
-    from_table: bool = False
-    """True if an entry of `family_plans` names the layer: it holds as far as it is proven."""
-
-    packed: bool = False
-    """True if the style is `packed_colwise`: the layer holds two matrices, unless a run shows more."""
-
+    name: str  # The layer's name, as the model's author would write it
+    style: Style | None = None  # None: the layer has no style (yet)
+    asked: str | None = None  # The user's entry that the style is from, in words
+    from_table: bool = False  # True if an entry of `family_plans` names the layer: it holds as far as it is proven
+    packed: bool = False  # True if the style is `packed_colwise`: the layer holds two matrices, unless a run shows more
+    # True if running the model has shown the style to be right: the layer is in a layer group that is cut.
     proven: bool = False
-    """True if running the model has shown the style to be right: the layer is in a layer group that is cut."""
-
-    partition: RowPartition | None = None
-    """The output features of each rank, if they are not one chunk a rank."""
-
-    sharing: ExpertSharing | None = None
-    """Each rank's share, of a module of experts."""
-
-    gathered: str | None = None
-    """The reason why the layer's output is gathered after each call."""
-
-    whole: str | None = None
-    """The reason why every rank computes the layer in full."""
+    partition: RowPartition | None = None  # The output features of each rank, if they are not one chunk a rank
+    sharing: ExpertSharing | None = None  # Each rank's share, of a module of experts
+    gathered: str | None = None  # The reason why the layer's output is gathered after each call
+    whole: str | None = None  # The reason why every rank computes the layer in full
 
 
 class PlanBuilder:
-    """Hold the plan for every layer of a model while it is made.
-
-    Args:
-        model: The model that `resolve_plan` was given.
-        names: The names of its layers.
-        tp: Size of the tp axis.
-    """
+    """Hold the plan for every layer of a model while it is made."""
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], tp: int) -> None:
         self.model, self.names, self.tp = model, names, tp
         self.layers = {module: LayerPlan(name) for module, name in names.items()}
+        # The modules of each name: several, where PEFT keeps an original beside a trained copy.
         self.modules: dict[str, list[nn.Module]] = {}
-        """The modules of each name: several, where PEFT keeps an original beside a trained copy."""
-
         for module, name in names.items():
             self.modules.setdefault(name, []).append(module)
+        # The class of each model whose own plan is not used, the entry that is the reason, and its unknown style.
         self.set_aside: list[tuple[str, str, object]] = []
-        """The class of each model whose own plan is not used, the entry that is the reason, and its unknown style."""
-
+        # Modules that act on slices, between the producers and consumers of a layer group that is cut.
         self.between: set[nn.Module] = set()
-        """Modules that act on slices, between the producers and consumers of a layer group that is cut."""
-
         self.cuts: dict[nn.Module, dict[str, tuple[int, RowPartition]]] = {}
         self.attributes: dict[nn.Module, dict[str, Any]] = {}
         self.sequences: list[Sequence] = []
-        self.layer_groups: list[LayerGroup] = []
-        """The layer groups that are cut."""
-
-        self.used_directly: set[str] = set()
-        """Names of layers whose weight the model uses without calling them."""
-
-        self.completed = False
-        """True once every adapted layer is to have a style."""
+        self.layer_groups: list[LayerGroup] = []  # The layer groups that are cut
+        self.used_directly: set[str] = set()  # Names of layers whose weight the model uses without calling them
+        self.completed = False  # True once every adapted layer is to have a style
 
     @property
     def styles(self) -> dict[nn.Module, tuple[str, Style]]:
-        """The layers that have a style: `{module: (name, style)}`."""
+        """Return the layers that have a style: `{module: (name, style)}`."""
         return {module: (plan.name, plan.style) for module, plan in self.layers.items() if plan.style is not None}
 
     @property
     def proven(self) -> set[nn.Module]:
-        """The layers whose style is proven."""
+        """Return the layers whose style is proven."""
         return {module for module, plan in self.layers.items() if plan.proven}
 
     @property
     def partitions(self) -> dict[nn.Module, RowPartition]:
-        """The layers that are not cut into one chunk a rank."""
+        """Return the layers that are not cut into one chunk a rank."""
         return {module: plan.partition for module, plan in self.layers.items() if plan.partition is not None}
 
     @property
     def sharings(self) -> dict[nn.Module, ExpertSharing]:
-        """The modules of experts that ranks share out."""
+        """Return the modules of experts that ranks share out."""
         return {module: plan.sharing for module, plan in self.layers.items() if plan.sharing is not None}
 
     def plans_of(self, names: Iterable[str]) -> list[tuple[nn.Module, LayerPlan]]:
@@ -204,35 +166,23 @@ class PlanBuilder:
         return any(base_of(module) in heads for module, _ in self.plans_of(names))
 
 
-Entries = list[tuple[re.Pattern[str], str]]
-"""Patterns of layer names, each with the style of the layers that match it."""
-
-
+Entries = list[tuple[re.Pattern[str], str]]  # Patterns of layer names, each with the style of the layers that match it
+# Styles of transformers for what running the model shows anyway: their entries are not needed. Source:
+# `ALL_PARALLEL_STYLES` in transformers/distributed/tensor_parallel.py and expert_parallel.py.
 _SHOWN_BY_RUNNING = frozenset(
     {
         *("all_reduce", "colwise_rep", "grouped_gemm", "local_params", "mla_kv_a_proj", "moe_identity_expert"),
         *("packed_rowwise", "rowwise_rep", "sequence_parallel"),
     }
 )
-"""Styles of transformers for what running the model shows anyway: their entries are not needed.
-
-Source: `ALL_PARALLEL_STYLES` in transformers/distributed/tensor_parallel.py and expert_parallel.py.
-"""
-
-
+# Those of them whose layers compute with slices: where the model cannot be run, nothing else says so.
 _TAKES_SLICES = frozenset({"all_reduce", "grouped_gemm", "local_params", "packed_rowwise"})
-"""Those of them whose layers compute with slices: where the model cannot be run, nothing else says so."""
 
 
 def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
-    """Return the entries of plans that models carry, and the entries of `family_plans` for models without a plan.
-
-    If a model has a plan, the models inside of it are covered by this plan. A plan that names an unknown style is set
-    aside as a whole, since what its other entries cut may need that style; `builder.set_aside` says so.
-
-    Args:
-        builder: The plan, whose layers are those of the whole model.
-    """
+    """Return the entries of plans that models carry, and those of `family_plan` for models without a plan."""
+    # A model's plan covers the models inside of it. One that names an unknown style is set aside as a whole, since what
+    # its other entries cut may need that style.
     names = builder.names
     own: Entries = []
     table: Entries = []
@@ -258,11 +208,7 @@ def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
 
 
 def set_aside_unshown(builder: PlanBuilder, own: Entries) -> bool:
-    """Set the plan of a model that cannot be run aside, if an entry of it wants a run to be understood.
-
-    Returns:
-        True if there is such an entry.
-    """
+    """Set the plan of a model that cannot be run aside, if an entry of it wants a run to be understood."""
     for plan in builder.layers.values():
         style = next((style for pattern, style in own if pattern.fullmatch(plan.name)), None)
         if style in _TAKES_SLICES:
@@ -280,15 +226,7 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def take_entries(builder: PlanBuilder, own: Entries, table: Entries, globs: Mapping[str, str]) -> None:
-    """Set the styles that entries name; the user's entries come last, and replace others.
-
-    Args:
-        builder: The plan.
-        own: Entries of plans that models carry.
-        table: Entries of `family_plans`. They do not describe heads and fused layers, and are kept only if a traced run
-            confirms them.
-        globs: The user's entries.
-    """
+    """Set the styles that entries name; the user's entries come last, and replace others."""
     for plan in builder.layers.values():
         chosen = next((style for pattern, style in own if pattern.fullmatch(plan.name)), None)
         if chosen is None:

@@ -26,25 +26,17 @@ from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition
 from lora_parallel.planning.entries import PlanBuilder
 from lora_parallel.tp.context import ExpertSharing, expert_stacks, holds_experts
 from lora_parallel.tracing.inputs import brief
-from lora_parallel.tracing.structure import Structure
+from lora_parallel.tracing.prove_feature_slices import Structure
 
 _RANK = 4
+# Largest relative error of a sharing that is right, in float32. A wrong sharing has an error of the order of 1.
 _TOLERANCE = 1e-4
-"""Largest relative error of a sharing that is right, in float32. A wrong sharing has an error of the order of 1."""
 
 
 def share_experts(
     module: nn.Module, fed: tuple[tuple[Any, ...], dict[str, Any]], tp: int, by: str
 ) -> ExpertSharing | str:
-    """Return how tp ranks can share the experts in `module`, or the reason why they cannot.
-
-    Args:
-        module: A module that holds experts. Its parameters may be on meta; only their shapes are used. It is not
-            changed.
-        fed: Positional and keyword arguments that the module was called with.
-        tp: Size of the tp axis.
-        by: "features" for slices of all experts on each rank, "experts" for some experts on each rank.
-    """
+    """Return how tp ranks can share the experts in `module`, or the reason why they cannot."""
     stacks = expert_stacks(module)
     experts = next(iter(stacks.values())).shape[0]
     if by == "experts":
@@ -93,11 +85,9 @@ def _is_count(value: Any, count: int) -> bool:
 
 
 def _by_features(module: nn.Module, tp: int) -> Iterator[ExpertSharing]:
-    """Yield the split by features that the module's class declares, or those that a class without declaration may need.
-
-    transformers' `@use_experts_implementation` notes the declaration on each module: `is_transposed` stacks are
-    [experts, in, out] instead of [experts, out, in]; gate and up are `is_concatenated`, [gate; up], or interleaved.
-    """
+    """Yield the split by features that the module's class declares, or all that an undeclared one may need."""
+    # transformers' `@use_experts_implementation` notes the declaration: `is_transposed` stacks are [experts, in, out],
+    # not [experts, out, in]; gate and up are `is_concatenated`, [gate; up], or interleaved.
     down = module._parameters.get("down_proj")
     if down is None or down.dim() != 3:
         return
@@ -130,10 +120,8 @@ def _chunks(size: int, tp: int) -> RowPartition:
 
 
 def _example(fed: Any, experts: int) -> Any:
-    """Return the module's arguments with random activations, routing weights and indices of experts.
-
-    The noted ones are of no use: a router without its weights may choose the same experts for all tokens, or give NaN.
-    """
+    """Return the module's arguments with random activations, routing weights and indices of experts."""
+    # A router without its weights may choose the same experts for all tokens, or give NaN.
     rows = next((len(x) for x in tensors_in(fed) if x.is_floating_point() and x.dim()), 0)
 
     def drawn(x: Tensor) -> Tensor:
@@ -175,14 +163,8 @@ def _problem(
 
 
 def _run(module: nn.Module, values: Mapping[str, Any], attributes: Mapping[str, Any], fed: Any) -> Tensor:
-    """Return the output of the module's own forward with other parameters and attributes.
-
-    They are put into the instance dictionary, where attribute lookup finds them before the registered parameters, and
-    are taken out again afterwards.
-
-    Raises:
-        TypeError: The output is no tensor.
-    """
+    """Return the output of the module's own forward with other parameters and attributes."""
+    # In the instance dictionary, attribute lookup finds them before the registered parameters.
     changed = {**values, **attributes}
     before = {key: module.__dict__[key] for key in changed if key in module.__dict__}
     try:
@@ -199,17 +181,7 @@ def _run(module: nn.Module, values: Mapping[str, Any], attributes: Mapping[str, 
 
 
 def plan_experts(builder: PlanBuilder, structures: list[Structure], sequence_parallel: bool) -> None:
-    """Share the experts of mixtures: slices of all of them on each rank if their forward computes right with slices,
-    some whole experts on each rank otherwise; or as the user says.
-
-    Args:
-        builder: The plan.
-        structures: Of the models inside that were run.
-        sequence_parallel: True if a rank computes with its own tokens only, and needs all of the experts for them.
-
-    Raises:
-        ValueError: Experts cannot be shared as the user says, or have adapters and cannot be shared at all.
-    """
+    """Share experts by features if their forward is right on slices, else as whole experts; or as the user says."""
     ways = {STYLES[style]: by for style, by in EXPERT_SPLITS.items()}
     fed = {
         module: (tracer, tracer.twin_of[base])

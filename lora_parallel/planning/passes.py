@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.tensor.placement_types import Shard
 
+from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.layers.layer_parameters import (
     base_of,
     block_of,
@@ -30,9 +30,9 @@ from lora_parallel.layers.styles import (
 )
 from lora_parallel.planning.entries import LayerPlan, PlanBuilder
 from lora_parallel.planning.plan_checks import check_widths, cut_as, leaves_a_rank_empty
+from lora_parallel.tracing.prove_feature_slices import Structure
+from lora_parallel.tracing.prove_token_chunks import find_sequence
 from lora_parallel.tracing.rank_simulation import LayerGroup
-from lora_parallel.tracing.structure import Structure
-from lora_parallel.tracing.token_chunks import find_sequence
 
 NO_CONSUMER = "no layer takes slices of what it computes"
 
@@ -44,14 +44,11 @@ def fit_groups(builder: PlanBuilder, structure: Structure) -> None:
         wanted = {name: _producer_style(builder, name) for name in group.producers}
         wanted |= dict.fromkeys(group.consumers, STYLES["rowwise"])
         plans = builder.plans_of(wanted)
-        problem = None
+        problems = (cut_problem(module, wanted[plan.name]) for module, plan in plans)
+        problem = next((f"in the same flow, {found}" for found in problems if found), None)
         if any(plan.asked is not None and plan.style is not wanted[plan.name] for _, plan in plans):
             reason = next(plan.asked for _, plan in plans if plan.asked is not None)
             problem = f"{reason} asks for another style in the same flow"
-        else:
-            problems = (cut_problem(module, wanted[plan.name]) for module, plan in plans)
-            found = next(filter(None, problems), None)
-            problem = None if found is None else f"in the same flow, {found}"
         if problem is not None:
             structure.rejected.update(dict.fromkeys(wanted, problem))
             _drop_between(builder, group)
@@ -109,13 +106,7 @@ def _drop_between(builder: PlanBuilder, group: LayerGroup) -> None:
 
 
 def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Check that layers which were run, and whose style computes slices, are in a layer group.
-
-    Styles of a model's own plan that are not what it computes are replaced by one that is right for any layer.
-
-    Raises:
-        ValueError: A layer is in no group, and the user says that it computes slices.
-    """
+    """Refuse slices that the user asks of a layer outside of layer groups; replace a model's own wrong styles."""
     groups = [group for structure in structures for group in structure.layer_groups]
     # A layer of a group that was found can be cut, whatever keeps it whole: the width of the layer is no matter then.
     fitting = builder.proven | {module for group in groups for module, _ in builder.plans_of(group.layers)}
@@ -123,12 +114,11 @@ def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
         for module, plan in builder.plans_of(sorted(structure.called)):
             if plan.style is None or plan.proven or not plan.style.requires_even_split:
                 continue
-            kind = plan.style.name
             reason = structure.rejected.get(plan.name, NO_CONSUMER)
             check_widths(builder.names, builder.styles, fitting, builder.tp)
             if plan.asked is not None:
                 raise ValueError(
-                    f"tp_plan: {plan.asked} makes {plan.name!r} {kind}, which is not what "
+                    f"tp_plan: {plan.asked} makes {plan.name!r} {plan.style.name}, which is not what "
                     f"{type(innermost(builder.model)).__name__} computes: {reason}. A rowwise layer takes slices "
                     "that colwise layers before it compute, all of them and nothing else. "
                     '"colwise_gather_output" and "rowwise_split_input" are right for any linear layer.'
@@ -150,15 +140,9 @@ def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def check_between(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Check that what the user calls replicated with partial gradients acts on slices: elsewhere that is a mistake.
-
-    Raises:
-        ValueError: A module was run, and does not act on slices.
-    """
-    entered: set[nn.Module] = set()
-    for structure in structures:
-        tracer = structure.tracer
-        entered |= {real for real, twin in tracer.twin_of.items() if twin in tracer.entered}
+    """Check that what the user calls replicated with partial gradients acts on slices: elsewhere that is a mistake."""
+    tracers = [structure.tracer for structure in structures]
+    entered = {tracer.real_of[twin] for tracer in tracers for twin in tracer.entered}
     for module, plan in builder.layers.items():
         partial = plan.style is STYLES["replicated_with_grad_allreduce"] and plan.asked is not None
         if partial and module in entered and builder.between.isdisjoint(module.modules()):
@@ -169,16 +153,7 @@ def check_between(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str) -> None:
-    """Split the tokens of a model's blocks between tp ranks.
-
-    Args:
-        builder: The plan.
-        structures: Of the models inside that were run.
-        problem: What kept a model from being run, if anything did.
-
-    Raises:
-        ValueError: A model's blocks do not work token by token between the layers that are cut.
-    """
+    """Split the tokens of a model's blocks between tp ranks."""
     remedy = "Use sequence_parallel=False."
     if not structures:
         raise ValueError(
@@ -210,17 +185,12 @@ def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str
             elif plan.name in sequence.consumers:
                 plan.style = with_token_output(plan.style)
             elif plan.style.enter == "copy":
-                plan.style = (
-                    with_token_input(plan.style) if plan.name in sequence.layers else with_gathered_input(plan.style)
-                )
+                change = with_token_input if plan.name in sequence.layers else with_gathered_input
+                plan.style = change(plan.style)
 
 
 def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Set styles on linear layers in blocks that have none yet, and on embeddings and head.
-
-    Linear layers in blocks get `colwise_gather_output`, which is right for any linear layer, if they have adapters or a
-    traced run called them. Layers whose weight the model uses without calling them are left out.
-    """
+    """Set `colwise_gather_output` on adapted or called layers in blocks, and styles on embeddings and head."""
     called = {name for structure in structures for name in structure.called}
     reasons = {name: reason for structure in structures for name, reason in structure.rejected.items()}
     for module, plan in builder.layers.items():
@@ -241,10 +211,7 @@ def complete(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
-    """Set `replicate` on layers that cannot be cut, unless the user named them or layers around them work on slices.
-
-    If `complete` has set styles before, all other layers with adapters and without a style get `replicate` too.
-    """
+    """Set `replicate` on layers that cannot be cut, unless the user named them or layers around them work on slices."""
     reached = {name for structure in structures for name in structure.called}
     for module, plan in builder.layers.items():
         if plan.style is None and not isinstance(module, BaseTunerLayer):
@@ -263,24 +230,15 @@ def keep_whole(builder: PlanBuilder, structures: list[Structure]) -> None:
 
 
 def keep_small_whole(builder: PlanBuilder) -> None:
-    """Set `replicate` on layers that have too few features to give each tp rank some of them.
-
-    FSDP2 does not reduce gradients without elements, and the whole layer computes the same output.
-    """
+    """Set `replicate` on layers with too few features for the ranks: FSDP2 reduces no gradients without elements."""
     for module, plan in builder.layers.items():
-        if (
-            plan.style is not None
-            and not plan.style.requires_even_split
-            and leaves_a_rank_empty(module, plan.style, builder.tp)
-        ):
+        style = plan.style
+        if style and not style.requires_even_split and leaves_a_rank_empty(module, style, builder.tp):
             plan.style, plan.gathered = STYLES["replicate"], None
 
 
 def _untie(builder: PlanBuilder) -> None:
-    """Clear the style of layers whose tied weight another layer keeps whole or cuts in another way.
-
-    The styles that the user has asked for stay.
-    """
+    """Clear the style of layers whose tied weight another layer places otherwise, unless the user asked for it."""
     tied = [[holder for holder, _ in places] for places in shared_parameters(builder.model).values()]
     layer_of = {base_of(module): module for module in builder.layers}
     while True:
@@ -304,11 +262,7 @@ def _untie(builder: PlanBuilder) -> None:
 
 
 def partition_packed(builder: PlanBuilder) -> None:
-    """Give each rank a chunk of each half of the rows of packed layers that no traced run has confirmed.
-
-    Raises:
-        ValueError: The output features of a layer are no two halves that are multiples of tp.
-    """
+    """Give each rank a chunk of each half of the rows of packed layers that no traced run has confirmed."""
     for module, plan in builder.layers.items():
         if not plan.packed or plan.proven or plan.style is None or not is_linear(base_of(module)):
             continue
@@ -323,17 +277,8 @@ def partition_packed(builder: PlanBuilder) -> None:
 
 
 def add_replicated(builder: PlanBuilder, whole: bool = False) -> None:
-    """Set a replicated style on every remaining layer that trains or acts on slices.
-
-    Every trained tensor becomes a DTensor over tp in this way.
-
-    Args:
-        builder: The plan.
-        whole: Compute layers with adapters in full too, where nothing else names them.
-
-    Raises:
-        ValueError: A layer has an adapter and no style, or the model uses a trained weight without calling its layer.
-    """
+    """Set a replicated style on every remaining layer that trains or acts on slices: what trains becomes a DTensor."""
+    # `whole`: compute layers with adapters in full too, where nothing else names them.
     for module, plan in builder.layers.items():
         trains = any(p is not None and p.requires_grad for p in module._parameters.values())
         if module in builder.between and not plan.proven:
@@ -368,14 +313,8 @@ _UNCHECKED = "holds unchecked. Compare a step with one process once"
 
 
 def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
-    """Log a plan on rank 0.
-
-    Args:
-        builder: The plan.
-        problem: The reason why a model could not be run without its weights; empty if there is none.
-        tried_later: True if the plan will be checked on the first batch instead.
-    """
-    if dist.is_initialized() and dist.get_rank() != 0:
+    """Log a plan on rank 0."""
+    if not is_rank_zero():
         return
     inner, plans = innermost(builder.model), builder.layers.values()
     model = type(inner).__name__
@@ -399,7 +338,10 @@ def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
             _TRIED if tried_later else _UNCHECKED,
         )
     gathered = {plan.name: plan.gathered for plan in plans if plan.gathered is not None}
-    reasons = {without_block_numbers(name): reason for name, reason in sorted(gathered.items(), key=_vague_first)}
+    reasons = {
+        without_block_numbers(name): reason
+        for name, reason in sorted(gathered.items(), key=lambda said: said[1] != NO_CONSUMER)
+    }
     for (glob, reason), count in count_kinds({name: reasons[without_block_numbers(name)] for name in gathered}).items():
         log.warning("tp_plan: the output of %s (%d layers) is gathered after each: %s.", glob, count, reason)
     whole = {plan.name: plan.whole for plan in plans if plan.whole is not None}
@@ -412,7 +354,3 @@ def _in_words(plan: LayerPlan) -> str:
     if plan.partition is None:
         return plan.style.name
     return f"{plan.style.name}, {plan.partition.width} of {plan.partition.size} rows on each rank"
-
-
-def _vague_first(said: tuple[str, str]) -> bool:
-    return said[1] != NO_CONSUMER

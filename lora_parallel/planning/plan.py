@@ -35,7 +35,7 @@ from lora_parallel.planning.plan_checks import FirstBatchCheck, check_kinds, che
 from lora_parallel.tp.context import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.inputs import TraceError
-from lora_parallel.tracing.structure import Structure, find_structure
+from lora_parallel.tracing.prove_feature_slices import Structure, find_structure
 from lora_parallel.tracing.tracer import traced_models
 
 _WHOLE = "tp_plan={} to compute what no entry names in full on every tp rank"
@@ -45,28 +45,21 @@ _WHOLE = "tp_plan={} to compute what no entry names in full on every tp rank"
 class Plan:
     """Hold the tensor parallel style of each module, and all else that is needed to apply the styles."""
 
+    # Name (without PEFT's additions) and style of each module that has a style.
     styles: dict[nn.Module, tuple[str, Style]]
-    """Name (without PEFT's additions) and style of each module that has a style."""
-
+    # Output features of each rank, for each colwise layer that is not cut into one chunk a rank.
     partitions: dict[nn.Module, RowPartition] = field(default_factory=dict)
-    """Output features of each rank, for each colwise layer that is not cut into one chunk a rank."""
-
+    # Parameters that act on slices and have values for each feature or head, by the module that holds them and their
+    # name in it: the dim that is cut, and the rows of each rank.
     cuts: dict[nn.Module, dict[str, tuple[int, RowPartition]]] = field(default_factory=dict)
-    """Parameters that act on slices and have values for each feature or head, by the module that holds them and their
-    name in it: the dim that is cut, and the rows of each rank.
-    """
-
+    # Sizes that modules keep (numbers of heads, widths) as they are on a rank, by module and attribute name.
     attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    """Sizes that modules keep (numbers of heads, widths) as they are on a rank, by module and attribute name."""
-
+    # Checks that are to be made on the first batch, one for each model that could not be run before.
     first_batch_checks: list[FirstBatchCheck] = field(default_factory=list)
-    """Checks that are to be made on the first batch, one for each model that could not be run before."""
-
+    # Part of the experts that each rank has, for each module of experts that ranks share.
     sharings: dict[nn.Module, ExpertSharing] = field(default_factory=dict)
-    """Part of the experts that each rank has, for each module of experts that ranks share."""
-
+    # Places where tokens are split among ranks and gathered (sequence parallelism), for each model that was run.
     sequences: list[Sequence] = field(default_factory=list)
-    """Places where tokens are split among ranks and gathered (sequence parallelism), for each model that was run."""
 
     def within(self, model: nn.Module) -> Plan:
         """Return the plan of the modules that are in `model`, of which others may have been taken out."""
@@ -80,49 +73,25 @@ class Plan:
 
 
 def check_globs(model: nn.Module, globs: Mapping[str, str]) -> None:
-    """Check the user's plan as far as the size of the mesh does not matter.
-
-    Args:
-        model: The model that the plan is for.
-        globs: The user's plan: a style for each glob of module names.
-
-    Raises:
-        ValueError: A style is unknown, or a glob matches no module.
-    """
+    """Check the user's plan as far as the size of the mesh does not matter."""
     names = set(clean_names(model).values()) - {""}
     for glob, style in globs.items():
         style_named(style, f"the entry {glob!r}")
         if not any(fnmatchcase(name, glob) for name in names):
             near = sorted({name for name in names if name.rsplit(".", 1)[-1] == glob.rsplit(".", 1)[-1]})
-            hint = f"Modules of that last name: {', '.join(near[:3])}" if near else f"Modules: {', '.join(_few(names))}"
+            deepest = sorted(names, key=lambda name: (-name.count("."), name))
+            hint = f"Modules: {', '.join([*deepest[:3], '...'])}"
+            hint = f"Modules of that last name: {', '.join(near[:3])}" if near else hint
             raise ValueError(
                 f"tp_plan: the entry {glob!r} ({style}) matches no module. {hint}. Write names without "
                 "base_model.model. and .base_layer."
             )
 
 
-def _few(names: set[str]) -> list[str]:
-    leaves = sorted(names, key=lambda name: (-name.count("."), name))
-    return [*leaves[:3], "..."]
-
-
 def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, sequence_parallel: bool = False) -> Plan:
-    """Return the plan of a model: a style for every module that needs one at this `tp`. The model is not changed.
-
-    Args:
-        model: A model in full shapes, with its adapters injected.
-        globs: The user's entries, which replace those of the model's own plan; `*` matches any characters, dots
-            included. In the model's own plan `*` stands for one component, as in transformers. An empty plan adds no
-            entry, and lets a model that has no plan be computed in full on every tp rank; None does not.
-        tp: Size of the tp axis.
-        sequence_parallel: Split the tokens among ranks between the layers that are cut.
-
-    Raises:
-        ValueError: There is no plan, and none can be derived; an entry matches nothing, names an unknown style, or is
-            not what the model computes; a module with LoRA layers or a trained parameter has no style; heads or widths
-            are no multiple of tp; a layer, or something that its adapter uses, is not supported under tensor
-            parallelism.
-    """
+    """Return the plan of a model at this `tp`, or raise an error that names the layer. The model is not changed."""
+    # `globs` replace entries of the model's own plan (`*` matches dots too; in its own plan one component). Without
+    # entries ({}) a model that has no plan is computed in full on every tp rank; None does not allow that.
     check_globs(model, globs or {})
     names = clean_names(model)
     builder = PlanBuilder(model, names, tp)
@@ -181,15 +150,8 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
 def _structures(
     model: nn.Module, names: Mapping[nn.Module, str], tp: int, whole: Collection[str]
 ) -> tuple[list[Structure], list[FirstBatchCheck], str]:
-    """Run the transformers models in `model` without their weights and return what the runs show.
-
-    A model inside of another one (a vision tower) is run by itself if the run of the outer one fails or does not reach
-    it.
-
-    Returns:
-        The structure of each model that was run; a list with a first-batch check if the whole model could not be run;
-        and the first problem, "" if there was none.
-    """
+    """Run the transformers models in `model` without their weights; return what they show."""
+    # A model inside of another (a vision tower) is run by itself if the outer one fails or does not reach it.
     found: list[Structure] = []
     first_batch_checks: list[FirstBatchCheck] = []
     problem = ""

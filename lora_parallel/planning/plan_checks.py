@@ -31,15 +31,11 @@ from lora_parallel.layers.linear_classes import (
 )
 from lora_parallel.layers.styles import STYLES, RowPartition, Style
 from lora_parallel.tracing.inputs import TraceError, stand_in_for
-from lora_parallel.tracing.structure import find_structure
+from lora_parallel.tracing.prove_feature_slices import find_structure
 
 
 def cut_as(entry: tuple[str, Style] | None) -> str:
-    """Return the placement of a layer's weight over tp, as text.
-
-    Args:
-        entry: The layer's name and style; None if it has no style, and its weight is whole on every rank.
-    """
+    """Return the placement of a layer's weight over tp, as text."""
     return str(Replicate() if entry is None else entry[1].weight)
 
 
@@ -47,19 +43,11 @@ _LINEAR_STYLES = frozenset({"colwise", "colwise_gather_output", "rowwise", "roww
 
 
 def check_kinds(styles: Mapping[nn.Module, tuple[str, Style]], tp: int) -> None:
-    """Check that each style fits the kind of its layer and the adapter on the layer.
-
-    Args:
-        styles: Name and style of each layer.
-        tp: Size of the tp axis.
-
-    Raises:
-        ValueError: A style does not fit its layer, or the layer's adapter.
-    """
+    """Refuse a style that does not fit the kind of its layer, or the adapter on the layer."""
     for module, (name, style) in styles.items():
         style_name = style.name
         base = base_of(module)
-        kind, adapted = type(base).__name__, isinstance(module, BaseTunerLayer)
+        kind, works = type(base).__name__, WORKS if isinstance(module, BaseTunerLayer) else ""
         refused = problem_anywhere(module) or cut_problem(module, style)
         if refused is None and style_name in _LINEAR_STYLES and not is_linear(base):
             refused = f"{kind} is no nn.Linear, which {style_name} needs"
@@ -75,7 +63,7 @@ def check_kinds(styles: Mapping[nn.Module, tuple[str, Style]], tp: int) -> None:
         if refused is not None:
             raise ValueError(
                 f"tp={tp}: {name!r} cannot be {style_name}: {refused}. Use tp=1 (FSDP2 only), or leave it out of "
-                f"target_modules and of tp_plan{_whole_remedy(module, style_name)}. {WORKS if adapted else ''}".rstrip()
+                f"target_modules and of tp_plan{_whole_remedy(module, style_name)}. {works}".rstrip()
             )
 
 
@@ -88,17 +76,7 @@ def _whole_remedy(module: nn.Module, style_name: str) -> str:
 def check_widths(
     names: Mapping[nn.Module, str], styles: Mapping[nn.Module, tuple[str, Style]], proven: set[nn.Module], tp: int
 ) -> None:
-    """Check that tp divides the widths that code outside of the layers computes on in slices, and the heads in them.
-
-    Args:
-        names: Names of the model's modules.
-        styles: Name and style of each layer.
-        proven: Layers that were shown to work by running the model. Their widths are not checked.
-        tp: Size of the tp axis.
-
-    Raises:
-        ValueError: A width, or a number of attention heads, is no multiple of tp.
-    """
+    """Refuse a tp that does not divide the width, or the heads, of an unproven layer whose slices others use."""
     parents = {child: module for module in names for child in module.children()}
     sizes: dict[tuple[str, str], int] = {}
     sums: list[int] = []
@@ -144,10 +122,7 @@ def _cut_width(base: Any, style: Style) -> int:
 
 
 def leaves_a_rank_empty(module: nn.Module, style: Style, tp: int) -> bool:
-    """Return True if the last tp rank has no features of a layer that is cut as `style` says.
-
-    The layer has fewer features than there are ranks, or few more (5 features on 4 ranks are 2, 2, 1 and 0).
-    """
+    """Return True if the last tp rank has no features of a cut layer, as of 5 on 4 ranks: 2, 2, 1 and 0."""
     base = base_of(module)
     if not isinstance(style.weight, Shard) or not (is_linear(base) or isinstance(base, nn.Embedding)):
         return False
@@ -156,15 +131,7 @@ def leaves_a_rank_empty(module: nn.Module, style: Style, tp: int) -> bool:
 
 
 def check_ties(model: nn.Module, styles: Mapping[nn.Module, tuple[str, Style]]) -> None:
-    """Check that layers that share a weight place it alike over tp, so that it can stay shared.
-
-    Args:
-        model: The model, in full shapes.
-        styles: Name and style of each layer.
-
-    Raises:
-        ValueError: Layers that share a weight place it differently.
-    """
+    """Refuse styles that place a tied weight differently, so that it could not stay shared."""
     by_base = {base_of(module): entry for module, entry in styles.items()}
     for parameter, places in shared_parameters(model).items():
         placements: dict[str, str] = {}
@@ -183,13 +150,7 @@ log = logging.getLogger(__name__)
 
 
 class FirstBatchCheck:
-    """Compare the plan of one model with what the model computes on its first batch.
-
-    Args:
-        model: The whole model, before it is sharded. It is copied, and not changed.
-        names: Names of the model's layers.
-        tp: Size of the tp axis.
-    """
+    """Compare the plan of one model with what the model computes on its first batch."""
 
     @torch.random.fork_rng(devices=[])
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], tp: int) -> None:
@@ -202,26 +163,11 @@ class FirstBatchCheck:
     def expect(
         self, styles: Mapping[nn.Module, tuple[str, Style]], partitions: Mapping[nn.Module, RowPartition]
     ) -> None:
-        """Note the plan that `check` compares with.
-
-        Args:
-            styles: Name and style of each layer that has a style, by layer of the model.
-            partitions: Output features of each rank, for colwise layers that are not cut into one chunk a rank.
-        """
+        """Note the plan that `check` compares with."""
         self._wanted = {name: (style, partitions.get(module)) for module, (name, style) in styles.items()}
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the copy of the model on a batch and compare the layer groups that this shows with the plan.
-
-        If the copy cannot be run either, rank 0 logs a warning and the plan holds unchecked.
-
-        Args:
-            args: Positional arguments of the model's first call.
-            kwargs: Keyword arguments of the model's first call.
-
-        Raises:
-            ValueError: A layer's style in the plan is not what the model computes.
-        """
+        """Refuse a plan that is not what a copy of the model computes on a batch; warn if it cannot be run."""
         given = tree_map_only(Tensor, _plain, {**kwargs, "args": args})
         between = {n for n, (style, _) in self._wanted.items() if style is STYLES["replicated_with_grad_allreduce"]}
         try:

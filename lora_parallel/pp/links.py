@@ -11,6 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from threading import Event, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,13 +24,10 @@ from torch.distributed import DeviceMesh
 from lora_parallel.distributed.rank_checks import gather_numbers, one_gloo_thread
 from lora_parallel.distributed.torch_private import default_store, is_simulated
 
-PATIENCE = 1.0
-"""Seconds of waiting after which a rank checks if another rank of its pipeline has failed."""
-
+PATIENCE = 1.0  # Seconds of waiting after which a rank checks if another rank of its pipeline has failed
 _FAILED = "failed"
 
-_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Number of the links made so far, by default process group."""
+_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # Number of the links made so far, by default process group
 
 
 class StageFailedError(RuntimeError):
@@ -40,16 +38,15 @@ class StageFailedError(RuntimeError):
 class _Groups:
     """Hold process groups over pp ranks, beside that of the mesh, which a failure leaves as it is."""
 
+    # The groups of messages between neighbours: of hidden states or gradients, and of the last rank and the first.
     links: dict[tuple[bool, bool], Any] = field(default_factory=dict)
-    """The groups of messages between neighbours: of hidden states or gradients, and of the last rank and the first."""
-
     outputs: Any = None
+    # The error after which messages may be lost, so that no forward is possible any more; None if there is none.
     failure: str | None = None
-    """The error after which messages may be lost, so that no forward is possible any more; None if there is none."""
 
 
+# Process groups by default process group, mesh and kind: models share them, as each costs threads and connections.
 _groups: WeakKeyDictionary[Any, dict[Any, _Groups]] = WeakKeyDictionary()
-"""Process groups by default process group, mesh and kind: models share them, as each costs threads and connections."""
 
 
 def _groups_of(mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> _Groups:
@@ -64,34 +61,24 @@ def _groups_of(mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> _Group
     known[key] = found = _Groups()
     gloo = mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
     backend = "gloo" if gloo else None  # as that of the mesh's own groups
-    kinds = [
-        (is_hidden, is_ring) for is_hidden in (True, False) for is_ring in ((False, True) if has_ring else (False,))
-    ]
+    timeout = timedelta(seconds=timeout_seconds)
     with one_gloo_thread():
-        for kind in (*kinds, None):
-            group, _ = dist.new_subgroups_by_enumeration(pipelines, timedelta(seconds=timeout_seconds), backend)
-            if kind is None:
-                found.outputs = group
-            else:
-                found.links[kind] = group
+        for kind in product((True, False), (False, True) if has_ring else (False,)):
+            found.links[kind], _ = dist.new_subgroups_by_enumeration(pipelines, timeout, backend)
+        found.outputs, _ = dist.new_subgroups_by_enumeration(pipelines, timeout, backend)
     return found
 
 
 class Links:
-    """Hold the process groups between this pipeline rank and its neighbours. Making it is collective over all ranks.
-
-    Args:
-        mesh: The model's mesh.
-        timeout_seconds: Seconds after which a message that a peer does not send is an error.
-        has_ring: True if the last rank sends hidden states to the first.
-    """
+    """Hold the process groups between this pipeline rank and its neighbours. Making it is collective over all ranks."""
 
     def __init__(self, mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> None:
+        # `has_ring`: the last rank sends hidden states to the first.
         self.ranks = dist.get_process_group_ranks(mesh.get_group("pp"))
         self._device = mesh.device_type
         self._place = self.ranks.index(dist.get_rank())
-        self._sent: list[tuple[dist.Work, Tensor]] = []
-        self._awaited: dict[bool, deque[tuple[dist.Work, Tensor]]] = {True: deque(), False: deque()}
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._awaited: dict[bool, deque[tuple[dist.Work | None, Tensor]]] = {True: deque(), False: deque()}
         self._dtypes: dict[str, torch.dtype] = {}
         self._groups = _Groups()
         self._timeout = timeout_seconds
@@ -107,30 +94,19 @@ class Links:
         """Return what has failed before, in a forward of this model or of another one on the same mesh."""
         return self._groups.failure
 
-    def _next(self, is_hidden: bool) -> tuple[int, Any]:
-        """Return the rank that this one sends to, and the process group of such messages."""
-        return self._link(self._place, 1 if is_hidden else -1, is_hidden)
-
-    def _link(self, place: int, step: int, is_hidden: bool) -> tuple[int, Any]:
-        other = (place + step) % len(self.ranks)
-        is_ring = abs(other - place) != 1 or (step > 0) != (other > place)
+    def _peer(self, step: int, is_hidden: bool) -> tuple[int, Any]:
+        """Return the rank `step` places further, and the process group of messages between it and this one."""
+        other = (self._place + step) % len(self.ranks)
+        is_ring = abs(other - self._place) != 1 or (step > 0) != (other > self._place)
         return self.ranks[other], self._groups.links[is_hidden, is_ring]
 
     def send(self, tensor: Tensor, is_hidden: bool, key: str) -> None:
-        """Send hidden states to the next rank, or their gradient to the one before, without waiting.
-
-        Args:
-            tensor: The tensor [rows, tokens, features].
-            is_hidden: True for hidden states.
-            key: The kind of forward, in which all hidden states have one dtype: the first that is sent tells it.
-        """
+        """Send hidden states to the next rank, or their gradient to the one before, without waiting."""
         if is_hidden and self._dtypes.get(f"sent {key}") is not tensor.dtype:
             self._announce_dtype(tensor.dtype, key)
-        peer, group = self._next(is_hidden)
+        peer, group = self._peer(1 if is_hidden else -1, is_hidden)
         data = tensor.detach().contiguous()
-        work = dist.isend(data, peer, group=group)
-        assert work is not None
-        self._sent.append((work, data))
+        self._sent.append((dist.isend(data, peer, group=group), data))
 
     def _announce_dtype(self, dtype: torch.dtype, key: str) -> None:
         if f"sent {key}" in self._dtypes:
@@ -156,11 +132,9 @@ class Links:
 
     def await_next(self, like: Tensor, is_hidden: bool) -> None:
         """Begin to receive the next hidden states, or the next gradient, in a new tensor like `like`."""
-        peer, group = self._link(self._place, -1 if is_hidden else 1, is_hidden)
+        peer, group = self._peer(-1 if is_hidden else 1, is_hidden)
         data = torch.empty_like(like, memory_format=torch.contiguous_format)
-        work = dist.irecv(data, peer, group=group)
-        assert work is not None
-        self._awaited[is_hidden].append((work, data))
+        self._awaited[is_hidden].append((dist.irecv(data, peer, group=group), data))
 
     def receive(self, is_hidden: bool) -> Tensor:
         """Return the first tensor of those that were awaited and not returned yet."""
@@ -177,29 +151,21 @@ class Links:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Give all ranks of the pipeline the tensor of the last one, in place."""
         work = dist.broadcast(tensor, self.ranks[-1], group=self._groups.outputs, async_op=True)
-        assert work is not None
         self.wait(work)
         return tensor
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Take the largest of each element over the ranks of the pipeline, in place."""
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._groups.outputs, async_op=True)
-        assert work is not None
-        self.wait(work)
+        self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._groups.outputs, async_op=True))
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the object of the last rank, which is pickled."""
-        held = [value]
-        dist.broadcast_object_list(held, self.ranks[-1], group=self._groups.outputs)
-        return held[0]
+        values = [value]
+        dist.broadcast_object_list(values, self.ranks[-1], group=self._groups.outputs)
+        return values[0]
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a message of the pipeline. On an accelerator its stream waits, and this process goes on.
-
-        Raises:
-            StageFailedError: Another rank of the pipeline has failed; on the CPU only.
-            RuntimeError: A rank has ended, or the message has not come in time.
-        """
+    def wait(self, work: Any) -> None:
+        """Wait for a message of the pipeline. On an accelerator its stream waits, and this process goes on."""
         if self._device != "cpu":
             work.wait()
             return

@@ -34,28 +34,18 @@ from lora_parallel.pp.microbatches import IGNORED, Microbatches, joined_argument
 
 
 class OwnLoss:
-    """Know whether a model makes its loss by its own loss function.
-
-    Args:
-        model: The model that the user calls, before its `forward` is replaced.
-    """
+    """Know whether a model makes its loss by its own loss function."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
         self._is_replaced = self._model is not None and "forward" in self._model.__dict__  # by TRL, for example
-        code = getattr(inspect.unwrap(type(self._model).forward), "__code__", None) if self._model is not None else None
+        code = None if self._model is None else getattr(inspect.unwrap(type(self._model).forward), "__code__", None)
         self._calls_it = code is not None and "loss_function" in code.co_names
         self._labels = () if self._model is None else tuple(find_labels(type(self._model)))
 
     def check(self, kwargs: Mapping[str, Any], microbatches: int) -> None:
-        """Check that a loss that is asked for can be computed from micro-batches.
-
-        Raises:
-            ValueError: Labels are given to a model that computes its loss without `loss_function`.
-        """
-        if self._model is None or self._is_replaced or self._calls_it:
-            return
-        if not self._asked(kwargs) or microbatches == 1:
+        """Check that a loss that is asked for can be computed from micro-batches."""
+        if self._model is None or self._is_replaced or self._calls_it or not self._asked(kwargs) or microbatches == 1:
             return
         raise ValueError(
             f"{type(self._model).__name__} computes its loss in its forward, without loss_function, so that those of "
@@ -73,28 +63,18 @@ class OwnLoss:
 
 
 class LossCalls:
-    """Hold the calls of a model's own loss function in one forward.
-
-    Args:
-        model: The model; None if no loss is asked of its loss function.
-        kwargs: The arguments of the forward.
-        batch: The micro-batches.
-    """
+    """Hold the calls of a model's own loss function in one forward."""
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any], batch: Microbatches) -> None:
         self._model, self._batch = model, batch
         own: Any = None if model is None else model.loss_function
         self._own: Callable[..., Tensor] = own
-        self.is_own = model is not None
-        """True if the model's own loss function makes the loss."""
-
+        self.is_own = model is not None  # True if the model's own loss function makes the loss
+        # True if the losses of micro-batches add up to that of the batch.
         self.adds_up = self.is_own and own is LOSS_MAPPING["ForCausalLM"]
-        """True if the losses of micro-batches add up to that of the batch."""
-
         self._number = _number_of_labels(kwargs) if self.adds_up else None
+        # Losses of the micro-batches; zeros where the loss of the batch is computed from all of them at the end.
         self.losses: list[Tensor] = []
-        """Losses of the micro-batches; zeros where the loss of the batch is computed from all of them at the end."""
-
         self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._leaves: list[list[Tensor]] = []
         self._exposed: list[list[Tensor]] = []
@@ -131,8 +111,7 @@ class LossCalls:
         self._exposed.append(exposed)
         self._leaves.append(list(leaves.values()))
         self._arguments.append(tree_map_only(Tensor, lambda each: leaves.get(id(each), each), (args, kwargs)))
-        device = next(tensors_in([args, kwargs])).device
-        self.losses.append(torch.zeros((), device=device))
+        self.losses.append(torch.zeros((), device=next(tensors_in([args, kwargs])).device))
         return self.losses[-1]
 
     def finish(self) -> None:
@@ -146,11 +125,7 @@ class LossCalls:
         return self._whole.detach() if self._whole is not None else torch.stack(self.losses).detach().sum()
 
     def started(self, grad: Tensor) -> list[tuple[list[Tensor], list[Tensor | None]]]:
-        """Return the tensors of each micro-batch that backward begins at, and their gradients.
-
-        Args:
-            grad: The gradient of the batch's loss.
-        """
+        """Return the tensors of each micro-batch that backward begins at, and their gradients."""
         if self._whole is None:
             return [([loss], [grad.to(loss.dtype)]) for loss in self.losses]
         leaves = [leaf for each in self._leaves for leaf in each]
@@ -170,14 +145,7 @@ def _number_of_labels(kwargs: Mapping[str, Any]) -> Any:
 
 
 class LossFactors:
-    """Compare the factors of one model's losses.
-
-    Args:
-        mesh: The mesh of the model.
-        links: Connects the ranks of a pipeline.
-        order: The order of the model's FSDP units, in which ranks learn that one leaves a backward out; None if it has
-            none.
-    """
+    """Compare the factors of one model's losses."""
 
     def __init__(self, mesh: DeviceMesh, links: Links, order: ModelOrder | None) -> None:
         axes = [axis for axis in ("dp_replicate", "dp_shard") if axis_size(mesh, axis) > 1]
@@ -185,14 +153,7 @@ class LossFactors:
         self._groups = [mesh.get_group(axis) for axis in axes]
 
     def check(self, factor: Tensor) -> None:
-        """Check the gradient of a loss. Collective over the ranks of a pipeline, and its data-parallel peers.
-
-        Args:
-            factor: The gradient of the loss, without dims.
-
-        Raises:
-            RuntimeError: It differs between ranks, or one of them does not call backward; raised on all of them.
-        """
+        """Check the gradient of a loss. Collective over the ranks of a pipeline, and its data-parallel peers."""
         bits = torch.where(factor.isnan(), torch.nan, factor.double() + 0.0).view(torch.int64)
         both = torch.stack([bits, ~bits])
         if self._order is not None:

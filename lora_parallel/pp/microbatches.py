@@ -17,34 +17,18 @@ from lora_parallel.pp.links import Links
 from lora_parallel.pp.stage_model import LastStageTensor
 
 _LABELS = ("labels", "shift_labels")
+# Arguments of transformers' models that have no rows, whatever their shape.
 _WHOLE = ("logits_to_keep", "num_items_in_batch")
-"""Arguments of transformers' models that have no rows, whatever their shape."""
-
-IGNORED = -100
-"""Label that transformers' losses ignore."""
+IGNORED = -100  # Label that transformers' losses ignore
 
 
 class Microbatches:
-    """Divide the arguments of a model's forward by rows.
-
-    Tensors whose first dim is the number of rows are divided, and all others given to each micro-batch as they are.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Arguments by name.
-        count: The number of micro-batches.
-        pads: Repeat the last row where `count` does not divide the rows, for a forward without gradients. The labels of
-            such rows are ignored.
-
-    Raises:
-        ValueError: No argument tells the number of rows, or `count` does not divide it.
-    """
+    """Divide the arguments of a forward: tensors whose first dim is the number of rows; others stay whole."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, pads: bool) -> None:
+        # `pads`: repeat the last row where `count` does not divide the rows, without gradients, with ignored labels.
         self.count = count
-        self.rows = _rows(args, kwargs)
-        """The number of rows of the batch."""
-
+        self.rows = _rows(args, kwargs)  # The number of rows of the batch
         if not self.rows:
             raise ValueError(
                 "a batch has 0 rows: leave it out on all ranks (a dataloader with drop_last=True gives none)."
@@ -55,9 +39,7 @@ class Microbatches:
                 f"data-parallel rank a multiple of {count} rows (drop_last=True leaves out a smaller last batch), or "
                 "use fewer micro-batches."
             )
-        self.each = -(-self.rows // count)
-        """The number of rows of a micro-batch."""
-
+        self.each = -(-self.rows // count)  # The number of rows of a micro-batch
         self._args, self._kwargs = args, dict(kwargs)
         ignored = kwargs.get("ignore_index")
         self._ignored = IGNORED if ignored is None else ignored
@@ -100,9 +82,7 @@ def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 class Nest:
     """Describe the containers of what a model returns, without the values in them."""
 
-    kind: type | None
-    """The class of a container; None for a value."""
-
+    kind: type | None  # The class of a container; None for a value
     keys: tuple[Any, ...] = ()
     parts: tuple[Nest, ...] = ()
 
@@ -151,39 +131,26 @@ class Joined:
     def of(
         cls, outputs: Sequence[Any], losses: Sequence[Any], total: Tensor | None, batch: Microbatches
     ) -> tuple[Joined, list[list[Any]]]:
-        """Return the description of the outputs of all micro-batches, and their values by leaf.
-
-        Args:
-            outputs: What the model returned for each micro-batch.
-            losses: The loss that the model's own loss function returned for each; empty if it was not called.
-            total: The loss of the batch.
-            batch: The micro-batches.
-
-        Raises:
-            ValueError: An output has no rows, so that nobody knows what it is for the whole batch.
-        """
+        """Return the description of the outputs of all micro-batches, and their values by leaf."""
         flat: list[list[Any]] = [[] for _ in outputs]
         nests = [Nest.of(output, held) for output, held in zip(outputs, flat, strict=True)]
         if any(nest != nests[0] for nest in nests):
             raise ValueError("pp: the model returns something else for one micro-batch than for another: use pp=1.")
-        leaves, values = [], []
-        for held in zip(*flat, strict=True):
-            if total is not None and all(each is loss for each, loss in zip(held, losses, strict=True)):
-                leaves.append(Leaf("loss", None, (), total.dtype, torch.is_grad_enabled()))
-            else:
-                leaves.append(_leaf(held, batch))
-            values.append(list(held))
+        values = [list(parts) for parts in zip(*flat, strict=True)]
+        leaves = [
+            Leaf("loss", None, (), total.dtype, torch.is_grad_enabled())
+            if total is not None and all(part is loss for part, loss in zip(parts, losses, strict=True))
+            else _leaf(parts, batch)
+            for parts in values
+        ]
         return cls(nests[0], leaves), values
-
-    def build(self, values: Sequence[Any]) -> Any:
-        """Return what the model returns, with these values in the place of its leaves."""
-        return self.nest.build(iter(values))
 
 
 def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
     first = held[0]
     if not isinstance(first, Tensor):
-        if any(type(each) is not type(first) or each != first for each in held) or not _is_plain(first):
+        is_plain = first is None or isinstance(first, (bool, int, float, str))
+        if not is_plain or any(type(each) is not type(first) or each != first for each in held):
             raise ValueError(
                 f"pp: the model returns a {type(first).__name__}, which cannot be given to all pipeline stages: return "
                 "tensors in a ModelOutput, dict, list or tuple, or use pp=1."
@@ -201,16 +168,8 @@ def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
     )
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
 def joined_arguments(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], batch: Microbatches) -> Any:
-    """Return the arguments of a loss function for the whole batch, from those of its calls for each micro-batch.
-
-    Raises:
-        ValueError: An argument that differs between micro-batches has no rows.
-    """
+    """Return the arguments of a loss function for the whole batch, from those of its calls for each micro-batch."""
     flat = [tree_flatten(each) for each in calls]
     joined: list[Any] = []
     for held in zip(*(each for each, _ in flat), strict=True):
@@ -228,29 +187,18 @@ def joined_arguments(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], ba
     return tree_unflatten(joined, flat[0][1])
 
 
-_SIZES = 62
-"""Number of sizes that fit into the message about outputs."""
+_SIZES = 62  # Number of sizes that fit into the message about outputs
 
 
 class SharedOutputs:
-    """Send descriptions of outputs from the last stage to the others; one that is not new as a number and sizes.
-
-    Args:
-        links: Connects the ranks of the pipeline.
-        device: The type of device that messages are sent from.
-    """
+    """Send descriptions of outputs from the last stage to the others; one that is not new as a number and sizes."""
 
     def __init__(self, links: Links, device: str) -> None:
         self._links, self._device = links, device
-        self._known: list[Joined] = []
-        """Descriptions so far, in the same order on all ranks."""
+        self._known: list[Joined] = []  # Descriptions so far, in the same order on all ranks
 
     def describe(self, mine: Joined | None) -> Joined:
-        """Return the last stage's description on every rank. Collective over the pipeline.
-
-        Args:
-            mine: The description, on the last stage's rank.
-        """
+        """Return the last stage's description on every rank. Collective over the pipeline."""
         header = torch.full((2 + _SIZES,), -1, dtype=torch.int64)
         if mine is not None:
             sizes = [size for leaf in mine.leaves for size in leaf.shape]
@@ -278,16 +226,7 @@ def _without_sizes(joined: Joined) -> Joined:
 
 
 class Outputs:
-    """Hold what the model returns for one batch.
-
-    Args:
-        links: Connects the ranks of the pipeline.
-        device: The type of device that the model is on.
-        described: Describes the outputs.
-        parts: The values of each leaf for each micro-batch, on the last stage's rank.
-        loss: The loss of the batch, on the last stage's rank, if there is one.
-        fetches: Leave outputs other than the loss on the last stage until they are read.
-    """
+    """Hold what the model returns for one batch."""
 
     def __init__(
         self,
@@ -298,19 +237,21 @@ class Outputs:
         loss: Tensor | None,
         fetches: bool,
     ) -> None:
-        at = torch.accelerator.current_device_index() if device != "cpu" else None
-        self._links, self._device = links, torch.device(device) if at is None else torch.device(device, at)
-        self._described = described
+        # `parts` and `loss` are on the last stage's rank. `fetches`: leave other outputs there until they are read.
+        self._links, self._device = links, torch.device(device)
+        if device != "cpu":
+            self._device = torch.device(device, torch.accelerator.current_device_index())
+        self.described = described
+        # The values of leaves, which autograd does not see.
         self.values = [
             self._value(leaf, None if parts is None else parts[at], loss, fetches)
             for at, leaf in enumerate(described.leaves)
         ]
-        """The values of leaves, which autograd does not see."""
 
     @property
     def differentiable(self) -> list[int]:
         """Return the places of the leaves that have gradients."""
-        return [at for at, leaf in enumerate(self._described.leaves) if leaf.requires_grad]
+        return [at for at, leaf in enumerate(self.described.leaves) if leaf.requires_grad]
 
     def _value(self, leaf: Leaf, parts: list[Any] | None, loss: Tensor | None, fetches: bool) -> Any:
         if leaf.kind == "constant":
@@ -320,10 +261,9 @@ class Outputs:
         links, device = self._links, self._device  # not self, whose values hold `get`: a cycle would outlive the step
 
         def get() -> Tensor:
-            if leaf.kind == "loss":
-                whole = loss
-            else:
-                whole = None if held is None else _joined(held, leaf)
+            whole = loss if leaf.kind == "loss" else None
+            if held is not None:  # without the rows that pad the micro-batches
+                whole = held[0].clone() if len(held) == 1 else torch.cat(held)[: leaf.shape[0]]
             if whole is None:
                 whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             return links.broadcast(whole.contiguous())
@@ -334,9 +274,4 @@ class Outputs:
 
     def build(self, instead: dict[int, Tensor]) -> Any:
         """Return what the model returns, with other tensors in the place of some leaves."""
-        return self._described.build([instead.get(at, value) for at, value in enumerate(self.values)])
-
-
-def _joined(parts: Sequence[Tensor], leaf: Leaf) -> Tensor:
-    """Return the rows of all micro-batches, without those that pad them."""
-    return parts[0].clone() if len(parts) == 1 else torch.cat(list(parts))[: leaf.shape[0]]
+        return self.described.nest.build(instead.get(at, value) for at, value in enumerate(self.values))

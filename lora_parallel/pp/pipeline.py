@@ -17,41 +17,213 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.dtensors import local, tensors_in
 from lora_parallel.distributed.gradients import PartialGradients, PostponedHooks, backward_sync
-from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root
+from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root, placed_as
 from lora_parallel.fsdp.unit_order import ModelOrder
-from lora_parallel.layers.layer_parameters import asks_for, asks_for_cache
-from lora_parallel.pp.gradients import Drain, Drained, Held, Refused
+from lora_parallel.layers.layer_parameters import asks_for_cache, without_cache
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import LossCalls, LossFactors, OwnLoss
 from lora_parallel.pp.microbatches import Joined, Microbatches, Outputs, SharedOutputs
-from lora_parallel.pp.schedules import Action, ScheduleRun, Start, drained, filled, one_forward_one_backward
-from lora_parallel.pp.stage_model import StageEnd, StageModel
+from lora_parallel.pp.schedules import Action, drained, filled, one_forward_one_backward
+from lora_parallel.pp.stage_model import LastStageTensor, StageEnd, StageModel
 from lora_parallel.state import ForwardCount
-from lora_parallel.tp.sequence import OwnDraws
+from lora_parallel.tp.sequence import OwnDraws, refuse_block_outputs
 
 
 def refuse_outputs(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse a forward that is asked for outputs of single blocks, of which each stage has some.
+    """Refuse a forward that is asked for outputs of single blocks, of which each stage has some."""
+    reason = "under pp each stage has outputs of its own blocks only, and the last one would return, or compute"
+    refuse_block_outputs(model, kwargs, f"{reason} a loss of, those. Leave it False, or use pp=1.")
 
-    Raises:
-        ValueError: The forward, or the model's config, asks for them.
-    """
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if asks_for(name, kwargs, model):
-            raise ValueError(
-                f"{name}=True: under pp each stage has outputs of its own blocks only, and the last one would return, "
-                "or compute a loss of, those. Leave it False, or use pp=1."
-            )
+
+class Held(torch.autograd.Function):
+    """Return the loss of a batch whose gradients are there already; backward gives them, times the loss's gradient."""
+
+    # The gradients are sums over data-parallel ranks: `check` first compares the loss's gradient between ranks.
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, held: list[Tensor | None], check: Callable[[Tensor], None], *parameters: Tensor
+    ) -> Tensor:
+        ctx.check = check
+        ctx.held, ctx.place = held, [placed_as(p) if isinstance(p, DTensor) else None for p in parameters]
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.held is None:
+            raise RuntimeError(_TWICE)
+        held, ctx.held = ctx.held, None
+        ctx.check(grads[0])
+        scaled_gradients: list[Tensor | None] = [None] * len(held)
+        for index, (gradient, place) in enumerate(zip(held, ctx.place, strict=True)):
+            if gradient is not None:
+                scaled = local(gradient).mul_(grads[0].to(local(gradient).device))
+                scaled_gradients[index] = scaled if place is None else place(scaled)
+        return None, None, None, *scaled_gradients
+
+
+_TWICE = (
+    "backward was called twice on what one forward of a pipeline returned, whose gradients are added once: add the "
+    "losses and call backward once, or call the model again."
+)
+
+
+class Refused(torch.autograd.Function):
+    """Return an output beside a loss whose backwards have run; a gradient of it is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.detach() if isinstance(value, LastStageTensor) else value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "a gradient came back through an output (the logits, perhaps) of a forward that was given labels: under "
+            'pp_schedule="1f1b" and "interleaved" the backwards of the loss have run inside of it. Call the model '
+            'without labels for a loss of your own, or use pp_schedule="gpipe"; for metrics, detach the output.'
+        )
+
+
+class Drained(torch.autograd.Function):
+    """Return outputs whose gradients run the backwards of all micro-batches."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run_backwards: Callable[[Sequence[Tensor | None]], None], anchor: Tensor, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run_backwards = run_backwards
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() if isinstance(value, LastStageTensor) else value.clone() for value in values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        if ctx.run_backwards is None:
+            raise RuntimeError(_TWICE)
+        run_backwards, ctx.run_backwards = ctx.run_backwards, None
+        run_backwards(grads)
+        return (None, None, *[None] * len(grads))
+
+
+# Returns the tensors at which the backward pass of a micro-batch begins on the last stage, and their gradients.
+Start = Callable[[int], tuple[list[Tensor], list[Tensor | None]]]
+
+
+class ScheduleRun:
+    """Run forwards, and later or in turn backwards, of the micro-batches of one batch."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        links: Links,
+        batch: Microbatches,
+        last: int,
+        grads: bool,
+        key: str,
+        loss: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._pipeline, self._links, self.batch, self._last = pipeline, links, batch, last
+        # Backwards follow if `grads`. `key`: the kind of forward, in which all hidden states have one dtype. `loss`:
+        # makes the context of the last stage's forwards.
+        self._grads, self._key, self._loss = grads, key, loss
+        self._like: Tensor | None = None  # A tensor like the hidden states between stages
+        # Inputs of stages by stage and micro-batch, until their backward.
+        self._received: dict[tuple[int, int], Tensor] = {}
+        self._sent: dict[tuple[int, int], Tensor] = {}  # Outputs of stages that were sent, until their backward
+        # The places in the order of the actions that receive hidden states (True), or gradients.
+        self._needed: dict[bool, list[int]] = {}
+        self._awaited: dict[bool, int] = {}
+        self._taken = 0
+        self.outputs: dict[int, Any] = {}  # Outputs of the model for each micro-batch, on the last stage's rank
+        self.most_alive = 0  # The largest number of micro-batches whose activations were kept at a time
+
+    def run(self, order: Sequence[Action], start: Start | None = None) -> None:
+        """Run actions."""
+        self._needed = {
+            kind: [
+                at
+                for at, each in enumerate(order)
+                if each.is_forward is kind and (each.stage > 0 if kind else each.stage < self._last)
+            ]
+            for kind in (True, False)
+        }
+        self._awaited, self._taken = {True: 0, False: 0}, 0
+        backwards = [at for at, each in enumerate(order) if not each.is_forward]
+        alive = 0
+        for at, action in enumerate(order):
+            self._await_until(at + 1)  # the next action's input comes while this one computes
+            alive += 1 if action.is_forward else -1
+            self.most_alive = max(self.most_alive, alive)
+            with self._pipeline.around(action, self.batch.count):
+                if action.is_forward:
+                    self._forward(action)
+                else:
+                    assert start is not None
+                    self._backward(action, start, at == backwards[-1])
+        self._links.finish()
+
+    def _await_until(self, at: int) -> None:
+        """Begin to receive what the actions up to this place need, as soon as the shape of hidden states is known."""
+        if self._like is None:
+            return
+        for is_hidden, places in self._needed.items():
+            while self._awaited[is_hidden] < len(places) and places[self._awaited[is_hidden]] <= at:
+                self._links.await_next(self._like, is_hidden)
+                self._awaited[is_hidden] += 1
+
+    def _forward(self, action: Action) -> None:
+        place = action.stage, action.microbatch
+        is_last = action.stage == self._last
+        args, kwargs = self.batch.part(action.microbatch)
+
+        def receive(whole: Tensor) -> Tensor:
+            if self._like is None:
+                self._like = torch.empty(whole.shape, dtype=self._links.dtype(self._key), device=whole.device)
+            if self._awaited[True] == self._taken:
+                self._links.await_next(self._like, True)
+                self._awaited[True] += 1
+            self._taken += 1
+            hidden = self._links.receive(True)
+            if self._grads:
+                self._received[place] = hidden.requires_grad_()
+            return hidden
+
+        with self._loss() if is_last else nullcontext():
+            output = self._pipeline.forward(action, receive if action.stage else None, args, kwargs)
+        if is_last:
+            bare = without_cache(output)
+            self.outputs[action.microbatch] = output if bare is None else bare
+            return
+        if self._like is None:
+            self._like = torch.empty_like(output.detach(), memory_format=torch.contiguous_format)
+        self._links.send(output, True, self._key)
+        if self._grads:
+            self._sent[place] = output
+
+    def _backward(self, action: Action, start: Start, is_last: bool) -> None:
+        place = action.stage, action.microbatch
+        if action.stage == self._last:
+            outputs, grads = start(action.microbatch)
+        else:
+            outputs, grads = [self._sent.pop(place)], [self._links.receive(False)]
+        self._pipeline.backward(outputs, grads, is_last)
+        if action.stage:
+            hidden = self._received.pop(place)
+            self._links.send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, False, self._key)
 
 
 class StageHooks(Protocol):
@@ -68,21 +240,7 @@ class StageHooks(Protocol):
 
 
 class Pipeline:
-    """Run the forwards of one model. It replaces the model's `forward`.
-
-    Args:
-        model: The model that the user calls, cut and sharded.
-        inner: The model inside of it, whose config says what it returns.
-        stages: Its stages on this rank.
-        mesh: The mesh of the model.
-        config: Its config.
-        gradients: Its gradients that are partial over tp.
-        count: Its count of forwards.
-        links: Connects this rank with its neighbours.
-        loss: The model's own loss function.
-        hooks: What a stage calls as it begins, and with what it returns.
-        order: The order of the model's FSDP units; None if it has none.
-    """
+    """Run the forwards of one model. It replaces the model's `forward`."""
 
     def __init__(
         self,
@@ -108,35 +266,24 @@ class Pipeline:
         self._own = model.forward
         self._signature = inspect.signature(self._own)
         self._begun = len(stages.stages) == 1 or not isinstance(model, FSDPModule)
+        # The largest number of micro-batches whose activations this rank kept at a time in the last forward.
         self.most_alive = 0
-        """The largest number of micro-batches whose activations this rank kept at a time in the last forward."""
-
+        # Returns a context that an action runs in, with the wait for its input, to look at a schedule.
         self.trace: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
-        """Returns a context that an action runs in, with the wait for its input, to look at a schedule."""
-
         model.__dict__["_pipeline_stage"] = self._stage
         if isinstance(model, FSDPModule):
             forward_by_method(model, "_pipeline_stage")
-        model.forward = self._forward()
-
-    def _forward(self) -> Callable[..., Any]:
-        """Return what replaces the model's `forward`, with the signature of that one, which Trainer reads."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self.run(args, kwargs)
 
-        forward.__wrapped__ = self._own  # type: ignore[attr-defined]
-        return forward
+        forward.__wrapped__ = self._own  # type: ignore[attr-defined]  # for the signature, which Trainer reads
+        model.forward = forward
 
     # ------------------------------------------------------------------------ a forward of the user's
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the model returns for a whole batch. Collective over the pipeline.
-
-        Raises:
-            ValueError: The forward is asked for what stages cannot give; raised on all ranks before any of them begins.
-            RuntimeError: The model's forward was called without the model, or an earlier forward failed.
-        """
+        """Return what the model returns for a whole batch. Collective over the pipeline."""
         args, kwargs = _by_name(self._signature, args, kwargs)
         self._check(args, kwargs)
         grads = torch.is_grad_enabled()
@@ -219,11 +366,11 @@ class Pipeline:
             for parameter, grad in zip(self._trained, before, strict=True):
                 parameter.grad = grad
         self.most_alive = run.most_alive
-        outputs, described, _ = self._share(run, batch, calls)
+        outputs, _ = self._share(run, calls)
         instead: dict[int, Tensor] = {}
         for at in outputs.differentiable:
             value = outputs.values[at]
-            if described.leaves[at].kind == "loss":
+            if outputs.described.leaves[at].kind == "loss":
                 instead[at] = Held.apply(value, held, self._factors.check, *self._trained)
             else:
                 instead[at] = Refused.apply(value, torch.empty(0, requires_grad=True))
@@ -235,21 +382,45 @@ class Pipeline:
         run.run(self._order(filled))
         self.most_alive = run.most_alive
         calls.finish()
-        outputs, described, parts = self._share(run, batch, calls)
-        places = outputs.differentiable if grads else []
-        if not places:
+        outputs, parts = self._share(run, calls)
+        leaves = outputs.differentiable if grads else []
+        if not leaves:
             return outputs.build({})
-        drain = Drain(self, run, described, places, parts, calls, batch)
-        values = Drained.apply(drain, torch.empty(0, requires_grad=True), *(outputs.values[at] for at in places))
-        return outputs.build(dict(zip(places, values, strict=True)))
+        kinds = [outputs.described.leaves[at].kind for at in leaves]
+        drain = partial(self._drain, run, calls, kinds, None if parts is None else [parts[at] for at in leaves])
+        values = Drained.apply(drain, torch.empty(0, requires_grad=True), *(outputs.values[at] for at in leaves))
+        return outputs.build(dict(zip(leaves, values, strict=True)))
 
-    def drain(self, run: ScheduleRun, start: Start) -> None:
-        """Run the backwards of all micro-batches, inside of a backward pass of the user's. Collective."""
+    def _drain(
+        self,
+        run: ScheduleRun,
+        calls: LossCalls,
+        kinds: Sequence[str],
+        parts: list[list[Any]] | None,
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        """Run the backwards of all micro-batches from the gradients of outputs, in a user's backward. Collective."""
+        count = run.batch.count
+        started: list[tuple[list[Tensor], list[Tensor | None]]] = [([], []) for _ in range(count)]
+        for kind, values, grad in zip(kinds, parts or [], grads, strict=parts is not None):
+            if grad is None:
+                continue
+            if kind == "loss":
+                starts = calls.started(grad)
+            else:
+                chunks = grad.chunk(count) if count > 1 else [grad]
+                starts = [([value], [chunk]) for value, chunk in zip(values, chunks, strict=True)]
+            for (tensors, gradients), (more, theirs) in zip(started, starts, strict=True):
+                tensors += more
+                gradients += theirs
+        if parts is not None:
+            parts.clear()
+        run.outputs.clear()
         hooks = PostponedHooks()
         hooks.postpone(self._trained)
         with self._failing_together():
             try:
-                run.run(self._order(drained), start)
+                run.run(self._order(drained), lambda index: started[index])
             finally:
                 hooks.restore()
         hooks.call([parameter for parameter in self._trained if parameter.grad is not None])
@@ -263,18 +434,15 @@ class Pipeline:
         key = f"{'training' if self._model.training else 'evaluation'} {autocast}"
         return ScheduleRun(self, self._links, batch, self._stages.count - 1, grads, key, calls.during)
 
-    def _share(
-        self, run: ScheduleRun, batch: Microbatches, calls: LossCalls
-    ) -> tuple[Outputs, Joined, list[list[Any]] | None]:
-        """Give all ranks what the last stage has returned."""
+    def _share(self, run: ScheduleRun, calls: LossCalls) -> tuple[Outputs, list[list[Any]] | None]:
+        """Give all ranks what the last stage has returned; on its rank, return each leaf's values too."""
         mine = parts = total = None
         if run.outputs:
-            results = [run.outputs[index] for index in range(batch.count)]
+            results = [run.outputs[index] for index in range(run.batch.count)]
             total = calls.total() if calls.losses else None
-            mine, parts = Joined.of(results, calls.losses, total, batch)
+            mine, parts = Joined.of(results, calls.losses, total, run.batch)
         described = self._descriptions.describe(mine)
-        outputs = Outputs(self._links, self._device, described, parts, total, fetches=calls.is_own)
-        return outputs, described, parts
+        return Outputs(self._links, self._device, described, parts, total, fetches=calls.is_own), parts
 
     # ------------------------------------------------------------------------ a stage
 

@@ -14,18 +14,13 @@ v > 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lora_parallel.layers.layer_parameters import without_cache
 from lora_parallel.layers.linear_classes import matrices
-from lora_parallel.pp.links import Links
-from lora_parallel.pp.microbatches import Microbatches
 from lora_parallel.pp.stage_model import Bounds, StageLayers
 
 
@@ -36,18 +31,7 @@ def split_stages(
     split: Literal["auto"] | Sequence[str],
     config: Any = None,
 ) -> Bounds:
-    """Return the blocks of each stage.
-
-    Args:
-        layers: The model's layers.
-        names: Names of the model's modules.
-        stages: The number of stages.
-        split: "auto", or the names of the blocks that begin a stage, from the second stage on.
-        config: The model's own config, which says how many experts of how many a token uses; or None.
-
-    Raises:
-        ValueError: There are fewer blocks than stages, or `split` does not name blocks in their order.
-    """
+    """Return the blocks of each stage: balanced, or such that each block in `split` begins one."""
     blocks = [names[block] for block in layers.blocks]
     if len(blocks) < stages:
         raise ValueError(
@@ -77,22 +61,13 @@ def _named_bounds(blocks: list[str], split: Sequence[str]) -> Bounds:
     return list(zip(starts, [*starts[1:], len(blocks)], strict=True))
 
 
-Cost = tuple[float, float]
-"""Bytes of the parameters, and multiplications of a token."""
+Cost = tuple[float, float]  # Bytes of the parameters, and multiplications of a token
 
 
 def balanced_bounds(blocks: Sequence[Cost], before: Cost, after: Cost, stages: int) -> Bounds:
-    """Divide blocks into stages such that the largest share of a stage is as small as can be.
-
-    The share of a stage is that of all bytes, or that of all multiplications, whichever is larger. Of the divisions
-    with the same largest share the one whose stages differ least is returned.
-
-    Args:
-        blocks: The cost of each block.
-        before: The cost of what the first stage has besides blocks.
-        after: The cost of what the last stage has besides blocks.
-        stages: The number of stages, of which each has one block at least.
-    """
+    """Divide blocks into stages such that the largest share of a stage is as small as can be."""
+    # A stage's share is that of all bytes or of all multiplications, whichever is larger. Of equal divisions the one
+    # whose stages differ least is taken.
     whole = total_cost([*blocks, before, after])
     sums = [(0.0, 0.0)]
     for block in blocks:
@@ -128,12 +103,7 @@ def total_cost(costs: Sequence[Cost]) -> Cost:
 
 
 def layer_cost(module: nn.Module, config: Any) -> Cost:
-    """Return the bytes of a module's parameters, and the multiplications that it does for a token.
-
-    Args:
-        module: A block, or a layer around the blocks.
-        config: As in `split_stages`.
-    """
+    """Return the bytes of a module's parameters, and the multiplications that it does for a token."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     return size, sum(products for _, products in matrices(module, config))
 
@@ -148,16 +118,7 @@ class Action:
 
 
 def check_held(pp: int, schedule: str, has_adapters: bool) -> None:
-    """Check that a schedule need not hold the gradients of a whole model.
-
-    Args:
-        pp: The number of pipeline ranks.
-        schedule: The name of the schedule.
-        has_adapters: True if adapters train, False if parameters of the model itself do.
-
-    Raises:
-        ValueError: It would have to.
-    """
+    """Refuse schedules that keep every gradient of a fully trained model in memory twice."""
     if pp > 1 and schedule != "gpipe" and not has_adapters:
         raise ValueError(
             f'pp={pp} without adapters, with pp_schedule="{schedule}", which holds the gradients of everything that '
@@ -166,16 +127,7 @@ def check_held(pp: int, schedule: str, has_adapters: bool) -> None:
 
 
 def check_microbatches(pp: int, stages: int, microbatches: int) -> None:
-    """Check that micro-batches can be computed in the order of `one_forward_one_backward`.
-
-    Args:
-        pp: The number of pipeline ranks.
-        stages: The number of stages of each rank.
-        microbatches: The number of micro-batches.
-
-    Raises:
-        ValueError: With several stages on a rank, the micro-batches do not divide into rounds.
-    """
+    """Refuse a number of micro-batches that "interleaved" cannot divide into rounds."""
     rounds = max(1, microbatches // pp)
     if stages > 1 and microbatches % rounds:
         raise ValueError(
@@ -185,14 +137,7 @@ def check_microbatches(pp: int, stages: int, microbatches: int) -> None:
 
 
 def one_forward_one_backward(pp: int, rank: int, stages: int, microbatches: int) -> list[Action]:
-    """Return a rank's actions in which each backward follows as early as it can.
-
-    Args:
-        pp: The number of pipeline ranks.
-        rank: The rank.
-        stages: The number of stages of each rank; stage k is on rank k modulo pp.
-        microbatches: The number of micro-batches.
-    """
+    """Return a rank's actions in which each backward follows as early as it can."""
     total = stages * microbatches
     group = microbatches // max(1, microbatches // pp)  # micro-batches of a stage before the rank's next stage
     hops = pp - 1 - rank
@@ -220,147 +165,3 @@ def drained(pp: int, rank: int, stages: int, microbatches: int) -> list[Action]:
     """Return all backwards of a rank, the last stage first, and of each stage the last micro-batch first."""
     forwards = filled(pp, rank, stages, microbatches)
     return [Action(each.stage, each.microbatch, False) for each in reversed(forwards)]
-
-
-Start = Callable[[int], tuple[list[Tensor], list[Tensor | None]]]
-"""Returns the tensors at which the backward pass of a micro-batch begins on the last stage, and their gradients."""
-
-
-class Stages(Protocol):
-    """Compute the stages of this rank."""
-
-    def forward(
-        self, action: Action, receive: Callable[[Tensor], Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what the model returns, or the hidden states for the next stage."""
-
-    def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], is_last: bool) -> None:
-        """Run a backward pass, which reduces gradients if it is the last of the schedule."""
-
-    def around(self, action: Action, count: int) -> AbstractContextManager[Any]:
-        """Return the context of an action, one of those of `count` micro-batches."""
-
-
-class ScheduleRun:
-    """Run forwards, and later or in turn backwards, of the micro-batches of one batch.
-
-    Args:
-        stages: Computes the stages of this rank.
-        links: Connects this rank with its neighbours.
-        batch: The micro-batches.
-        last: The number of the last stage.
-        grads: True if backwards follow.
-        key: The kind of forward, in which all hidden states have one dtype.
-        loss: Returns the context of the last stage's forwards.
-    """
-
-    def __init__(
-        self,
-        stages: Stages,
-        links: Links,
-        batch: Microbatches,
-        last: int,
-        grads: bool,
-        key: str,
-        loss: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._stages, self._links, self._batch, self._last = stages, links, batch, last
-        self._grads, self._key, self._loss = grads, key, loss
-        self._like: Tensor | None = None
-        """A tensor like the hidden states between stages."""
-
-        self._received: dict[tuple[int, int], Tensor] = {}
-        """Inputs of stages by stage and micro-batch, until their backward."""
-
-        self._sent: dict[tuple[int, int], Tensor] = {}
-        """Outputs of stages that were sent, until their backward."""
-
-        self._needed: dict[bool, list[int]] = {}
-        """The places in the order of the actions that receive hidden states (True), or gradients."""
-
-        self._awaited: dict[bool, int] = {}
-        self._taken = 0
-        self.outputs: dict[int, Any] = {}
-        """Outputs of the model for each micro-batch, on the last stage's rank."""
-
-        self.most_alive = 0
-        """The largest number of micro-batches whose activations were kept at a time."""
-
-    def run(self, order: Sequence[Action], start: Start | None = None) -> None:
-        """Run actions.
-
-        Args:
-            order: The actions.
-            start: Where backward passes begin on the last stage; None if there are none.
-        """
-        self._needed = {
-            kind: [
-                at
-                for at, each in enumerate(order)
-                if each.is_forward is kind and (each.stage > 0 if kind else each.stage < self._last)
-            ]
-            for kind in (True, False)
-        }
-        self._awaited, self._taken = {True: 0, False: 0}, 0
-        backwards = [at for at, each in enumerate(order) if not each.is_forward]
-        alive = 0
-        for at, action in enumerate(order):
-            self._await_until(at + 1)  # the next action's input comes while this one computes
-            alive += 1 if action.is_forward else -1
-            self.most_alive = max(self.most_alive, alive)
-            with self._stages.around(action, self._batch.count):
-                if action.is_forward:
-                    self._forward(action)
-                else:
-                    assert start is not None
-                    self._backward(action, start, at == backwards[-1])
-        self._links.finish()
-
-    def _await_until(self, at: int) -> None:
-        """Begin to receive what the actions up to this place need, as soon as the shape of hidden states is known."""
-        if self._like is None:
-            return
-        for is_hidden, places in self._needed.items():
-            while self._awaited[is_hidden] < len(places) and places[self._awaited[is_hidden]] <= at:
-                self._links.await_next(self._like, is_hidden)
-                self._awaited[is_hidden] += 1
-
-    def _forward(self, action: Action) -> None:
-        place = action.stage, action.microbatch
-        is_last = action.stage == self._last
-        args, kwargs = self._batch.part(action.microbatch)
-
-        def receive(whole: Tensor) -> Tensor:
-            if self._like is None:
-                self._like = torch.empty(whole.shape, dtype=self._links.dtype(self._key), device=whole.device)
-            if self._awaited[True] == self._taken:
-                self._links.await_next(self._like, True)
-                self._awaited[True] += 1
-            self._taken += 1
-            hidden = self._links.receive(True)
-            if self._grads:
-                self._received[place] = hidden.requires_grad_()
-            return hidden
-
-        with self._loss() if is_last else nullcontext():
-            output = self._stages.forward(action, receive if action.stage else None, args, kwargs)
-        if is_last:
-            bare = without_cache(output)
-            self.outputs[action.microbatch] = output if bare is None else bare
-            return
-        if self._like is None:
-            self._like = torch.empty_like(output.detach(), memory_format=torch.contiguous_format)
-        self._links.send(output, True, self._key)
-        if self._grads:
-            self._sent[place] = output
-
-    def _backward(self, action: Action, start: Start, is_last: bool) -> None:
-        place = action.stage, action.microbatch
-        if action.stage == self._last:
-            outputs, grads = start(action.microbatch)
-        else:
-            outputs, grads = [self._sent.pop(place)], [self._links.receive(False)]
-        self._stages.backward(outputs, grads, is_last)
-        if action.stage:
-            hidden = self._received.pop(place)
-            self._links.send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, False, self._key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,16 @@ from torch.utils._pytree import tree_map_only
 from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 from lora_parallel.layers.layer_parameters import clean_parameter_name
 from lora_parallel.state import OTHER_STAGE, StageTensors
-from lora_parallel.tp.sequence import first_activations
+from lora_parallel.tp.sequence import Entry, first_activations
 
 
 @dataclass(frozen=True)
 class OutputShape:
     """Say which shape the output of a layer before the blocks has, by that of its first tensor."""
 
-    features: int
-    """The last dim of the output."""
-
+    features: int  # The last dim of the output
+    # True if the layer is given ids [...], or a mask of them; False if it is given activations [..., features].
     looks_up: bool
-    """True if the layer is given ids [...], or a mask of them; False if it is given activations [..., features]."""
 
     def of(self, given: Tensor) -> tuple[int, ...]:
         """Return the shape of the output, from the layer's first tensor."""
@@ -38,44 +36,23 @@ class OutputShape:
 
 
 class StageEnd(Exception):
-    """Leave a model's forward behind the last block of a stage.
-
-    Args:
-        hidden: The hidden states that the next stage is given.
-    """
+    """Leave a model's forward behind the last block of a stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
 
 
-class StageRun(Protocol):
-    """Say what is computed now, to the modules that stand in for those of other stages."""
-
-    running: bool
-    """True while a stage computes; other calls of the modules are errors."""
-
-    def pass_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the output of block `index`, which is on another stage, from its input [rows, tokens, features].
-
-        Raises:
-            StageEnd: The block is the first one behind the stage.
-        """
-
-
 class _OtherStage(nn.Module):
-    """Stand in for a module of another stage, with its plain attributes and without its parameters.
+    """Stand in for a module of another stage, with its plain attributes and without its parameters."""
 
-    Args:
-        name: The name of the module, for messages.
-        module: The module.
-        run: Says what is computed now.
-    """
-
-    def __init__(self, name: str, module: nn.Module, run: StageRun) -> None:
+    def __init__(self, name: str, module: nn.Module, run: StageContext) -> None:
         super().__init__()
-        held = {key: value for key, value in vars(module).items() if key != "training" and not key.startswith("_")}
-        plain = {key: value for key, value in held.items() if not isinstance(value, Tensor) and not callable(value)}
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if key != "training" and not key.startswith("_") and not isinstance(value, Tensor) and not callable(value)
+        }
         self.__dict__ |= {"_name": name, "_run": run, "_plain": plain, OTHER_STAGE: True}
 
     def __getattr__(self, key: str) -> Any:
@@ -91,11 +68,7 @@ class _OtherStage(nn.Module):
             super().__delattr__(key)
 
     def check_running(self) -> None:
-        """Check that the parallelized model runs.
-
-        Raises:
-            RuntimeError: The module was called by itself.
-        """
+        """Check that the parallelized model runs."""
         if not self.__dict__["_run"].running:
             raise RuntimeError(
                 f"{self.__dict__['_name']} was called, and is on another pipeline stage than this rank's: call the "
@@ -104,17 +77,9 @@ class _OtherStage(nn.Module):
 
 
 class OtherStageBlock(_OtherStage):
-    """Stand in for a block.
+    """Stand in for a block."""
 
-    Args:
-        name: The name of the block.
-        block: The block.
-        run: Says what is computed now.
-        index: The number of the block in its stack.
-        outputs: The number of values that the block returns in a tuple; None if it returns the hidden states.
-    """
-
-    def __init__(self, name: str, block: nn.Module, run: StageRun, index: int, outputs: int | None) -> None:
+    def __init__(self, name: str, block: nn.Module, run: StageContext, index: int, outputs: int | None) -> None:
         super().__init__(name, block, run)
         self.__dict__ |= {"_index": index, "_outputs": outputs}
 
@@ -126,22 +91,13 @@ class OtherStageBlock(_OtherStage):
 
 
 class OtherStageLayer(_OtherStage):
-    """Stand in for a layer before the blocks, by zeros, or for one after the blocks, which is never reached.
-
-    Args:
-        name: The name of the layer.
-        layer: The layer.
-        run: Says what is computed now.
-        output: The shape of the layer's output; None for a layer after the blocks.
-        dtype: The dtype of the layer's output.
-        device: The type of device that the layer would be on.
-    """
+    """Stand in for a layer before the blocks, by zeros, or for one after the blocks, which is never reached."""
 
     def __init__(
         self,
         name: str,
         layer: nn.Module,
-        run: StageRun,
+        run: StageContext,
         output: OutputShape | None,
         dtype: torch.dtype,
         device: str = "cpu",
@@ -166,77 +122,50 @@ class OtherStageLayer(_OtherStage):
         return torch.zeros(output.of(given), dtype=self.__dict__["_plain"]["weight"].dtype, device=given.device)
 
 
-Bounds = list[tuple[int, int]]
-"""First and last + 1 block of each stage."""
+Bounds = list[tuple[int, int]]  # First and last + 1 block of each stage
 
 
 @dataclass
 class StageLayers:
     """List the blocks of a model, and the layers around them that hold parameters."""
 
-    stack: nn.Module
-    """Module whose children are the blocks."""
-
-    blocks: list[nn.Module]
-    """The blocks in order."""
-
+    stack: nn.Module  # Module whose children are the blocks
+    blocks: list[nn.Module]  # The blocks in order
+    # Number of values that each block returns in a tuple; None if it returns the hidden states.
     outputs: list[int | None]
-    """Number of values that each block returns in a tuple; None if it returns the hidden states."""
-
+    # Layers that are called before the first block, each with the shape of its output.
     before: dict[nn.Module, OutputShape] = field(default_factory=dict)
-    """Layers that are called before the first block, each with the shape of its output."""
-
+    # Layers that are called after the last block. A layer may be in `before` too.
     after: list[nn.Module] = field(default_factory=list)
-    """Layers that are called after the last block. A layer may be in `before` too."""
 
     def of_stage(self, stage: int, bounds: Bounds) -> list[nn.Module]:
         """Return the modules that a stage computes."""
         first, last = bounds[stage]
-        found = list(self.blocks[first:last])
-        found += self.before if stage == 0 else []
-        found += [layer for layer in self.after if layer not in found] if stage == len(bounds) - 1 else []
-        return found
+        before = self.before if stage == 0 else ()
+        after = self.after if stage == len(bounds) - 1 else ()
+        return list(dict.fromkeys((*self.blocks[first:last], *before, *after)))
 
     def homes(self, bounds: Bounds) -> dict[nn.Module, frozenset[int]]:
         """Map each module that only some stages compute, and those in it, to these stages."""
-        stages: dict[nn.Module, set[int]] = {}
+        stages: dict[nn.Module, frozenset[int]] = {}
         for stage in range(len(bounds)):
             for module in self.of_stage(stage, bounds):
-                for inner in module.modules():
-                    stages.setdefault(inner, set()).add(stage)
-        return {module: frozenset(each) for module, each in stages.items()}
-
-
-class Entry(Protocol):
-    """Cut hidden states where they enter blocks, as the model's first block does, and clean up behind the last."""
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return this rank's part of hidden states [rows, tokens, features]."""
-
-    def leave(self, device: torch.device) -> None:
-        """Note that the blocks have been computed."""
+                stages |= {inner: stages.get(inner, frozenset()) | {stage} for inner in module.modules()}
+        return stages
 
 
 class StageContext:
-    """Say which stage of this rank computes, and hand its input to it.
-
-    Args:
-        entries: What cuts hidden states of all tokens, in order: context parallelism, sequence parallelism.
-    """
+    """Say which stage of this rank computes, and hand its input to it."""
 
     def __init__(self, entries: list[Entry]) -> None:
-        self.running = False
+        # `entries`: what cuts hidden states of all tokens, in order: context parallelism, sequence parallelism.
+        self.running = False  # True while a stage computes; other calls of the modules are errors
         self._entries = entries
         self._first, self._last = 0, 0
         self._receive: Callable[[Tensor], Tensor] | None = None
 
     def begin(self, bounds: tuple[int, int], receive: Callable[[Tensor], Tensor] | None) -> None:
-        """Begin a stage.
-
-        Args:
-            bounds: Its first and last + 1 block.
-            receive: Returns the input of the stage, from a tensor of its shape; None for the first stage.
-        """
+        """Begin a stage."""
         self.running = True
         (self._first, self._last), self._receive = bounds, receive
 
@@ -248,7 +177,7 @@ class StageContext:
                 entry.leave(hidden.device)
 
     def pass_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the output of block `index`, which is on another stage (see `StageRun`)."""
+        """Return the output of block `index`, which is on another stage; end the stage at the first block after it."""
         if index >= self._last:
             raise StageEnd(hidden)
         if index < self._first - 1:
@@ -263,18 +192,11 @@ class StageContext:
 class _Place:
     """Describe a place of the model that a stage computes, and the other stages stand in for."""
 
-    modules: dict[str, nn.Module | None]
-    """The children of the module around it."""
-
+    modules: dict[str, nn.Module | None]  # The children of the module around it
     key: str
-    own: nn.Module | None
-    """The module, if this rank holds it."""
-
-    other: nn.Module
-    """The module that stands in for it on other stages."""
-
-    stages: frozenset[int]
-    """The stages that compute it."""
+    own: nn.Module | None  # The module, if this rank holds it
+    other: nn.Module  # The module that stands in for it on other stages
+    stages: frozenset[int]  # The stages that compute it
 
     def put(self, stage: int | None) -> None:
         """Put there what belongs to a stage; None for what this rank holds, of all of its stages."""
@@ -283,18 +205,7 @@ class _Place:
 
 
 class StageModel:
-    """Hold the places of a model that its stages share, and put the modules of one stage in place.
-
-    Args:
-        model: The whole model, changed in place: what is on other ranks is taken out.
-        layers: The model's layers.
-        bounds: The blocks of each stage.
-        pp: Size of the pp axis. Stage k is on rank k modulo pp.
-        rank: This rank's place on the axis.
-        context: Says which stage computes.
-        dtype: The dtype that layers compute in; None for that of their parameters.
-        device: The type of device that the model will be on.
-    """
+    """Hold the places of a model that its stages share, and put the modules of one stage in place."""
 
     def __init__(
         self,
@@ -308,49 +219,29 @@ class StageModel:
         device: str,
     ) -> None:
         self.bounds, self.context, self.pp, self.rank = bounds, context, pp, rank
-        self.stages = list(range(rank, len(bounds), pp))
-        """This rank's stages."""
-
+        self.count = len(bounds)  # Number of stages on all ranks
+        self.stages = list(range(rank, len(bounds), pp))  # This rank's stages
+        self.is_last = self.count - 1 in self.stages  # True if the last stage is on this rank
         homes = layers.homes(bounds)
         self.tensors = _stage_tensors(model, homes, pp, rank)
-        self._places = self._places_of(model, layers, homes, dtype, device)
-        for place in self._places:
-            place.put(None)
-
-    @property
-    def count(self) -> int:
-        """Return the number of stages on all ranks."""
-        return len(self.bounds)
-
-    @property
-    def is_last(self) -> bool:
-        """Return True if the last stage is on this rank."""
-        return len(self.bounds) - 1 in self.stages
-
-    def _places_of(
-        self,
-        model: nn.Module,
-        layers: StageLayers,
-        homes: Mapping[nn.Module, frozenset[int]],
-        dtype: torch.dtype | None,
-        device: str,
-    ) -> list[_Place]:
         names = {module: name for name, module in model.named_modules()}
         others: dict[nn.Module, nn.Module] = {
-            block: OtherStageBlock(names[block], block, self.context, index, layers.outputs[index])
+            block: OtherStageBlock(names[block], block, context, index, layers.outputs[index])
             for index, block in enumerate(layers.blocks)
         }
         for layer in (*layers.before, *layers.after):
             own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.get_default_dtype())
             output = layers.before.get(layer)
-            others[layer] = OtherStageLayer(names[layer], layer, self.context, output, dtype or own, device)
+            others[layer] = OtherStageLayer(names[layer], layer, context, output, dtype or own, device)
         mine = set(self.stages)
-        return [
+        self._places = [
             _Place(parent._modules, key, child if homes[child] & mine else None, others[child], homes[child])
             for parent in list(model.modules())
             for key, child in parent._modules.items()
             if child is not None and child in others
         ]
+        for place in self._places:
+            place.put(None)
 
     @contextmanager
     def computing(self, stage: int) -> Iterator[None]:
@@ -395,11 +286,7 @@ def _stage_tensors(model: nn.Module, homes: Mapping[nn.Module, frozenset[int]], 
 
 
 def check_trained(model: nn.Module, layers: StageLayers, bounds: Bounds, pp: int) -> None:
-    """Check that each parameter that trains would be on one pipeline rank, and that each rank would have some.
-
-    Raises:
-        ValueError: A parameter that trains would be on two ranks, or nothing would train on some rank.
-    """
+    """Refuse a parameter that would train on two pipeline ranks, and a rank on which nothing trains."""
     homes = layers.homes(bounds)
     held: dict[int, tuple[str, set[int]]] = {}
     for name, tensor, ranks in _ranks_of(model, homes, pp):
@@ -436,17 +323,9 @@ class _Held:
 
 
 class LastStageTensor(Tensor):
-    """Stand for an output of the last stage, such as the logits beside a loss.
+    """Stand for an output of the last stage, such as the logits beside a loss."""
 
-    The first operation that reads it gets it from the last stage, on all ranks of the pipeline: each of them must run
-    this operation. Reading its shape or dtype, or detaching it, costs nothing.
-
-    Args:
-        held: Gets the tensor.
-        shape: Its shape.
-        dtype: Its dtype.
-        device: The device that it will be on.
-    """
+    # The first operation that reads it gets it from the last stage: all ranks of the pipeline must run that operation.
 
     held: _Held
 

@@ -36,22 +36,9 @@ def apply_style(
     cuts: Mapping[str, tuple[int, RowPartition]] | None = None,
     sharing: ExpertSharing | None = None,
 ) -> list[tuple[nn.Module, str]]:
-    """Make `module` a tensor parallel layer, in place: place its tensors, and run its own forward on this rank's part.
-
-    Args:
-        name: The layer's name, for error messages.
-        module: A layer, or a PEFT layer around one.
-        style: The layer's style.
-        context: The context that all tensor parallel layers of the model share.
-        partition: The output features of each rank, if `style` cuts them but not into one chunk a rank.
-        cuts: The dim and the rows of each rank, by parameter name, for parameters that are cut although `style` leaves
-            the layer whole.
-        sharing: The part of the experts that each rank has, if `module` is a module of experts.
-
-    Returns:
-        The parameters whose gradients on one rank will be partial sums over tp: for each, the module that holds it and
-        its name in that module.
-    """
+    """Make `module` tensor parallel in place; return the holder and name of each parameter with partial gradients."""
+    # `partition`: the output features of each rank, if not one chunk a rank. `cuts`: the dim and rows of each rank, by
+    # name, of parameters that are cut although `style` leaves the layer whole.
     base = base_of(module)
     shares = _expert_tensors(module, sharing) if sharing is not None else {}
     tensors = [*shares] or layer_tensors(module, style)
@@ -92,9 +79,8 @@ def apply_style(
         elif not isinstance(style.weight, Shard):
             _merge_whole(module)
         _prepare_adapters(name, module, style, context, partition is not None)
-    if isinstance(module, ParamWrapper):
-        for layer in _wrappers(module):
-            refuse_merge(layer, "an adapter of experts")
+    for layer in _wrappers(module):
+        refuse_merge(layer, "an adapter of experts")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return tp_layer.run(self, *args, **kwargs)
@@ -114,11 +100,7 @@ def _wrappers(module: nn.Module) -> list[ParamWrapper]:
 
 
 def _expert_tensors(module: nn.Module, sharing: ExpertSharing) -> dict[LayerTensor, tuple[int, RowPartition] | None]:
-    """Return the parameters of a module of experts and of its adapters.
-
-    Returns:
-        For each parameter the dim that is cut and the rows of each rank, or None if the parameter stays whole.
-    """
+    """Return the parameters of a module of experts and of its adapters."""
     base = base_of(module)
     tensors: dict[LayerTensor, tuple[int, RowPartition] | None] = {}
     for inner in base.modules():
@@ -140,18 +122,12 @@ def _expert_tensors(module: nn.Module, sharing: ExpertSharing) -> dict[LayerTens
 
 
 def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPContext, selected: bool) -> None:
-    """Prepare DoRA and the biases of adapters on a layer whose weight is cut.
-
-    The norms that DoRA takes of a rowwise weight are summed over tp. Merging is refused for DoRA adapters, and for
-    adapters with a bias where a row partition rearranges the weight.
-    """
+    """Sum DoRA's norms of a rowwise weight over tp, and refuse merges that would be wrong for slices."""
     if not isinstance(style.weight, Shard):
         return
     for adapter, dora in module.lora_magnitude_vector.items():
         if style.leave in ("reduce", "tokens"):
-            sum_weight_norm(
-                dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", unless_compiled(name))
-            )
+            sum_weight_norm(dora, lambda x: all_reduce(x, context.group, "DoRA weight norm", unless_compiled(name)))
         refuse_merge(module, f"the DoRA adapter {adapter!r}")
     for adapter, biased in module.lora_bias.items():
         if biased and selected:
@@ -159,10 +135,7 @@ def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPCon
 
 
 def _merge_whole(module: Any) -> None:
-    """Let PEFT merge adapters into a base weight that tp does not cut: the delta weight is gathered to match it.
-
-    If the base weight is a DTensor (sharded by FSDP2), the delta weight becomes a DTensor of the same placements.
-    """
+    """Let PEFT merge adapters into a base weight that tp does not cut: the delta weight is gathered to match it."""
     own = getattr(module, "get_delta_weight", None)
     if own is None:
         return
@@ -170,10 +143,7 @@ def _merge_whole(module: Any) -> None:
     def get_delta_weight(adapter: str) -> Tensor:
         delta, weight = own(adapter), module.get_base_layer().weight.detach()
         whole = delta.full_tensor() if isinstance(delta, DTensor) else delta
-        if not isinstance(weight, DTensor):
-            return whole
-        part = whole[local_region(weight)].contiguous()
-        return sharded_as(part, weight)
+        return sharded_as(whole[local_region(weight)].contiguous(), weight) if isinstance(weight, DTensor) else whole
 
     module.get_delta_weight = get_delta_weight
 
@@ -181,8 +151,4 @@ def _merge_whole(module: Any) -> None:
 def _merge_arranged(module: Any, dim: int, partition: RowPartition) -> None:
     """Let PEFT merge adapters into a base weight whose rows are rearranged, by rearranging the delta weight alike."""
     own = module.get_delta_weight
-
-    def get_delta_weight(adapter: str) -> Tensor:
-        return partition.arranged(own(adapter), dim)
-
-    module.get_delta_weight = get_delta_weight
+    module.get_delta_weight = lambda adapter: partition.arranged(own(adapter), dim)

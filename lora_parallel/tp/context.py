@@ -28,20 +28,14 @@ from lora_parallel.state import ForwardCount
 
 
 class Tokens:
-    """Hold the number of tokens of each forward, for sequence parallelism.
-
-    A rank has only a chunk of the tokens, and the number of all tokens cannot be computed from its size. The number is
-    kept until backward, where activation checkpointing may recompute the forward.
-    """
+    """Hold the number of tokens of each forward until its backward: a rank's chunk does not tell it."""
 
     def __init__(self, forwards: ForwardCount) -> None:
         self._forwards = forwards
         self._counts: dict[int, int] = {}
-        self._several: set[int] = set()
-        """Forwards in which there were several numbers."""
-
+        self._several: set[int] = set()  # Forwards in which there were several numbers
+        # Number of all tokens in a graph, which is given it: a number that it looked up would be a constant of it.
         self.in_graph = 0
-        """Number of all tokens in a graph, which is given it: a number that it looked up would be a constant of it."""
 
     def known(self) -> int:
         """Return the number of all tokens in the forward that is being computed or recomputed; 0 if nobody set it."""
@@ -53,11 +47,7 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Return the number of all tokens in the forward that is being computed or recomputed.
-
-        Raises:
-            ValueError: Nobody knows it any more.
-        """
+        """Return the number of all tokens in the forward that is being computed or recomputed."""
         if torch.compiler.is_compiling():
             return self.in_graph
         key = self._key
@@ -86,8 +76,7 @@ class Tokens:
         self._several.discard(self._forwards.current - _FORWARDS_KEPT)
 
 
-_FORWARDS_KEPT = 1024
-"""Number of forwards whose number of tokens is kept for their backward."""
+_FORWARDS_KEPT = 1024  # Number of forwards whose number of tokens is kept for their backward
 
 
 class TPContext:
@@ -99,25 +88,17 @@ class TPContext:
         self.rank = self.mesh.get_local_rank()
         self.gradients = gradients
         self.tokens = Tokens(forwards)
+        # Parameters that train or belong to an adapter, until they are placed. They are saved, so a row partition never
+        # rearranges them, whatever rows a rank computes with.
         self.stored_whole = {p for p in model.parameters() if p.requires_grad} | {*adapter_parameters(model).values()}
-        """Parameters that train or belong to an adapter, until they are placed. They are saved, so a row partition
-        never rearranges them, whatever rows a rank computes with."""
-
         self._shared: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(shared_parameters(model))
         self._last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
     def place(
         self, parameter: nn.Parameter, placement: Placement, selected: tuple[RowPartition, int] | None = None
     ) -> nn.Parameter:
-        """Return `parameter` as a DTensor over tp that holds this rank's slice and no memory of the rest.
-
-        A parameter that two layers share (tied head and embedding) is placed once and stays shared.
-
-        Args:
-            parameter: The full parameter, the same on every rank, in memory or on meta.
-            placement: The placement over tp.
-            selected: A row partition and its dim. The parameter's rows are rearranged by it before they are cut.
-        """
+        """Return `parameter` as a DTensor over tp with this rank's slice, and no memory of the rest; ties stay ties."""
+        # `selected`: a row partition, and the dim along which it rearranges the rows before they are cut.
         placed = self._shared.get(parameter)
         if placed is not None:
             return placed
@@ -158,15 +139,8 @@ class TPContext:
         self.stored_whole.clear()
 
     def copy(self, x: Tensor, where: str) -> Tensor:
-        """Return `x` as the input of layers that compute slices: in backward its gradient is summed over tp.
-
-        Layers that are called in a row with the same tensor object share one reduction of its gradient: q, k and v, for
-        example, or gate and up. A layer with another input gets a reduction of its own.
-
-        Args:
-            x: The input, the same on every tp rank.
-            where: The layer's name, for error messages.
-        """
+        """Return `x` as the input of layers that compute slices: in backward its gradient is summed over tp."""
+        # Layers that are called in a row with the same tensor object (q, k and v; gate and up) share one reduction.
         return self._shared_by_layers(x, lambda: copy_to_tp(x, self.group, where))
 
     def _shared_by_layers(self, x: Tensor, feed: Callable[[], Tensor]) -> Tensor:
@@ -181,14 +155,7 @@ class TPContext:
         return fed
 
     def all_tokens(self, x: Tensor, where: str) -> Tensor:
-        """Return all tokens as the input of layers that compute slices, gathered from each rank's chunk of them.
-
-        Layers that are called in a row with the same chunk share one gather.
-
-        Args:
-            x: This rank's chunk of the tokens, [rows, tokens, ...].
-            where: The layer's name, for error messages.
-        """
+        """Gather each rank's chunk [rows, tokens, ...] to all tokens; layers that are called in a row share it."""
         return self._shared_by_layers(x, lambda: gather_tokens(x, self.tokens.count, self.group, where))
 
     def forget_input(self) -> None:
@@ -200,35 +167,19 @@ class TPContext:
 class ExpertSharing:
     """Describe the part of a module of experts that each tp rank has."""
 
-    split_by: str
-    """"features": slices of all experts; "experts": all of some."""
-
+    split_by: str  # "features": slices of all experts; "experts": all of some
+    # Dim and rows of each rank, for each parameter of the module that is cut, by its name.
     cuts: dict[str, tuple[int, RowPartition]]
-    """Dim and rows of each rank, for each parameter of the module that is cut, by its name."""
-
+    # Names of the parameters (biases) that are added to the output. Only the first rank adds them.
     addends: frozenset[str] = frozenset()
-    """Names of the parameters (biases) that are added to the output. Only the first rank adds them."""
-
+    # Sizes that the module keeps as attributes, as they are on a rank, by attribute name.
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Sizes that the module keeps as attributes, as they are on a rank, by attribute name."""
-
+    # Index that replaces the index of another rank's expert, if `split_by` is "experts"; its routing weight becomes 0.
+    # It is one past this rank's last expert, as in transformers' expert parallelism, or else 0, any valid index.
     absent_expert: int = 0
-    """Index that replaces the index of another rank's expert, if `split_by` is "experts"; its routing weight becomes 0.
-    It is one past this rank's last expert, as in transformers' expert parallelism, or else 0, any valid index."""
 
     def local_arguments(self, values: Any, rank: int) -> Any:
-        """Return the arguments of one rank's share of the module, made from the arguments of the whole module.
-
-        If the split is by features, they are the same. If it is by experts, an index of an expert counts from the
-        rank's first expert, and the routing weights of other ranks' experts are 0.
-
-        Args:
-            values: The arguments, as nested tuples, lists and dicts.
-            rank: The tp rank.
-
-        Raises:
-            ValueError: The split is by experts, and no argument is a tensor of indices.
-        """
+        """Return a rank's arguments: indices count from its first expert, other experts' routing weights are 0."""
         if self.split_by == "features":
             return values
         _, chosen = next(iter(self.cuts.values()))
@@ -247,17 +198,8 @@ class ExpertSharing:
 
 
 def adapter_cuts(wrapper: Any, adapter: str, sharing: ExpertSharing) -> dict[str, tuple[int, RowPartition]]:
-    """Return the cuts of an adapter of experts that match the cut of the parameter that it adapts.
-
-    Args:
-        wrapper: PEFT's `ParamWrapper`, which holds "lora_A" [experts * r, in] and "lora_B" [out, r * experts].
-        adapter: The adapter's name.
-        sharing: The part of the experts that each rank has.
-
-    Returns:
-        The dim and the rows of each rank, by "lora_A" and "lora_B". If the split is by features, only one of the two is
-        cut.
-    """
+    """Map "lora_A" and "lora_B" of experts to the dim and rows of each rank that match the adapted parameter's."""
+    # lora_A is [experts * r, in], lora_B [out, r * experts]. By features, only one of the two is cut.
     dim, chosen = sharing.cuts[wrapper.parameter_name]
     A, B = wrapper.lora_A[adapter].weight.shape, wrapper.lora_B[adapter].weight.shape
     if dim:

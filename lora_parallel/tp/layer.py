@@ -38,23 +38,12 @@ from lora_parallel.tp.context import ExpertSharing, TPContext
 
 _TP_LAYER = "_lora_parallel_tp_layer"
 
+# A parameter that trains, and True if the gradient that this rank computes is a partial sum over tp.
 _Trained = tuple[DTensor, bool]
-"""A parameter that trains, and True if the gradient that this rank computes is a partial sum over tp."""
 
 
 class TPLayer:
-    """Run a layer with a style as one of the tp ranks. `apply_style` makes the layer's `forward` call `run`.
-
-    Args:
-        name: The layer's name, for error messages.
-        module: The layer, or the PEFT layer around it.
-        style: The layer's style.
-        context: The context that all tensor parallel layers of the model share.
-        tensors: The parameters of the layer and its adapters, with their roles.
-        rows: The rows that this rank computes with, for tensors that are stored whole but computed in part.
-        partition: The output features of each rank, if they are not one chunk a rank.
-        sharing: The part of the experts that each rank has, if the layer is a module of experts.
-    """
+    """Run a layer with a style as one of the tp ranks. `apply_style` makes the layer's `forward` call `run`."""
 
     def __init__(
         self,
@@ -68,22 +57,18 @@ class TPLayer:
         sharing: ExpertSharing | None,
     ):
         base = base_of(module)
+        # Forward of the layer itself, called while this rank's plain tensors shadow its parameters.
         self.compute: Callable[..., Any] = module.forward
-        """Forward of the layer itself, called while this rank's plain tensors shadow its parameters."""
-        self.partition = partition
-        self.sharing = sharing
-        self.rows = rows
-        self.name = name
-        self.style = style
-        self.context = context
-        self.tensors = tensors
+        self.name, self.style, self.context, self.tensors = name, style, context, tensors
+        # Rows that this rank computes with, of tensors that are stored whole; output features and experts of each rank.
+        self.rows, self.partition, self.sharing = rows, partition, sharing
         self.late_bias = style.leave in ("reduce", "tokens") and not isinstance(base, nn.Embedding)
         weight: Any = getattr(base, "weight", None)
         self.out_features: int | None = weight.shape[features_dim(base)] if is_linear(base) else None
         self.vocabulary = base.num_embeddings if isinstance(base, nn.Embedding) else 0
         self._shadowed = False
+        # Bias [out] that is added after the sum over tp; None if the layer adds its bias itself.
         self._late: Tensor | None = None
-        """Bias [out] that is added after the sum over tp; None if the layer adds its bias itself."""
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._shadowed:  # by the block around it
@@ -131,37 +116,20 @@ class TPLayer:
         return y
 
     def place_adapter(self, module: nn.Module, adapter: str) -> dict[str, tuple[nn.Parameter, Tensor | None, bool]]:
-        """Place the factors of an adapter that was added after the layer was cut, as `apply_style` would have done.
-
-        Args:
-            module: A PEFT layer around this layer. It holds the adapter's factors in full on every rank.
-            adapter: The adapter's name.
-
-        Returns:
-            Three values for each of "lora_A" and "lora_B": the placed parameter; the rows of it that this rank computes
-            with, int64, or None if it computes with all that it stores; and True if the gradient of one rank is a
-            partial sum over tp.
-        """
+        """Place the factors of an adapter that was added after the layer was cut, as `apply_style` would have done."""
+        # Returns each factor, its rows that this rank computes with (None: all), and True if its gradient is partial.
         base, found = base_of(module), {}
         for role in ("lora_A", "lora_B"):
             tensor = LayerTensor(getattr(module, role)[adapter], "weight", role)
-            cut, placement = (
-                partition_in_layer(base, tensor, self.partition, {}),
-                placement_of(base, tensor, self.style),
-            )
+            cut = partition_in_layer(base, tensor, self.partition, {})
             rows = None if cut is None else cut[1].rows(self.context.rank)
-            if rows is not None:
-                placement = Replicate()
+            placement = placement_of(base, tensor, self.style) if rows is None else Replicate()
             tensor.put(self.context.place(tensor.parameter, placement))
             found[role] = tensor.parameter, rows, role in self.style.partial_roles or rows is not None
         return found
 
     def feature_offset(self, features: int) -> int:
-        """Return the index of the first input feature that this rank has: 0 if every rank has the whole input.
-
-        Args:
-            features: The number of input features of the whole layer.
-        """
+        """Return the index of the first input feature that this rank has: 0 if every rank has the whole input."""
         split = isinstance(self.style.lora_A, Shard) and self.style.enter != "mask"
         return chunk_bounds(features, self.context.mesh.size(), self.context.rank)[0] if split else 0
 
@@ -187,9 +155,8 @@ class TPLayer:
         base = base_of(module)
         if isinstance(base, nn.Embedding) and base.padding_idx is not None and self.style.enter == "mask":
             start, end = self._vocabulary_bounds()
-            inside = start <= base.padding_idx < end
             self._padding_idx = base.padding_idx
-            base.padding_idx = base.padding_idx - start if inside else None
+            base.padding_idx = base.padding_idx - start if start <= base.padding_idx < end else None
 
     def unshadow(self, module: nn.Module) -> None:
         """Let the layer's parameters be found again. Nothing happens if they are not shadowed."""
@@ -201,12 +168,7 @@ class TPLayer:
             base.padding_idx = self._padding_idx
 
     def _trained(self) -> list[_Trained]:
-        """Return the DTensors of the layer that train.
-
-        Raises:
-            RuntimeError: FSDP2 holds a tensor as shards over dp, or a tensor trains now but was frozen when the model
-                was parallelized, and is stored as the rows that ranks compute with.
-        """
+        """Return the DTensors of the layer that train."""
         found = []
         for tensor in self.tensors:
             parameter: Tensor = tensor.parameter
@@ -231,11 +193,7 @@ class TPLayer:
         return tensor.role in self.style.partial_roles or tensor in self.rows
 
     def _plain(self, tensor: LayerTensor, trained: Mapping[_Trained, Tensor]) -> Tensor:
-        """Return the plain tensor that this rank computes with.
-
-        It is this rank's rows if the tensor is stored whole and computed in part. A tensor that is added to a partial
-        sum is zero on all ranks but the first.
-        """
+        """Return the plain tensor that this rank computes with: its own, or its rows of one that is stored whole."""
         held: Tensor = tensor.parameter
         if isinstance(held, DTensor) and held.requires_grad:
             held = trained[held, self._is_partial(tensor)]
@@ -253,14 +211,7 @@ class TPLayer:
         return chunk_bounds(self.vocabulary, self.context.mesh.size(), self.context.rank)
 
     def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return token ids as indices of this rank's rows, and a mask of the ids whose rows other ranks hold.
-
-        Args:
-            ids: Token ids, int [...].
-
-        Returns:
-            The indices, int [...], 0 for the rows of other ranks; and the mask, bool [...], True for these.
-        """
+        """Return token ids as indices of this rank's rows, and a mask of the ids whose rows other ranks hold."""
         valid = ((ids >= 0) & (ids < self.vocabulary)).all()
         if ids.device.type == "cpu":
             if not valid:
@@ -276,13 +227,8 @@ class TPLayer:
 
 
 def shadow(layers: Collection[tuple[nn.Module, TPLayer]]) -> None:
-    """Shadow the DTensors of tensor parallel layers by this rank's plain tensors, until each layer's `unshadow`.
-
-    The gradients of all layers are made DTensors in one operation: together they cost less.
-
-    Args:
-        layers: The layers of one model, each with its `TPLayer`.
-    """
+    """Shadow the DTensors of a model's tensor parallel layers by this rank's plain tensors, until `unshadow`."""
+    # The gradients of all layers are made DTensors in one operation: together they cost less.
     trained: dict[_Trained, Tensor] = {}
     if keys := list(dict.fromkeys(key for _, layer in layers for key in layer._trained())):
         gradients = next(layer.context.gradients for _, layer in layers)
@@ -292,11 +238,9 @@ def shadow(layers: Collection[tuple[nn.Module, TPLayer]]) -> None:
 
 
 class AllUsed(torch.autograd.Function):
-    """Return `y` and make it depend on all tensors of `used`, so that each has a gradient, of zeros at least.
+    """Return `y` and make it depend on all tensors of `used`, so that each has a gradient, of zeros at least."""
 
-    Some experts may get no token on this rank. Other ranks still wait for this rank in the reductions of the experts'
-    gradients.
-    """
+    # An expert may get no token here, and other ranks still wait for this rank in the reduction of its gradient.
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *used: Tensor) -> Tensor:
@@ -309,8 +253,8 @@ class AllUsed(torch.autograd.Function):
         return grads[0], *zeros
 
 
+# Dim of a tensor that is stored whole, and the rows along it that this rank computes with, int64.
 Rows = dict[LayerTensor, tuple[int, Tensor]]
-"""Dim of a tensor that is stored whole, and the rows along it that this rank computes with, int64."""
 
 
 def set_tp_layer(module: nn.Module, tp_layer: TPLayer) -> None:
@@ -324,11 +268,8 @@ def tp_layer_of(module: nn.Module) -> TPLayer | None:
 
 
 def placement_of(base: nn.Module, tensor: LayerTensor, style: Style) -> Placement:
-    """Return the placement of a layer's tensor over tp.
-
-    A style gives placements for weights as `nn.Linear` stores them, [out, in]. `Conv1D` stores [in, out], so the dim of
-    its weight is swapped.
-    """
+    """Return the placement of a layer's tensor over tp."""
+    # Styles are for [out, in], as `nn.Linear` stores weights. `Conv1D` stores [in, out].
     placement: Placement = getattr(style, tensor.role)
     if isinstance(placement, Shard) and tensor.dim is not None:
         return Shard(tensor.dim)
@@ -340,20 +281,12 @@ def placement_of(base: nn.Module, tensor: LayerTensor, style: Style) -> Placemen
 def partition_in_layer(
     base: nn.Module, tensor: LayerTensor, partition: RowPartition | None, cuts: Mapping[str, tuple[int, RowPartition]]
 ) -> tuple[int, RowPartition] | None:
-    """Return the dim and the row partition by which ranks choose rows of a tensor, or None if no partition applies.
-
-    Args:
-        base: The layer without PEFT's layers around it.
-        tensor: A tensor of the layer or of its adapters.
-        partition: The output features of each rank, if they are not one chunk a rank.
-        cuts: The dim and the rows of each rank, for parameters of `base` by name.
-    """
+    """Return the dim and the row partition by which ranks choose rows of a tensor, or None if no partition applies."""
     if tensor.owner is base and tensor.key in cuts:
         return cuts[tensor.key]
     if partition is None or tensor.role == "lora_A":
         return None
     if tensor.role == "weight":
         return features_dim(base), partition
-    return (
-        (tensor.dim or 0, partition) if tensor.role in ("bias", "lora_B", "magnitude", "per_output", "addend") else None
-    )
+    has_outputs = tensor.role in ("bias", "lora_B", "magnitude", "per_output", "addend")
+    return (tensor.dim or 0, partition) if has_outputs else None

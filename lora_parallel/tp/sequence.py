@@ -3,7 +3,7 @@
 Norms, dropout and the residual stream of a block work token by token. With a chunk of the tokens each, ranks hold 1/tp
 of these activations. An all-gather before a layer group and a reduce-scatter after it replace the all-reduces
 (Korthikanti et al., https://arxiv.org/abs/2205.05198). Attention gets all tokens, so masks and rotary embeddings stay
-as they are. `tracing/token_chunks.py` proves that a block mixes tokens nowhere else.
+as they are. `tracing/prove_token_chunks.py` proves that a block mixes tokens nowhere else.
 """
 
 from __future__ import annotations
@@ -33,63 +33,51 @@ class NoActivationsError(ValueError):
 class Sequence:
     """List the places of a model where tokens are split among tp ranks and gathered."""
 
+    # First block of each stack, and as its value the last block.
     stacks: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    """First block of each stack, and as its value the last block."""
-
+    # Modules whose input is gathered to all tokens: attention, whose code reshapes by the number of tokens.
     modules: list[nn.Module] = field(default_factory=list)
-    """Modules whose input is gathered to all tokens: attention, whose code reshapes by the number of tokens."""
-
+    # Names of colwise layers that gather all tokens themselves, as the module around them also works on chunks.
     layers: set[str] = field(default_factory=set)
-    """Names of colwise layers that gather all tokens themselves, as the module around them also works on chunks."""
-
+    # Names of the rowwise layers, whose output is a chunk of the tokens.
     consumers: set[str] = field(default_factory=set)
-    """Names of the rowwise layers, whose output is a chunk of the tokens."""
-
-    inside: set[nn.Module] = field(default_factory=set)
-    """Modules that compute on a chunk of the tokens."""
-
-    model: nn.Module | None = None
-    """Model that was run to find these places."""
+    inside: set[nn.Module] = field(default_factory=set)  # Modules that compute on a chunk of the tokens
+    model: nn.Module | None = None  # Model that was run to find these places
 
 
 @dataclass(frozen=True)
-class SequenceEntry:
-    """Split hidden states that enter a stack behind its first block, and restore random states behind its last."""
+class Entry:
+    """Cut hidden states that enter blocks behind the first one, as pipeline stages do, and clean up behind the last."""
 
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[torch.device], None]
 
 
-def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count: ForwardCount) -> list[SequenceEntry]:
-    """Make a model compute on chunks of the tokens, in place.
-
-    The first block of each stack splits its input, the last block gathers its output, and the modules in
-    `sequence.modules` gather their input.
-
-    Args:
-        sequence: The places of the model where tokens are split and gathered.
-        group: The process group of the tp axis.
-        tokens: Holds the number of all tokens of each forward.
-        count: Counts the forwards of the model.
-
-    Returns:
-        For each stack, what a pipeline stage without the first block calls in its place.
-    """
+def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count: ForwardCount) -> list[Entry]:
+    """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
     entries = []
     for index, (first, last) in enumerate(sequence.stacks.items()):
         draws = OwnDraws(group.rank() + index * group.size(), sequence.model or first, count)
         split = _splitting(group, tokens, type(first).__name__, draws)
         _around(last, after=_gathering(group, tokens, type(last).__name__, draws))
         _around(first, before=split)
-        entries.append(SequenceEntry(split, draws.end))
+        entries.append(Entry(split, draws.end))
     for module in sequence.modules:
-        _around(module, before=_feeding(group, tokens, type(module).__name__))
+        where = type(module).__name__
+        _around(module, before=lambda x, where=where: gather_tokens(x, tokens.count, group, where))  # type: ignore[misc]
     if sequence.model is not None:
         sequence.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
         for module in sequence.model.modules():  # the one that calls the blocks may be inside of the one that was run
             if "deepstack_visual_embeds" in signature(type(module).forward).parameters:
                 module.register_forward_pre_hook(_refuse_features, with_kwargs=True)
     return entries
+
+
+def refuse_block_outputs(model: nn.Module, kwargs: Mapping[str, Any], reason: str) -> None:
+    """Refuse a forward that is asked, by an argument or the model's config, for outputs of single blocks."""
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if asks_for(name, kwargs, model):
+            raise ValueError(f"{name}=True: {reason}")
 
 
 def _refuse_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,28 +93,18 @@ def _refuse_features(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     check_between_blocks(kwargs, "with sequence_parallel=True", "use sequence_parallel=False")
 
 
-_APART = 1_000_003
-"""Difference between the seeds of a rank in two forwards: more than there are ranks."""
+_APART = 1_000_003  # Difference between the seeds of a rank in two forwards: more than there are ranks
 
 
 class OwnDraws:
-    """Give each rank random numbers of its own while it computes on its chunk, and restore the shared state after.
+    """Give each rank random numbers of its own while it computes on its chunk, and restore the shared state after."""
 
-    With a shared random state, the model's dropout would draw the same numbers for each chunk. Also the states would
-    differ afterwards, as a rank with one token more draws more numbers. The shared state is left as it was before, as a
-    model without dropout leaves it in one process: the order of the data may be drawn from it. So the seed of the own
-    numbers depends on the number of the forward too.
-
-    Args:
-        rank: This rank, of those that compute on chunks of one batch.
-        model: The model. Nothing is done while it is in evaluation mode.
-        count: Counts the forwards of the model.
-    """
+    # With a shared state, dropout would draw the same numbers for each chunk, and the states would differ afterwards,
+    # as a rank with one token more draws more. The shared state stays as it was, since the order of the data may be
+    # drawn from it: so the seed of the own numbers depends on the number of the forward too.
 
     def __init__(self, rank: int, model: nn.Module, count: ForwardCount) -> None:
-        self._rank = rank
-        self._model = model
-        self._count = count
+        self._rank, self._model, self._count = rank, model, count
         self._shared: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
@@ -160,10 +138,6 @@ def _splitting(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws)
     return split
 
 
-def _feeding(group: ProcessGroup, tokens: Tokens, where: str) -> Callable[[Tensor], Tensor]:
-    return lambda x: gather_tokens(x, tokens.count, group, where)
-
-
 def _gathering(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:
     def gather(x: Tensor) -> Tensor:
         draws.end(x.device)
@@ -177,10 +151,8 @@ def _around(
     before: Callable[[Tensor], Tensor] | None = None,
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Change a module's first activations by `before` and its output by `after`, in the module's own `forward`.
-
-    Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
-    """
+    """Change a module's first activations by `before` and its output by `after`, in the module's own `forward`."""
+    # Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
     instance_forward = module.__dict__.get("forward")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -195,11 +167,7 @@ def _around(
 
 
 def first_activations(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
-    """Return the first argument of a module that is activations [rows, tokens, features], and its place or keyword.
-
-    Raises:
-        NoActivationsError: No argument has this form.
-    """
+    """Return the first argument of a module that is activations [rows, tokens, features], and its place or keyword."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for key, value in places:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:

@@ -1,10 +1,9 @@
 """Let a tensor stand for all logits, of which each rank holds a slice: `SlicedTensor`, and the loss from slices.
 
 With x the logits of a token and t its label, the loss is log(sum(exp(x))) - x[t]. Each rank computes both terms for its
-slice of the vocabulary. One all-gather of these two numbers a token gives all ranks the terms of all slices, and hence
-the loss; an all-reduce for the maximum and another for the sums (Megatron-LM, https://arxiv.org/abs/1909.08053, section
-3) would take two messages for the same. Backward needs no message: the gradient of a slice is softmax(x), from the sum
-over all slices, minus one at the label.
+slice of the vocabulary, and one all-gather gives all ranks the terms of all slices (Megatron-LM takes two all-reduces,
+https://arxiv.org/abs/1909.08053, section 3). Backward needs no message: the gradient of a slice is softmax(x), from the
+sum over all slices, minus one at the label.
 
 Tokens are computed in chunks, in forward and in backward, so that logits of a wider dtype than the model's never exist
 for all tokens at once.
@@ -13,17 +12,14 @@ A slice is over the vocabulary, among tp ranks (`loss_parallel=True`), or over t
 rules hold, whatever code of a model, a trainer or a user computes with the tensor:
 
 1. What models do between head and loss keeps the slices: products, sums and tanh of each logit, a change of dtype, a
-   view or a choice of tokens. `torch.nn.functional.cross_entropy` computes the loss from them (see
-   `tp/sliced_tensor.py`), so that every loss that calls it is served as it is: transformers' with all its arguments,
-   and a user's own.
+   view or a choice of tokens. `torch.nn.functional.cross_entropy` computes the loss from them, so that every loss that
+   calls it is served as it is: transformers' with all its arguments, and a user's own.
 2. Any other operation gathers the logits first. So its result is that of one process, at the cost that every step has
    without `loss_parallel`.
 
 The operations are those below autograd, which differentiates what models and users call as ever, views that change in
-place included.
-
-A cast to a wider dtype before the loss is put off until the loss casts chunks of the tokens. So the chunks save memory
-on one rank, too.
+place included. A cast to a wider dtype is put off until the loss casts chunks of the tokens, which saves memory on one
+rank, too.
 """
 
 from __future__ import annotations
@@ -53,16 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Slicing:
-    """Say which slice of a tensor [rows, tokens, features] this rank has.
-
-    Args:
-        features: The number of all features of a token: of logits, the size of the vocabulary.
-        group: The process group of the tp axis, whose ranks have slices of the features; None if this rank has all.
-        name: The name of the layer that computed the slice, for messages.
-        chunks: The chunks of the tokens that cp ranks have; None if this rank has all tokens.
-        tokens: The number of all tokens of a row, if there are chunks.
-        plain_loss: Compute the cross entropy of a chunk by torch's own function, to which it equals bit by bit.
-    """
+    """Say which slice of a tensor [rows, tokens, features] this rank has."""
 
     def __init__(
         self,
@@ -73,6 +60,8 @@ class Slicing:
         tokens: int = 0,
         plain_loss: bool = False,
     ) -> None:
+        # `group` is None if this rank has all features, `chunks` if it has all tokens. `plain_loss`: compute a chunk's
+        # loss by torch's own function, to which it equals bit by bit.
         self.features, self.group, self.name, self.chunks, self.tokens = features, group, name, chunks, tokens
         self.plain_loss = plain_loss
         self.start, self.end = (0, features) if group is None else chunk_bounds(features, group.size(), group.rank())
@@ -118,8 +107,7 @@ class Slicing:
         return part if self.group is not None else part.clone()
 
 
-CHUNK_ELEMENTS = 2**22
-"""Number of logits that are computed at a time: 16 MiB in float32."""
+CHUNK_ELEMENTS = 2**22  # Number of logits that are computed at a time: 16 MiB in float32
 
 
 def _chunks(part: Tensor) -> Iterator[slice]:
@@ -185,34 +173,15 @@ def cross_entropy_of_slices(
     group: ProcessGroup | None,
     where: str,
 ) -> Tensor:
-    """Return the cross entropy of each token, [tokens], 0 for ignored ones. Collective over tp.
-
-    Args:
-        part: This rank's slice of the logits, [tokens, features of this rank].
-        labels: Index of each token's label in the whole vocabulary, int64 [tokens], the same on every rank.
-        ignore_index: Label of the tokens that have no loss.
-        vocabulary: Number of logits of a token on all ranks together.
-        start: Index of this rank's first logit in the vocabulary.
-        dtype: Dtype that the logits are cast to. The loss is computed, and returned, in float32 at least.
-        group: The process group of the tp axis; None if this rank has all logits.
-        where: The layer's name, for error messages.
-
-    Raises:
-        IndexError: A label that is not ignored is outside of the vocabulary. On an accelerator it is an assertion of
-            the device, as in torch's `cross_entropy`.
-        RuntimeError: The collective failed.
-    """
+    """Return the cross entropy of each token, [tokens], 0 for ignored ones, in float32 at least. Collective over tp."""
+    # `part` is [tokens, features of this rank], from the feature `start`; `labels` are int64 [tokens], the same on all.
     ignored = check_labels(labels, ignore_index, vocabulary, where)
     dtype = torch.promote_types(dtype, torch.float32)
     return _CrossEntropyOfSlices.apply(part, labels, ignored, start, dtype, group, where)
 
 
 def check_labels(labels: Tensor, ignore_index: int, vocabulary: int, where: str) -> Tensor:
-    """Check that every label that is not ignored is in the vocabulary, and return which labels are ignored.
-
-    Raises:
-        IndexError: One is not. On an accelerator it is an assertion of the device, as in torch's `cross_entropy`.
-    """
+    """Check that every label that is not ignored is in the vocabulary, and return which labels are ignored."""
     ignored = labels == ignore_index
     valid = (ignored | ((labels >= 0) & (labels < vocabulary))).all()
     if labels.device.type != "cpu":
@@ -229,13 +198,7 @@ aten = torch.ops.aten
 
 
 class _Held:
-    """Hold this rank's slice of some logits and, once an operation has asked for them, all logits.
-
-    Args:
-        part: This rank's slice, [..., features of this rank]. It may be of another dtype than the logits.
-        base: What holds the logits that these are a view of; None if they are no view.
-        view: Makes the view of all logits in `base`.
-    """
+    """Hold this rank's slice of some logits and, once an operation has asked for them, all logits."""
 
     def __init__(self, part: Tensor, base: _Held | None = None, view: Callable[[Tensor], Tensor] | None = None) -> None:
         self.part = part
@@ -258,16 +221,9 @@ class _Held:
 
 
 class SlicedTensor(Tensor):
-    """Stand for all logits [..., vocabulary], of which this rank holds a slice; see the module's docstring.
+    """Stand for all logits [..., vocabulary], or activations, of which this rank holds a slice (see the top)."""
 
-    Under cp it may stand for other activations [rows, tokens, features] too. A slice of the tokens is always held as
-    [rows, tokens of this rank, features], whether the tensor that it stands for has two dims of tokens or one.
-
-    Args:
-        held: Holds the slice.
-        like: A tensor with the shape, strides and dtype of the logits, on meta.
-        slicing: Says which slice it is.
-    """
+    # A slice of the tokens is always held as [rows, tokens of this rank, features].
 
     slicing: Slicing
     held: _Held
@@ -338,10 +294,7 @@ class _ToSlice(torch.autograd.Function):
 
 
 class _FromSlice(torch.autograd.Function):
-    """Return the logits that this rank has a slice of; of their gradient it takes this rank's slice.
-
-    A gradient that is not sliced was computed from gathered logits, the same on every rank.
-    """
+    """Return the logits that this rank has a slice of; of their gradient it takes this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, slicing: Slicing) -> SlicedTensor:
@@ -462,8 +415,7 @@ def _choose(logits: SlicedTensor, index: Any) -> Any:
         return NotImplemented
     if (index.dim() if index.dtype is torch.bool else 1) >= logits.dim():
         return NotImplemented
-    part: Tensor = _ToSlice.apply(logits)
-    return _FromSlice.apply(part[index], logits.slicing).to(logits.dtype)
+    return sliced_tensor(part_of(logits)[index], logits.slicing).to(logits.dtype)
 
 
 def _cross_entropy(
@@ -477,24 +429,25 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute `torch.nn.functional.cross_entropy` of logits [tokens, vocabulary] and labels [tokens]."""
-    if weight is not None or size_average is not None or reduce is not None or label_smoothing:
-        return NotImplemented
-    if reduction not in ("none", "mean", "sum"):
+    others = weight is not None or size_average is not None or reduce is not None or label_smoothing
+    if others or reduction not in ("none", "mean", "sum"):
         return NotImplemented
     if input.dim() != 2 or target.dtype is not torch.int64 or target.shape != input.shape[:1]:
         return NotImplemented
-    slicing = input.slicing
     part = part_of(input)
-    if slicing.chunks is not None:
+    if input.slicing.chunks is not None:
         return _cross_entropy_of_chunks(input, part, target, ignore_index, reduction)
-    losses = cross_entropy_of_slices(
-        part, target, ignore_index, slicing.features, slicing.start, input.dtype, slicing.group, slicing.name
-    )
+    losses = _losses(part, target, ignore_index, input)
     if reduction != "none":
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
     return losses if _autocasts(input) else losses.to(input.dtype)
+
+
+def _losses(part: Tensor, labels: Tensor, ignore_index: int, logits: SlicedTensor) -> Tensor:
+    s = logits.slicing
+    return cross_entropy_of_slices(part, labels, ignore_index, s.features, s.start, logits.dtype, s.group, s.name)
 
 
 def _autocasts(tensor: Tensor) -> bool:
@@ -513,16 +466,7 @@ def _cross_entropy_of_chunks(
         check_labels(target, ignore_index, slicing.features, slicing.name)
         losses = cross_entropy(flat.to(logits.dtype), mine.flatten(), ignore_index=ignore_index, reduction="none")
     else:
-        losses = cross_entropy_of_slices(
-            flat,
-            mine.flatten(),
-            ignore_index,
-            slicing.features,
-            slicing.start,
-            logits.dtype,
-            slicing.group,
-            slicing.name,
-        )
+        losses = _losses(flat, mine.flatten(), ignore_index, logits)
     everyone = chunks.whole(losses.view(mine.shape), slicing.tokens, slicing.name).flatten()
     everyone = everyone if _autocasts(logits) else everyone.to(logits.dtype)
     if reduction == "none":
@@ -548,11 +492,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """Return the layer that computes a model's logits.
-
-    Raises:
-        ValueError: The model names no output embeddings.
-    """
+    """Return the layer that computes a model's logits."""
     inner = innermost(model)
     head = embeddings_of(inner, "output")
     if not isinstance(head, nn.Module):
@@ -565,10 +505,8 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def keep_logits_sliced(head: nn.Module) -> None:
-    """Make a head return `SlicedTensor` in training, in place. `apply_style` has been called if tp is above 1.
-
-    A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
-    """
+    """Make a head return `SlicedTensor` in training, in place, after `apply_style`."""
+    # A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
     layers = [module for module in head.modules() if tp_layer_of(module) is not None]
     for layer in layers or [head]:
         _keep_output_sliced(layer)

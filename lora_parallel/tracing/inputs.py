@@ -41,15 +41,7 @@ def brief(error: Exception) -> str:
 
 
 def likely_inputs(model: nn.Module, shape: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """Yield inputs that the model may take, the likeliest first.
-
-    Args:
-        model: A model that is to be run.
-        shape: Number of rows, and number of tokens of a text.
-
-    Yields:
-        Keyword arguments for the model; under the key "args" a tuple of positional ones.
-    """
+    """Yield keyword arguments that the model may take ("args": positional ones), the likeliest first."""
     if not isinstance(model, PreTrainedModel):
         first = next((m for m in model.modules() if next(m.children(), None) is None and m._parameters), None)
         if isinstance(first, nn.Embedding):
@@ -127,13 +119,8 @@ def _sound(config: Any, rows: int) -> dict[str, Tensor]:
 
 
 def stand_in_for(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` in float32 on the CPU, in evaluation mode, with random parameters and without hooks.
-
-    A parameter of more than 2^16 elements takes the memory of one row, which stands for all of its rows.
-
-    Raises:
-        TraceError: A module cannot be copied.
-    """
+    """Return a copy of `model` in float32 on the CPU, in evaluation mode, with random parameters and without hooks."""
+    # A parameter of more than 2^16 elements takes the memory of one row, which stands for all of its rows.
     try:
         return _copied(model)
     except Exception as error:  # whatever a module makes of being copied
@@ -194,13 +181,7 @@ class ConfigView:
 
 
 def viewed_with(shared: Any, value: Any) -> Any:
-    """Return `value`, or the config that it describes if it is a `ConfigView`.
-
-    Args:
-        shared: The attribute's present value: the shared config, if `value` is a `ConfigView`.
-        value: The new value of the attribute. A `ConfigView` becomes an object of a subclass of the class of `shared`,
-            with the view's values and, for every other attribute, those of `shared`.
-    """
+    """Return `value`, or the config that it describes if it is a `ConfigView`."""
     if not isinstance(value, ConfigView):
         return value
     kind: Any = type(shared)
@@ -211,10 +192,8 @@ def viewed_with(shared: Any, value: Any) -> Any:
 
 @cache
 def _kind(kind: Any, values: tuple[tuple[str, Any], ...]) -> Any:
-    """Return a subclass of `kind` with properties for the replaced values, which are found before the instance's own.
-
-    Views with the same values share the class, so that a graph of one block serves the others.
-    """
+    """Return a subclass of `kind` with properties for the replaced values, found before the instance's own."""
+    # Cached: views with the same values share the class, so that a graph of one block serves the others.
     replaced = {key: property(partial(_replaced, value), partial(_set, key)) for key, value in values}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **replaced})
 

@@ -1,7 +1,5 @@
 """Prove that layer groups can be cut: run the model as each tp rank would, and compare the input of every layer.
 
-A run of the model with these values proves a guess or rejects it (see `lora_parallel.tracing.rank_simulation`).
-
 The input of a consumer must be the rank's slice of its input in the whole model. The input of every other layer, and
 the model's output, must be the same as in the whole model.
 """
@@ -12,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,28 +25,18 @@ from lora_parallel.tracing.tracer import Call, Tracer
 
 @dataclass(eq=False)
 class LayerGroup:
-    """Hold colwise producers and the rowwise consumers that take the producers' output.
+    """Hold colwise producers and the rowwise consumers of their output: between them each rank computes a slice."""
 
-    Between producers and consumers each tp rank computes a slice of the features. The input of a producer is whole. The
-    output of a consumer is a partial sum on each rank, and whole after one reduction over tp.
-    """
-
-    consumers: dict[str, None]
-    """Names of the rowwise layers, in order; the values are None."""
-
+    consumers: dict[str, None]  # Names of the rowwise layers, in order; the values are None
+    # Output features that each rank computes, for each layer that feeds the consumers, by its name.
     producers: dict[str, RowPartition]
-    """Output features that each rank computes, for each layer that feeds the consumers, by its name."""
-
-    width: int
-    """Number of features of a consumer's whole input."""
-
+    width: int  # Number of features of a consumer's whole input
+    # Parameters that act on slices (a norm of each head), by module and name in it. The value is the dim that is cut
+    # and the rows of each rank, or None if the parameter stays whole.
     between: dict[tuple[nn.Module, str], tuple[int, RowPartition] | None] = field(default_factory=dict)
-    """Parameters that act on slices (a norm of each head), by module and name in it. The value is the dim that is cut
-    and the rows of each rank, or None if the parameter stays whole."""
-
+    # Sizes that modules keep (`num_heads`) as they are on a rank, by module and attribute name. The value for a
+    # module's config is a `ConfigView`.
     attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    """Sizes that modules keep (`num_heads`) as they are on a rank, by module and attribute name. The value for a
-    module's config is a `ConfigView`."""
 
     @property
     def layers(self) -> Iterator[str]:
@@ -68,97 +57,66 @@ _NOT_A_WIDTH = re.compile(r"head_dim|head_size|max|vocab|position|layer|idx|wind
 def sizes_on_a_rank(
     tracer: Tracer, layer_group: LayerGroup, tp: int, heads: bool, widths: bool, configs: bool
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return new values for the attributes that hold a layer group's sizes, as they are on a rank.
-
-    Args:
-        tracer: The run that showed the layer group.
-        layer_group: Its producers and consumers. Attributes are looked for on the modules around them.
-        tp: Size of the tp axis.
-        heads: Change numbers of attention heads.
-        widths: Change other ints that equal the width of a consumer's input or of a producer's output.
-        configs: Change numbers of heads in the config that a module holds too, by a `ConfigView`.
-
-    Returns:
-        For each module of the tracer's copy of the model with something to change: the new values by attribute name.
-    """
+    """Return new values for the attributes that hold a layer group's sizes, as they are on a rank."""
+    # `heads`: numbers of attention heads. `widths`: other ints that equal the width of a consumer's input or of a
+    # producer's output. `configs`: numbers of heads in a module's config too.
     width = layer_group.width
+    producers = reversed(layer_group.producers.values())
+    narrower = {each.size: each.width for each in producers} | {width: width // tp} if widths else {}
     found: dict[nn.Module, dict[str, Any]] = {}
     for module in _around(tracer, layer_group.layers):
-        holders: list[tuple[Any, str | None]] = [(module, None)]
-        config = getattr(module, "config", None)
-        if config is not None:
-            holders.append((config, "config"))
-        count = next(
-            (
-                value
-                for holder, _ in holders
-                for key, value in _ints(holder)
-                if _HEADS.match(key) and value > 1 and width % value == 0
-            ),
-            None,
-        )
-        if count is None:
-            sizes = (value for holder, _ in holders for key, value in _ints(holder) if _HEAD_SIZE.match(key))
-            count = next((width // value for value in sizes if value > 0 and width % value == 0), None)
-        kv = next((value for holder, _ in holders for key, value in _ints(holder) if _KV_HEADS.match(key)), None)
+        own, shared = _ints(module), _ints(getattr(module, "config", None))
+        sizes = [*own, *shared]
+        counts = (value for key, value in sizes if _HEADS.match(key) and value > 1 and width % value == 0)
+        by_size = (width // v for key, v in sizes if _HEAD_SIZE.match(key) and v > 0 and width % v == 0)
+        count = next(counts, None) or next(by_size, None)
+        kv = next((value for key, value in sizes if _KV_HEADS.match(key)), None)
+        fewer = partial(_fewer_heads, count=count if heads else None, kv=kv, layer_group=layer_group, tp=tp)
         changes: dict[str, Any] = {}
-        for holder, attribute in holders:
-            if attribute is not None and not configs:
-                continue
-            own: dict[str, Any] = {}
-            for key, value in _ints(holder):
-                new = None
-                if heads and count is not None:
-                    new = _fewer_heads(key, value, count, kv, width, layer_group, tp)
-                if new is None and widths and attribute is None and not _NOT_A_WIDTH.search(key):
-                    new = _narrower(value, width, layer_group, tp)
-                if new is not None and new != value:
-                    own[key] = new
-            if attribute is None:
-                changes.update(own)
-            elif own:
-                changes[attribute] = ConfigView(own)
+        for key, value in own:
+            new = fewer(key, value)
+            if new is None and not _NOT_A_WIDTH.search(key):
+                new = narrower.get(value)
+            if new not in (None, value):
+                changes[key] = new
+        in_config = {key: new for key, value in shared if (new := fewer(key, value)) not in (None, value)}
+        if configs and in_config:
+            changes["config"] = ConfigView(in_config)
         if changes:
             found[module] = changes
     return found
 
 
 def _ints(holder: Any) -> list[tuple[str, int]]:
-    values = vars(holder) if isinstance(holder, nn.Module) else holder.__dict__
+    values = getattr(holder, "__dict__", {})
     return [(key, value) for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def _fewer_heads(
-    key: str, value: int, count: int, kv: int | None, width: int, layer_group: LayerGroup, tp: int
+    key: str, value: int, count: int | None, kv: int | None, layer_group: LayerGroup, tp: int
 ) -> int | None:
+    if count is None:
+        return None
     mine = count // tp
     if _HEADS.match(key) and value == count:
         return mine if count % tp == 0 else None
-    kv_mine = _kv_heads(count, kv, width, layer_group, tp)
+    kv_mine = _kv_heads(count, kv, layer_group, tp)
     if _KV_HEADS.match(key):
         return kv_mine
-    if _GROUPS.match(key) and kv_mine:
-        return mine // kv_mine
-    return None
+    return mine // kv_mine if _GROUPS.match(key) and kv_mine else None
 
 
-def _kv_heads(count: int, kv: int | None, width: int, layer_group: LayerGroup, tp: int) -> int | None:
+def _kv_heads(count: int, kv: int | None, layer_group: LayerGroup, tp: int) -> int | None:
     """Return the number of key-value heads on a rank, from the producers' row partitions, or None if it is unknown."""
     if not kv:
         return None
-    head = width // count
+    head = layer_group.width // count
     for partition in layer_group.producers.values():
         if partition.size == kv * head:
             return partition.width // head
         if partition.size == (count + 2 * kv) * head:  # a fused query-key-value projection
             return (partition.width // head - count // tp) // 2
     return None
-
-
-def _narrower(value: int, width: int, layer_group: LayerGroup, tp: int) -> int | None:
-    if value == width:
-        return width // tp
-    return next((each.width for each in layer_group.producers.values() if each.size == value), None)
 
 
 def _around(tracer: Tracer, layers: Iterable[str]) -> list[nn.Module]:
@@ -171,41 +129,23 @@ def _around(tracer: Tracer, layers: Iterable[str]) -> list[nn.Module]:
     return [tracer.twin.get_submodule(path) for path in inside]
 
 
+# Largest relative difference from rounding, in float32. A mistake makes a difference of the order of 1.
 _TOLERANCE = 1e-4
-"""Largest relative difference from rounding, in float32. A mistake makes a difference of the order of 1."""
 
 
-def verify_ranks(tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, ranks: Iterable[int]) -> str | None:
-    """Run the model as each of `ranks` would, and return the first problem as text, or None if all is right.
-
-    Args:
-        tracer: The run of the whole model that is compared with.
-        layer_groups: The layer groups that are cut.
-        tp: Size of the tp axis.
-        ranks: The tp ranks to run as.
-    """
-    for rank in ranks:
-        problem = verify_rank(tracer, layer_groups, tp, rank)
-        if problem is not None:
-            return problem
-    return None
+def verify_ranks(
+    tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, ranks: Iterable[int], until: LayerGroup | None = None
+) -> str | None:
+    """Run the model (`until` a group is done) as each rank would; return the first problem, or None if all is right."""
+    problems = (_verify_rank(tracer, layer_groups, tp, rank, until) for rank in ranks)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def proven(
     tracer: Tracer, layer_groups: list[LayerGroup], tp: int, ranks: Collection[int], rejected: dict[str, str]
 ) -> list[LayerGroup]:
-    """Return the layer groups that the model can be cut by, as `verify_ranks` shows.
-
-    Usually these are all. If all together fail, kinds of layer groups (those with equal layer names but for numbers)
-    are added one after the other, and a kind that fails is left out.
-
-    Args:
-        tracer: The run of the whole model that is compared with.
-        layer_groups: The candidates.
-        tp: Size of the tp axis.
-        ranks: The tp ranks to run as.
-        rejected: Receives the reason for each layer that is left out, by name.
-    """
+    """Return the layer groups that the model can be cut by; note in `rejected` why other layers cannot be."""
+    # If all together fail, kinds of groups (equal names but for numbers) are added one after the other.
     if verify_ranks(tracer, layer_groups, tp, ranks) is None:
         return layer_groups
     kinds: dict[tuple[str, ...], list[LayerGroup]] = {}
@@ -225,18 +165,9 @@ class _EnoughError(TraceError):
     """End a run early, since everything that was to be checked has been checked."""
 
 
-def verify_rank(
-    tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, rank: int, until: LayerGroup | None = None
+def _verify_rank(
+    tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, rank: int, until: LayerGroup | None
 ) -> str | None:
-    """Run the model as one rank would, and return the problem as text, or None if all is right.
-
-    Args:
-        tracer: The run of the whole model that is compared with.
-        layer_groups: The layer groups that are cut.
-        tp: Size of the tp axis.
-        rank: The tp rank to run as.
-        until: End the run after the last call of this layer group; None runs the whole model.
-    """
     consumers = {name for layer_group in layer_groups for name in layer_group.consumers}
     producers = {
         name: partition.ranks[rank] for layer_group in layer_groups for name, partition in layer_group.producers.items()
@@ -263,16 +194,17 @@ def verify_rank(
             return f"with a rank's share of the features the code around it fails ({error})"
         except TraceError as error:
             return str(error)
-    if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
-        return "what the model returns changes"
-    return None
+    return None if same_outputs(tracer, outputs) else "what the model returns changes"
+
+
+def same_outputs(tracer: Tracer, outputs: Sequence[Tensor]) -> bool:
+    """Return True if a run returns what the noted run returned."""
+    return len(outputs) == len(tracer.outputs) and all(map(same, outputs, tracer.outputs))
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    """Return True if a tensor of one run equals that of another, apart from rounding.
-
-    Where the expected values are not all finite, only the places of finite values are compared.
-    """
+    """Return True if a tensor of one run equals that of another, apart from rounding."""
+    # Where the expected values are not all finite, only the places of finite values are compared.
     if got.shape != want.shape:
         return False
     want = want.detach()

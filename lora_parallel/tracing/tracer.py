@@ -8,9 +8,9 @@ with autograd's graph back to the outputs of the other stand-ins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.layers.layer_parameters import base_of, innermost
@@ -36,31 +38,23 @@ from lora_parallel.tracing.inputs import (
     without_own_attention,
 )
 
+# Rows and tokens of a run. `_SHAPE` is the first run's; it is small because the graph of the whole model is in memory,
+# also for a model of 405 billion parameters. `_MORE_ROWS` is for a model that fails on one row. `_OTHER_SHAPE` is the
+# first that `run_otherwise` takes.
 _SHAPE, _MORE_ROWS, _OTHER_SHAPE = (1, 8), (2, 8), (2, 12)
-"""Rows and tokens of a run. `_SHAPE` is the first run's; it is small because the graph of the whole model is in memory,
-also for a model of 405 billion parameters. `_MORE_ROWS` is for a model that fails on one row. `_OTHER_SHAPE` is the
-first that `run_otherwise` takes."""
 
 
 @dataclass(eq=False)
 class Call:
     """Record one call of a stand-in."""
 
-    layer: str
-    """Name of the layer that was called."""
-
-    fed: Tensor
-    """Input of the layer [..., in_features], or token ids [...]."""
-
+    layer: str  # Name of the layer that was called
+    fed: Tensor  # Input of the layer [..., in_features], or token ids [...]
+    # Leaf of autograd's graph [..., features], positive numbers. `output` makes the layer's output of them.
     gave: Tensor
-    """Leaf of autograd's graph [..., features], positive numbers. `output` makes the layer's output of them."""
 
     def output(self, features: Sequence[Range] | None = None) -> Tensor:
-        """Return the layer's output [..., features], as a new tensor that the model may change in place.
-
-        Args:
-            features: Ranges of the features to return; None returns all.
-        """
+        """Return the layer's output [..., features], as a new tensor that the model may change in place."""
         gave = self.gave if features is None else torch.cat([self.gave[..., a:b] for a, b in features], -1)
         # Each feature is positive for one token and negative for the next: no ReLU is dead for all of them.
         signs = 1 - 2 * (torch.arange(gave[..., 0].numel()) % 2)
@@ -87,99 +81,72 @@ class _Tape:
         return self._values[start : start + shape.numel()].view(shape)
 
 
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks, which the caller has registered, after the context."""
+    registered = list(handles)
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
+
+
 def traced_models(model: nn.Module) -> list[nn.Module]:
     """Return the transformers models in `model`, outer ones first, or `model` itself if it holds none."""
     found: list[nn.Module] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return found or [model]
 
 
-@dataclass(eq=False)
 class Tracer:
-    """Run a copy of a model (`twin`) without its weights, and hold what the run shows.
+    """Run a copy of a model (`twin`) without its weights, and hold what the run shows."""
 
-    Args:
-        model: The model. It is not changed.
-        names: Names of the layers to replace by stand-ins.
-        given: Inputs of the model, if they are known: keyword arguments, and under the key "args" positional ones. None
-            tries likely inputs.
-
-    Raises:
-        TraceError: The model cannot be copied, no inputs for it are known, or it fails on all of them.
-    """
-
-    model: nn.Module
-    names: Mapping[nn.Module, str]
-    given: dict[str, Any] | None = None
-    twin: nn.Module = field(init=False)
-    embeddings: dict[nn.Module, str] = field(init=False)
-    """Names of the embeddings whose class is a subclass of `nn.Embedding`, by module of the copy. Those with a forward
-    of their own run as they are."""
-
-    layers: dict[nn.Module, str] = field(init=False)
-    """Names of the linear layers and embeddings that stand-ins replace, by module of the copy."""
-
-    modules: dict[str, nn.Module] = field(init=False)
-    """Modules of `layers` by name."""
-
-    calls: list[Call] = field(init=False, default_factory=list)
-    """Calls of stand-ins in the noted run, in order."""
-
-    outputs: list[Tensor] = field(init=False, default_factory=list)
-    """Floating-point tensors that the model returned in the noted run."""
-
-    parameters: dict[Tensor, tuple[nn.Module, str]] = field(init=False)
-    """Parameters of the copy. The value is the first module that holds the parameter, and the name in that module."""
-
-    used: set[Tensor] = field(init=False, default_factory=set)
-    """Parameters that an operation was given in any run of the copy so far."""
-
-    entered: set[nn.Module] = field(init=False, default_factory=set)
-    """Modules of the copy that were called. The parameters of other modules may be used all the same."""
-
-    experts: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
-    """Positional and keyword arguments of the first call of each module of the copy that holds experts."""
-
-    _tape: _Tape = field(init=False, default_factory=_Tape)
-
-    def __post_init__(self) -> None:
+    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], given: dict[str, Any] | None = None) -> None:
+        # `names` are of the layers that stand-ins replace. `given`: the model's inputs, if they are known.
+        self.model, self._given = model, given
+        self.calls: list[Call] = []  # Calls of stand-ins in the noted run, in order
+        self.outputs: list[Tensor] = []  # Floating-point tensors that the model returned in the noted run
+        # Parameters of the copy, each with the first module that holds it, and its name in that module.
+        self.parameters: dict[Tensor, tuple[nn.Module, str]] = {}
+        self.used: set[Tensor] = set()  # Parameters that an operation was given in any run of the copy so far
+        # Modules of the copy that were called. The parameters of other modules may be used all the same.
+        self.entered: set[nn.Module] = set()
+        # Positional and keyword arguments of the first call of each module of the copy that holds experts.
+        self.experts: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._tape = _Tape()
         with torch.enable_grad(), torch.inference_mode(False):
             torch.default_generator.manual_seed(0)
-            self.twin = stand_in_for(self.model)
-            twins = dict(zip(self.model.modules(), self.twin.modules(), strict=True))
-            self.twin_of = twins
+            self.twin = stand_in_for(model)
+            self.twin_of = dict(zip(model.modules(), self.twin.modules(), strict=True))
+            self.real_of = {twin: real for real, twin in self.twin_of.items()}
             self.paths = {module: name for name, module in self.twin.named_modules()}
+            inside = [(module, self.twin_of[module], name) for module, name in names.items() if module in self.twin_of]
+            # Names of the linear layers and embeddings that stand-ins replace, by module of the copy.
             self.layers = {
-                twins[module]: name
-                for module, name in self.names.items()
-                if module in twins and (is_linear(base_of(module)) or _looks_up(base_of(module)))
+                twin: name for real, twin, name in inside if is_linear(base_of(real)) or _looks_up(base_of(real))
             }
             self.modules = {name: module for module, name in self.layers.items()}
-            self.parameters = {}
             for module in self.twin.modules():
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
                         self.parameters.setdefault(parameter, (module, key))
+            # Names of embeddings of a subclass. Those with a forward of their own run as they are.
             self.embeddings = {
-                twins[module]: name
-                for module, name in self.names.items()
-                if module in twins and type(module) is not nn.Embedding and isinstance(module, nn.Embedding)
+                twin: name
+                for real, twin, name in inside
+                if type(real) is not nn.Embedding and isinstance(real, nn.Embedding)
             }
             for module in self.embeddings:
                 self._tell_apart(module)
             for module in self.twin.modules():
                 if holds_experts(module):
                     _compute_with_one_row(module)
-            hooks = [m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()]
-            self._inputs = self._first_run()
-            for hook in hooks:
-                hook.remove()
+            with hooked(m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()):
+                self._inputs = self._first_run()
             self._run_without_gradients()
 
     def _tell_apart(self, embedding: nn.Module) -> None:
-        """Replace an embedding's weight by an alias while the embedding's own forward runs.
-
-        So where an operation uses the weight itself, it was used without calling the embedding.
-        """
+        """Replace an embedding's weight by an alias in its own forward: any other use is then told apart."""
         own, weight = embedding.forward, embedding._parameters["weight"]
         assert weight is not None
         alias = nn.Parameter(weight.detach())
@@ -200,13 +167,10 @@ class Tracer:
             self.experts.setdefault(module, tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
 
     def _first_run(self) -> dict[str, Any]:
-        """Find inputs that the model takes, note the calls of the run on them, and return them.
-
-        Raises:
-            TraceError: No inputs are known, or the model fails on all of them.
-        """
+        """Find inputs that the model takes, note the calls of the run on them, and return them."""
         problems = []
-        for index, inputs in [(0, self.given)] if self.given is not None else self._attempts():
+        likely = (each for shape in (_SHAPE, _MORE_ROWS) for each in enumerate(likely_inputs(self.twin, shape)))
+        for index, inputs in likely if self._given is None else [(0, self._given)]:
             self.calls = []
             try:
                 with _Uses(self.used):
@@ -219,15 +183,8 @@ class Tracer:
             return self._first_run()
         raise TraceError(problems[0] if problems else "there are no inputs that it is known to take")
 
-    def _attempts(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for shape in (_SHAPE, _MORE_ROWS):
-            yield from enumerate(likely_inputs(self.twin, shape))
-
     def _run_without_gradients(self) -> None:
-        """Run in training mode and without gradients, to note the parameters that only these runs use.
-
-        torch's fast paths run without gradients only. Because of dropout, nothing else is noted in training mode.
-        """
+        """Run in training mode and without gradients, to note the parameters that only torch's fast paths use."""
         for training in (True, False):
             self.twin.train(training)
             try:
@@ -237,14 +194,7 @@ class Tracer:
                 continue
 
     def run_otherwise(self) -> None:
-        """Replace the noted run by one under other conditions, and without autograd's graph.
-
-        These are more rows and more tokens, in training mode with all dropout set to 0. If the model fails on that, it
-        is run in evaluation mode or on fewer tokens.
-
-        Raises:
-            TraceError: The model fails under each of these conditions.
-        """
+        """Replace the noted run by one on more rows and tokens and in training mode, or what of that it takes."""
         _without_dropout(self.twin)
         problem: Exception | None = None
         for shape, training in ((_OTHER_SHAPE, True), (_OTHER_SHAPE, False), (_MORE_ROWS, True), (_MORE_ROWS, False)):
@@ -275,17 +225,7 @@ class Tracer:
     def run_again(
         self, stand_in: Callable[[int, Call, Tensor], Tensor], calls: Sequence[Call] | None = None
     ) -> list[Tensor]:
-        """Run the copy on the inputs of the noted run again, and return the floating-point tensors that it returns.
-
-        Args:
-            stand_in: Gives the output of each layer, from the index of the call, the noted call, and the layer's
-                present input.
-            calls: The noted calls that are to be made, in order; None for all of them.
-
-        Raises:
-            TraceError: Layers are called in another order than in the noted run, or `stand_in` raises it.
-            FailedError: The model's own code raises an error.
-        """
+        """Run the copy on the inputs of the noted run again, and return the floating-point tensors that it returns."""
         remaining = iter(enumerate(self.calls if calls is None else calls))
 
         def replay(layer: str, features: int, fed: Tensor) -> Tensor:
@@ -324,11 +264,9 @@ class _Uses(TorchDispatchMode):
 
 
 def _compute_with_one_row(experts: nn.Module) -> None:
-    """Make the forward of a module of experts cost a row of each weight, not all of them.
-
-    The rows of a large parameter of the copy are equal (see `stand_in_for`), so each of its matrices is a column of
-    ones times one row. The forward takes the row from the parameter, so that the use of the parameter is noted.
-    """
+    """Make the forward of a module of experts cost a row of each weight, not all of them."""
+    # The rows of a large parameter of the copy are equal (see `stand_in_for`), so each matrix is a column of ones times
+    # one row, which is taken from the parameter in the forward, so that its use is noted.
     own = experts.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -380,21 +318,13 @@ def _standing_in(layers: Mapping[nn.Module, str], stand_in: Callable[[str, int, 
 
 
 def _looks_up(base: nn.Module) -> bool:
-    """Return True if the layer is an embedding with the forward of `nn.Embedding`.
-
-    The forward of a subclass may do more than look up rows: it may count positions, for example.
-    """
+    """Return True for an embedding with `nn.Embedding`'s forward; one of its own may count positions, say."""
     return isinstance(base, nn.Embedding) and type(base).forward is nn.Embedding.forward
 
 
 def tracer_of(model: nn.Module, names: Mapping[nn.Module, str]) -> Tracer:
-    """Return what runs the outermost model inside of `model` that can be run, without autograd's graph.
-
-    A forward that was put in the place of a whole model's own, as by TRL, cannot be copied. Then the trunk is run.
-
-    Raises:
-        TraceError: No model inside of `model` can be run.
-    """
+    """Return what runs the outermost model inside of `model` that can be run, without autograd's graph."""
+    # A forward that replaces a whole model's own, as TRL's does, cannot be copied. Then the trunk is run.
     problem = TraceError("it holds no model that can be run")
     for inner in traced_models(model):
         try:
@@ -407,12 +337,18 @@ def tracer_of(model: nn.Module, names: Mapping[nn.Module, str]) -> Tracer:
     raise problem
 
 
-def check_outside(model: nn.Module, tracer: Tracer) -> None:
-    """Check that nothing trains outside of the model that is run, where nobody knows how it is used.
+def refuse_flows(model: nn.Module, axis: str, two_stacks: str, alora: str) -> None:
+    """Refuse an encoder with a decoder, and aLoRA, for `axis` ("cp=2") with the reason for each."""
+    inner, remedy = innermost(model), f"use {axis.partition('=')[0]}=1."
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{axis}: {type(inner).__name__} is an encoder and a decoder, {two_stacks}: {remedy}")
+    for name, adapter in peft_configs(model).items():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(f"{axis}: adapter {name!r} has alora_invocation_tokens, {alora}: {remedy}")
 
-    Raises:
-        TraceError: A parameter does.
-    """
+
+def check_outside(model: nn.Module, tracer: Tracer) -> None:
+    """Refuse a parameter that trains outside of the model that is run, where nobody knows how it is used."""
     inside = {id(parameter) for parameter in tracer.model.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:

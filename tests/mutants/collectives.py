@@ -97,8 +97,8 @@ BREAKAGES = [
         "collective",
         "DoRA scales a rowwise layer by the norm of one rank's columns.",
         "tests/lora_parallel/test_features.py::test_dora_drops_the_same_elements_on_every_mesh",
-        """dora, lambda squares: all_reduce(squares, context.group, "DoRA weight norm", unless_compiled(name))""",
-        """dora, lambda squares: squares""",
+        """dora, lambda x: all_reduce(x, context.group, "DoRA weight norm", unless_compiled(name))""",
+        """dora, lambda x: x""",
     ),
     Mutant(
         "backward",

@@ -74,9 +74,7 @@ BREAKAGES = [
         "replaced",
         "With loss_parallel class weights, or label smoothing, of the loss are left out.",
         OPERATIONS,
-        """if weight is not None or size_average is not None or reduce is not None or label_smoothing:
-        return NotImplemented""",
-        """if size_average is not None or reduce is not None:
-        return NotImplemented""",
+        """others = weight is not None or size_average is not None or reduce is not None or label_smoothing""",
+        """others = size_average is not None or reduce is not None""",
     ),
 ]

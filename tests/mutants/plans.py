@@ -109,9 +109,9 @@ BREAKAGES = [
         "Under cp what mixes tokens outside of attention computes on chunks of them.",
         "tests/lora_parallel/cp/test_context_parallel.py::test_what_would_be_wrong_is_refused",
         """            raise TraceError(problem)
-        attentions =""",
+        tracer, real_of =""",
         """            pass
-        attentions =""",
+        tracer, real_of =""",
     ),
     Mutant(
         "guard",

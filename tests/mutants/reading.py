@@ -27,8 +27,8 @@ BREAKAGES = [
         "pass",
         "A transposed weight is read in another order of its dims.",
         REGIONS,
-        """asked = tuple(region[self.dims.index(dim)] for dim in range(len(self.dims)))""",
-        """asked = tuple(region[dim] for dim in self.dims)""",
+        """self.parent.pieces(tuple(region[self.dims.index(dim)] for dim in range(len(self.dims))))""",
+        """self.parent.pieces(tuple(region[dim] for dim in self.dims))""",
     ),
     Mutant(
         "pass",

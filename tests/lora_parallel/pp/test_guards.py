@@ -20,7 +20,7 @@ from lora_parallel.pp.loss import LossCalls, LossFactors
 from lora_parallel.pp.microbatches import Joined, Microbatches
 from lora_parallel.pp.stage_model import OtherStageLayer, OutputShape, StageContext
 from lora_parallel.state import state_of
-from lora_parallel.tracing.stage_layers import StageTrace
+from lora_parallel.tracing.prove_stages import StageTrace
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ids, language
 from tests.lora_parallel.pp import models

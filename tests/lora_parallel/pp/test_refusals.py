@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lora_parallel import ParallelConfig, TenantPool, parallelize, save_adapter
-from lora_parallel.pp.pipeline import Pipeline
-from lora_parallel.pp.schedules import ScheduleRun, balanced_bounds
+from lora_parallel.pp.pipeline import Pipeline, ScheduleRun
+from lora_parallel.pp.schedules import balanced_bounds
 from lora_parallel.state import state_of
 from tests.lora_parallel.cp.runs import ids, language
 from tests.lora_parallel.pp import models

@@ -21,7 +21,7 @@ from lora_parallel import clip_grad_norm_, meta_init, no_sync, parallelize, read
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.pp import links
 from lora_parallel.pp.links import Links
-from lora_parallel.pp.schedules import ScheduleRun
+from lora_parallel.pp.pipeline import ScheduleRun
 from lora_parallel.pp.stage_model import LastStageTensor
 from lora_parallel.state import state_of
 from tests.cases import cases

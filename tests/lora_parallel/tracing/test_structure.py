@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.tracing.inputs import TraceError
-from lora_parallel.tracing.structure import find_structure
+from lora_parallel.tracing.prove_feature_slices import find_structure
 from tests.oracle import causal_lm
 from tests.oracle.rows import base_model
 

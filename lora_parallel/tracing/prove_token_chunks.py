@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter, signature
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.cp.attention import (
     ATTENTION,
     AttentionCall,
@@ -47,63 +47,45 @@ from lora_parallel.tp.sequence import (
     with_output,
 )
 from lora_parallel.tracing.inputs import FailedError, TraceError
-from lora_parallel.tracing.rank_simulation import LayerGroup, same
-from lora_parallel.tracing.structure import Structure, layers_after, replicated_layers
-from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
+from lora_parallel.tracing.prove_feature_slices import Structure, layers_after, replicated_layers
+from lora_parallel.tracing.rank_simulation import LayerGroup, same, same_outputs
+from lora_parallel.tracing.tracer import Call, Tracer, check_outside, hooked, refuse_flows, tracer_of
 
 
 def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int) -> Sequence:
-    """Return the places where the tokens of a model can be split and gathered, proven by running the model.
-
-    Args:
-        structure: The structure of the model, with the tracer that found it.
-        layer_groups: The model's layer groups that are cut.
-        tp: Size of the tp axis.
-
-    Raises:
-        ValueError: The model has no stack of blocks or several, a block mixes tokens outside of the layer groups, or a
-            trained parameter is used on chunks and on all tokens.
-    """
+    """Return the places where the tokens of a model can be split and gathered, proven by running the model."""
     tracer = structure.tracer
-    real_of = {twin: real for real, twin in tracer.twin_of.items()}
-    paths = tracer.paths
-    layers = tracer.modules
-    found = Sequence()
-    stacks: dict[str, list[nn.Module]] = {}
-    for layer_group in layer_groups:
-        block = {block_of(paths[layers[name]]) for name in layer_group.layers}
+    real_of, paths, found = tracer.real_of, tracer.paths, Sequence()
+    paths_of = [[paths[tracer.modules[name]] for name in layer_group.layers] for layer_group in layer_groups]
+    stacks: set[str] = set()
+    for layer_group, inner in zip(layer_groups, paths_of, strict=True):
+        block = {block_of(path) for path in inner}
         stack = {path.rpartition(".")[0] for path in block}
         if "" in block or len(stack) != 1:
             raise ValueError(f"{next(layer_group.layers)} is in no block")
-        home = _home(tracer.twin, [paths[layers[name]] for name in layer_group.layers])
-        stacks.setdefault(stack.pop(), [])
+        stacks |= stack
         found.consumers |= set(layer_group.consumers)
-        if (
-            home is None
-            or paths[home] in block
-            or len([f for f in layer_groups if _holds(paths[home], f, paths, layers)]) > 1
-        ):
+        home = _home(inner)
+        holds = [any(path.startswith(f"{home}.") for path in others) for others in paths_of]
+        if not home or home in block or sum(holds) > 1:
             found.layers |= set(layer_group.producers)
         else:
-            found.modules.append(home)
+            found.modules.append(tracer.twin.get_submodule(home))
     if not stacks:
         raise ValueError("it has no blocks of layers that are cut")
     if len(stacks) > 1:
         raise ValueError(f"it has more than one stack of blocks ({', '.join(sorted(stacks))})")
-    for prefix in stacks:
-        stacks[prefix] = list(tracer.twin.get_submodule(prefix).children())
-        found.stacks[stacks[prefix][0]] = stacks[prefix][-1]
-    inside = {module for blocks in stacks.values() for block in blocks for module in block.modules()}
-    fed_whole = {module for home in found.modules for module in home.modules()}
-    found.inside = inside - fed_whole
+    blocks = list(tracer.twin.get_submodule(stacks.pop()).children())
+    found.stacks[blocks[0]] = blocks[-1]
+    inside = {module for each in blocks for module in each.modules()}
+    found.inside = inside - {module for fed_whole in found.modules for module in fed_whole.modules()}
     outside = {id(p) for module in set(tracer.twin.modules()) - inside for p in module._parameters.values()}
     for module in found.inside:
         for key, parameter in real_of[module]._parameters.items():
             if parameter is not None and parameter.requires_grad and id(module._parameters[key]) in outside:
                 raise ValueError(f"{paths[module]}.{key} trains, and is used on all tokens elsewhere")
     for rank in range(tp):
-        problem = _verify(tracer, found, layer_groups, tp, rank)
-        if problem is not None:
+        if (problem := _verify(tracer, found, layer_groups, tp, rank)) is not None:
             raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")
     return Sequence(
         {real_of[first]: real_of[last] for first, last in found.stacks.items()},
@@ -115,28 +97,15 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
     )
 
 
-def _home(twin: nn.Module, paths: list[str]) -> nn.Module | None:
-    """Return the smallest module that holds all of the modules at `paths`, or None if it is the whole model."""
-    split = [path.split(".") for path in paths]
-    shared: list[str] = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return twin.get_submodule(".".join(shared)) if shared else None
-
-
-def _holds(path: str, layer_group: LayerGroup, paths: Mapping[nn.Module, str], layers: Mapping[str, nn.Module]) -> bool:
-    return any(paths[layers[name]].startswith(f"{path}.") for name in layer_group.layers)
+def _home(paths: list[str]) -> str:
+    """Return the path of the smallest module that holds all of the modules at `paths`; "" is the whole model."""
+    parts = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 
 
 def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp: int, rank: int) -> str | None:
-    """Run the model as a rank that has a chunk of the tokens between layer groups, and return the problem, if any.
-
-    The model is run twice: on all tokens, to note the inputs of blocks and attention modules, and then on the chunk.
-    """
+    """Run the model as a rank with a chunk of the tokens between layer groups, and return the problem, if any."""
     producers = {name for layer_group in layer_groups for name in layer_group.producers}
-    real_of = {twin: real for real, twin in tracer.twin_of.items()}
     whole: dict[nn.Module, list[Tensor]] = {}
 
     def chunk(x: Tensor) -> Tensor:
@@ -158,17 +127,14 @@ def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp:
 
     state = {"inside": False}
     watched = [*found.stacks, *found.stacks.values(), *found.modules]
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in dict.fromkeys(watched)]
     try:
-        tracer.run_again(lambda index, call, fed: call.output())
+        with hooked(module.register_forward_hook(note, with_kwargs=True) for module in dict.fromkeys(watched)):
+            tracer.run_again(lambda index, call, fed: call.output())
     except (TraceError, NoActivationsError) as error:
         return str(error)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
     def inside_only(module: nn.Module, _: Any) -> None:
-        if not state["inside"] and any(p.requires_grad for p in real_of[module].parameters(recurse=False)):
+        if not state["inside"] and any(p.requires_grad for p in tracer.real_of[module].parameters(recurse=False)):
             raise TraceError(f"{type(module).__name__} trains, and is used on all tokens elsewhere")
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,50 +160,26 @@ def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp:
     hooks += [module.register_forward_pre_hook(feed, with_kwargs=True) for module in found.modules]
     hooks += [module.register_forward_hook(leave) for module in found.stacks.values()]
     try:
-        outputs = tracer.run_again(stand_in)
+        with hooked(hooks):
+            outputs = tracer.run_again(stand_in)
     except (TraceError, NoActivationsError) as error:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
-        return "what the model returns changes"
-    return None
+    return None if same_outputs(tracer, outputs) else "what the model returns changes"
 
 
-_RANKS = 3
-"""Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one."""
+_RANKS = 3  # Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one
 
 
 @torch.random.fork_rng(devices=[])
 def find_places(
     model: nn.Module, names: Mapping[nn.Module, str], cp: int, tp: int, method: Literal["ulysses", "all_gather"]
 ) -> Places:
-    """Return the places where the tokens of a model are cut, proven by running the model. The model is not changed.
-
-    Args:
-        model: A model in full shapes, with its adapters injected.
-        names: Names of the model's layers (see `clean_names`).
-        cp: Size of the cp axis.
-        tp: Size of the tp axis.
-        method: How attention gets all tokens.
-
-    Raises:
-        ValueError: The model cannot be run without its weights, its attention does not go through transformers'
-            registry, it mixes tokens outside of attention, or the method does not fit its attention.
-    """
-    kind, config = type(innermost(model)).__name__, getattr(innermost(model), "config", None)
+    """Return the places where the tokens of a model are cut, proven by running the model. The model is not changed."""
     refuse_outputs(innermost(model), {})
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"cp={cp}: {kind} is an encoder and a decoder, of which each has its own tokens: use cp=1.")
-    for name, adapter in peft_configs(model).items():
-        if getattr(adapter, "alora_invocation_tokens", None):
-            raise ValueError(
-                f"cp={cp}: adapter {name!r} has alora_invocation_tokens, after which it acts on the tokens of a row, "
-                "and each rank has a chunk of them: use cp=1."
-            )
+    alora = "after which it acts on the tokens of a row, and each rank has a chunk of them"
+    refuse_flows(model, f"cp={cp}", "of which each has its own tokens", alora)
     try:
         tracer = tracer_of(model, names)
         if method == "all_gather":
@@ -246,41 +188,25 @@ def find_places(
         return _Proof(tracer, cp, tp, method).places()
     except (TraceError, NoActivationsError) as error:
         raise ValueError(
-            f"cp={cp}: the tokens of {kind} cannot be cut: {error}. Use cp=1, with tp, sequence_parallel or "
-            "activation_checkpointing for the memory."
+            f"cp={cp}: the tokens of {type(innermost(model)).__name__} cannot be cut: {error}. Use cp=1, with tp, "
+            "sequence_parallel or activation_checkpointing for the memory."
         ) from error
 
 
 class _Proof:
-    """Run the copy of a model that a tracer holds, on all tokens and on chunks.
-
-    Args:
-        tracer: Holds the copy.
-        cp: Size of the cp axis.
-        tp: Size of the tp axis.
-        method: How attention gets all tokens.
-    """
+    """Run the copy of a model that a tracer holds, on all tokens and on chunks."""
 
     def __init__(self, tracer: Tracer, cp: int, tp: int, method: str) -> None:
-        self._tracer = tracer
-        self._cp, self._tp, self._method = cp, tp, method
-        self._real_of = {twin: real for real, twin in tracer.twin_of.items()}
+        self._tracer, self._cp, self._tp, self._method = tracer, cp, tp, method
+        # Computations of attention on all tokens, and their outputs [rows, tokens, heads, features].
         self._calls: list[tuple[AttentionCall, Tensor]] = []
-        """Computations of attention on all tokens, and their outputs [rows, tokens, heads, features]."""
-
-        self._cut: dict[nn.Module, set[str]] = {}
-        """Names of the arguments of each block that are cut."""
-
+        self._cut: dict[nn.Module, set[str]] = {}  # Names of the arguments of each block that are cut
         self._inputs: dict[nn.Module, Tensor] = {}
         self._trunk_output: Tensor | None = None
         self._last_output: Tensor | None = None
 
     def places(self) -> Places:
-        """Return the places, with the model's own modules.
-
-        Raises:
-            TraceError, ValueError: The tokens cannot be cut.
-        """
+        """Return the places, with the model's own modules."""
         wrap_registry()
         self._note_attention()
         blocks, trunk = self._stack()
@@ -294,17 +220,17 @@ class _Proof:
             problem = self._on_chunks(blocks, trunk, norm_on_chunks=False)
         if problem is not None:
             raise TraceError(problem)
-        attentions = {self._real_of[call.module]: self._tracer.paths[call.module] for call, _ in self._calls}
-        after, ends = layers_after(self._tracer, blocks, trunk)
+        tracer, real_of = self._tracer, self._tracer.real_of
+        after, ends = layers_after(tracer, blocks, trunk)
         return Places(
-            [self._real_of[block] for block in blocks],
-            {self._real_of[block]: _positional(block) for block in blocks},
-            attentions,
-            self._real_of[trunk],
+            [real_of[block] for block in blocks],
+            {real_of[block]: _positional(block) for block in blocks},
+            {real_of[call.module]: tracer.paths[call.module] for call, _ in self._calls},
+            real_of[trunk],
             norm_on_chunks,
-            {self._real_of[block]: frozenset(self._cut.get(block, ())) for block in blocks},
+            {real_of[block]: frozenset(self._cut.get(block, ())) for block in blocks},
             after,
-            replicated_layers(self._tracer, {self._real_of[block] for block in blocks}, {*after, *ends}),
+            replicated_layers(tracer, {real_of[block] for block in blocks}, {*after, *ends}),
         )
 
     # -------------------------------------------------------------------- the run on all tokens
@@ -346,16 +272,10 @@ class _Proof:
             else:
                 self._last_output = block_output(output)
 
-        hooks = [
-            blocks[0].register_forward_pre_hook(fed, with_kwargs=True),
-            blocks[-1].register_forward_hook(returned),
-            trunk.register_forward_hook(returned),
-        ]
-        try:
+        hooks = [blocks[0].register_forward_pre_hook(fed, with_kwargs=True)]
+        hooks += [module.register_forward_hook(returned) for module in (blocks[-1], trunk)]
+        with hooked(hooks):
             self._tracer.run_again(lambda index, call, fed: call.output())
-        finally:
-            for hook in hooks:
-                hook.remove()
         hidden, output = self._inputs.get(blocks[0]), self._trunk_output
         if hidden is None or output is None or self._last_output is None:
             raise TraceError("its blocks are not called one after the other")
@@ -437,13 +357,9 @@ class _Proof:
         hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
         hooks += [block.register_forward_hook(leave) for block in blocks]
         hooks.append(trunk.register_forward_hook(leave_trunk))
-        try:
-            with self._attention_by(attend):
-                outputs = tracer.run_again(stand_in)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
+        with hooked(hooks), self._attention_by(attend):
+            outputs = tracer.run_again(stand_in)
+        if not same_outputs(tracer, outputs):
             raise TraceError("what the model returns changes")
 
     def _check_attention(self, call: AttentionCall, output: Tensor) -> None:
@@ -477,10 +393,9 @@ class _Proof:
 
 def _positional(block: nn.Module) -> list[str]:
     """Return the names of the positional arguments of a block's forward."""
-    kinds: Any = type(block).__mro__
-    for kind in kinds:
-        if "forward" in kind.__dict__:
-            found = list(signature(kind.forward).parameters.values())[1:]
+    for kind in type(block).__mro__:
+        if forward := kind.__dict__.get("forward"):
+            found = list(signature(forward).parameters.values())[1:]
             if not any(each.kind is Parameter.VAR_POSITIONAL for each in found):
                 return [each.name for each in found if each.kind is not Parameter.VAR_KEYWORD]
     return []

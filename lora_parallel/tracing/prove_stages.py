@@ -16,46 +16,32 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.distributed.dtensors import persistent_buffers
 from lora_parallel.layers.layer_parameters import block_of, innermost
-from lora_parallel.pp.stage_model import Bounds, OtherStageBlock, OtherStageLayer, OutputShape, StageEnd, StageLayers
+from lora_parallel.pp.stage_model import (
+    Bounds,
+    OtherStageBlock,
+    OtherStageLayer,
+    OutputShape,
+    StageContext,
+    StageEnd,
+    StageLayers,
+)
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations
 from lora_parallel.tracing.inputs import TraceError
-from lora_parallel.tracing.rank_simulation import same
-from lora_parallel.tracing.tracer import Call, Tracer, check_outside, tracer_of
+from lora_parallel.tracing.rank_simulation import same, same_outputs
+from lora_parallel.tracing.tracer import Call, Tracer, check_outside, hooked, refuse_flows, tracer_of
 
 
 class StageTrace:
-    """Run a model without its weights, to find the layers of its stages and to prove them. The model is not changed.
-
-    Args:
-        model: A model in full shapes, with its adapters injected.
-        names: Names of the model's layers (see `clean_names`).
-        pp: Size of the pp axis, for messages.
-
-    Raises:
-        ValueError: The model has no blocks, cannot be run without its weights, or has layers of which no stage can be
-            told.
-    """
+    """Run a model without its weights, to find the layers of its stages and to prove them. The model is not changed."""
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], pp: int) -> None:
-        self._model, self._kind, self._pp = model, type(innermost(model)).__name__, pp
-        config = getattr(innermost(model), "config", None)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"pp={pp}: {self._kind} is an encoder and a decoder, two stacks of blocks: use pp=1.")
-        for name, adapter in peft_configs(model).items():
-            if getattr(adapter, "alora_invocation_tokens", None):
-                raise ValueError(
-                    f"pp={pp}: adapter {name!r} has alora_invocation_tokens, for which PEFT puts hooks into each "
-                    "forward: use pp=1."
-                )
+        self._model, self._pp = model, pp
+        refuse_flows(model, f"pp={pp}", "two stacks of blocks", "for which PEFT puts hooks into each forward")
+        # The block that each noted call of a layer is in: -1 before all of them, their number after them.
         self._places: list[int] = []
-        """The block that each noted call of a layer is in: -1 before all of them, their number after them."""
-
-        self._inputs: list[Tensor] = []
-        """Hidden states that each block is fed, [rows, tokens, features]."""
-
+        self._inputs: list[Tensor] = []  # Hidden states that each block is fed, [rows, tokens, features]
         with torch.random.fork_rng(devices=[]), self._explained():
             self._tracer = tracer_of(model, names)
             check_outside(model, self._tracer)
@@ -67,15 +53,14 @@ class StageTrace:
             yield
         except (TraceError, NoActivationsError) as error:
             raise ValueError(
-                f"pp={self._pp}: {self._kind} cannot be divided into stages: {error}. Use pp=1, with tp or dp_shard "
-                "for the memory."
+                f"pp={self._pp}: {type(innermost(self._model)).__name__} cannot be divided into stages: {error}. Use "
+                "pp=1, with tp or dp_shard for the memory."
             ) from error
 
     # ------------------------------------------------------------------------ the run of the whole model
 
     def _find(self) -> StageLayers:
-        tracer = self._tracer
-        real_of = {twin: real for real, twin in tracer.twin_of.items()}
+        tracer, real_of = self._tracer, self._tracer.real_of
         paths = [block_of(tracer.paths[tracer.modules[call.layer]]) for call in tracer.calls]
         stacks = Counter(path.rpartition(".")[0] for path in paths if path)
         if not stacks:
@@ -85,47 +70,32 @@ class StageTrace:
         noted = self._note()
         self._phases = dict(noted.layers())
         found = StageLayers(real_of[stack], [real_of[each] for each in self._blocks], noted.outputs)
-        for module, phases in self._phases.items():
-            real = real_of[module]
-            if "before" in phases:
-                found.before[real] = noted.output_of(module)
-            if "after" in phases:
-                found.after.append(real)
-        found.after += self._around(tracer.model)
-        return found
-
-    def _around(self, inner: nn.Module) -> list[nn.Module]:
-        """Return the outermost layers with parameters outside of the model that was run.
-
-        They are used by a forward that cannot be run, around the call of that model.
-        """
-        return [
+        phases = self._phases.items()
+        found.before = {real_of[module]: noted.output_of(module) for module, each in phases if "before" in each}
+        found.after = [real_of[module] for module, each in phases if "after" in each]
+        # The outermost layers with parameters around the model that was run, which a replaced forward uses.
+        holders = [module for module in self._model.modules() if any(each is tracer.model for each in module.modules())]
+        found.after += [
             module
-            for parent in self._model.modules()
-            if parent is not inner and any(each is inner for each in parent.modules())
+            for parent in holders
+            if parent is not tracer.model
             for module in parent.children()
-            if not any(each is inner for each in module.modules()) and any(True for _ in module.parameters())
+            if module not in holders and any(True for _ in module.parameters())
         ]
+        return found
 
     # ------------------------------------------------------------------------ the runs of stages
 
     def prove(self, bounds: Bounds) -> None:
-        """Run the model as each stage would: as it was run to find layers, then in training mode on more rows.
-
-        Raises:
-            ValueError: A stage does not compute what the whole model computes.
-        """
+        """Run the model as each stage would: as it was run to find layers, then in training mode on more rows."""
         with torch.random.fork_rng(devices=[]), self._explained():
-            self._run_stages(bounds)
+            for stage in range(len(bounds)):
+                self._run_stage(stage, bounds)
             self._tracer.run_otherwise()
-            noted = self._note()
-            if dict(noted.layers()) != self._phases:
+            if dict(self._note().layers()) != self._phases:
                 raise TraceError("its layers are called at other places in training mode")
-            self._run_stages(bounds)
-
-    def _run_stages(self, bounds: Bounds) -> None:
-        for stage in range(len(bounds)):
-            self._run_stage(stage, bounds)
+            for stage in range(len(bounds)):
+                self._run_stage(stage, bounds)
 
     def _note(self) -> _Noted:
         noted = _Noted(self._blocks, self._tracer)
@@ -137,7 +107,7 @@ class StageTrace:
         tracer, layers, (first, last) = self._tracer, self.layers, bounds[stage]
         is_first, is_last = stage == 0, stage == len(bounds) - 1
         inside = [
-            (call, place)
+            call
             for call, place in zip(tracer.calls, self._places, strict=True)
             if first <= place < last or (is_first and place < 0) or (is_last and place == len(layers.blocks))
         ]
@@ -153,21 +123,27 @@ class StageTrace:
                 )
             return call.output()
 
-        run = _Simulated(first, last, self._inputs)
+        def receive(hidden: Tensor) -> Tensor:
+            if hidden.shape != self._inputs[first].shape:
+                raise TraceError(f"block {first} is fed hidden states of another shape than the first block")
+            return self._inputs[first].clone()
+
+        run = StageContext([])
+        run.begin(bounds[stage], receive)
         with self._standing_in(run, stage, bounds):
             try:
-                outputs = tracer.run_again(stand_in, [call for call, _ in inside])
+                outputs = tracer.run_again(stand_in, inside)
             except StageEnd as end:
                 if is_last or not same(end.hidden, self._inputs[last]):
                     raise TraceError(f"a stage ends with other hidden states than block {last} is fed") from None
             else:
-                if not is_last or not (len(outputs) == len(tracer.outputs) and all(map(same, outputs, tracer.outputs))):
+                if not is_last or not same_outputs(tracer, outputs):
                     raise TraceError("what the model returns changes")
         if done != len(inside):
             raise TraceError("a stage does not call all of its layers")
 
     @contextmanager
-    def _standing_in(self, run: _Simulated, stage: int, bounds: Bounds) -> Iterator[None]:
+    def _standing_in(self, run: StageContext, stage: int, bounds: Bounds) -> Iterator[None]:
         twin_of, layers = self._tracer.twin_of, self.layers
         own = set(layers.of_stage(stage, bounds))
         instead: dict[nn.Module, nn.Module] = {}
@@ -194,30 +170,8 @@ class StageTrace:
                 modules[key] = child
 
 
-class _Simulated:
-    """Hand on hidden states as between stages, for the stage of blocks `first` to `last` - 1."""
-
-    def __init__(self, first: int, last: int, inputs: list[Tensor]) -> None:
-        self.running = True
-        self._first, self._last, self._inputs = first, last, inputs
-
-    def pass_block(self, index: int, hidden: Tensor) -> Tensor:
-        if index >= self._last:
-            raise StageEnd(hidden)
-        if index < self._first - 1:
-            return hidden
-        if hidden.shape != self._inputs[self._first].shape:
-            raise TraceError(f"block {self._first} is fed hidden states of another shape than the first block")
-        return self._inputs[self._first].clone()
-
-
 class _Noted:
-    """Run the copy of a model, and note when each of its modules is called.
-
-    Args:
-        blocks: The blocks of the copy, in order.
-        tracer: Holds the copy.
-    """
+    """Run the copy of a model, and note when each of its modules is called."""
 
     def __init__(self, blocks: list[nn.Module], tracer: Tracer) -> None:
         self._blocks, self._tracer = blocks, tracer
@@ -232,19 +186,11 @@ class _Noted:
         self.outputs: list[int | None] = []
 
     def run(self) -> None:
-        hooks = [
-            hook
-            for module in self._tracer.twin.modules()
-            for hook in (
-                module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                module.register_forward_hook(self._leave, with_kwargs=True),
-            )
-        ]
-        try:
+        modules = list(self._tracer.twin.modules())
+        hooks = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in modules]
+        hooks += [module.register_forward_hook(self._leave, with_kwargs=True) for module in modules]
+        with hooked(hooks):
             self._tracer.run_again(self._stand_in)
-        finally:
-            for hook in hooks:
-                hook.remove()
         if self._done != len(self._blocks):
             raise TraceError("its blocks are not called one after the other")
 
@@ -260,7 +206,7 @@ class _Noted:
             self._current = self._done
             self.inputs.append(first_activations(args, kwargs)[1].clone())
         elif self._current is None:
-            phase = "before" if self._done == 0 else "after" if self._done == len(self._blocks) else "between"
+            phase = "before" if self._done == 0 else "after" if self._done == len(self._blocks) else "between blocks"
             self._phases.setdefault(module, set()).add(phase)
         elif module not in self._inside:
             self._phases.setdefault(module, set()).add("in a block")
@@ -275,20 +221,15 @@ class _Noted:
             self._shapes.setdefault(module, (given, output))
 
     def layers(self) -> list[tuple[nn.Module, set[str]]]:
-        """Return the outermost modules outside of blocks that hold parameters or persistent buffers, and their phases.
-
-        Raises:
-            TraceError: No stage can be told of one, or a parameter of a module around the blocks trains.
-        """
+        """Return the outermost modules outside of blocks with parameters or persistent buffers, and their phases."""
         found: list[tuple[nn.Module, set[str]]] = []
 
         def visit(module: nn.Module, name: str) -> None:
             if module in self._index:
                 return
-            around = any(inner in self._index for inner in module.modules())
-            if around:
-                trained = [key for key, p in module._parameters.items() if p is not None and self._trains(module, key)]
-                if trained:
+            if any(inner in self._index for inner in module.modules()):
+                real = self._tracer.real_of[module]._parameters
+                if trained := [key for key, p in real.items() if p is not None and p.requires_grad]:
                     raise TraceError(f"{f'{name}.{trained[0]}'.lstrip('.')} trains, and is in no layer of its own")
             elif not (any(True for _ in module.parameters()) or persistent_buffers(module)):
                 return
@@ -298,19 +239,13 @@ class _Noted:
             elif not any(True for _ in module.children()):
                 self._phase(module, name)
             else:
-                own = [key for key, p in module._parameters.items() if p is not None]
-                if own:
+                if own := [key for key, p in module._parameters.items() if p is not None]:
                     raise TraceError(f"{name}.{own[0]} is in a module that is not called")
             for key, child in module.named_children():
                 visit(child, f"{name}.{key}".lstrip("."))
 
         visit(self._tracer.twin, "")
         return found
-
-    def _trains(self, module: nn.Module, key: str) -> bool:
-        real = next(real for real, twin in self._tracer.twin_of.items() if twin is module)
-        parameter = real._parameters[key]
-        return parameter is not None and parameter.requires_grad
 
     def _phase(self, module: nn.Module, name: str) -> set[str]:
         phases = self._phases.get(module, set())
@@ -319,24 +254,19 @@ class _Noted:
             raise TraceError(f"the weight of {name} is used without calling it")
         if not phases:
             raise TraceError(f"{name} was not called as the model was run, so that no stage is known to need it")
-        for phase in ("between", "in a block"):
+        for phase in ("between blocks", "in a block"):
             if phase in phases:
-                raise TraceError(f"{name} is called {'between blocks' if phase == 'between' else phase}")
+                raise TraceError(f"{name} is called {phase}")
         return phases
 
     def output_of(self, module: nn.Module) -> OutputShape:
-        """Return the shape of the output of a layer before the blocks.
-
-        Raises:
-            TraceError: The shape of the output does not follow from that of the layer's first argument.
-        """
+        """Return the shape of the output of a layer before the blocks."""
         given, output = self._shapes.get(module, (None, None))
-        shape = None
         if given is not None and isinstance(output, Tensor) and output.dim():
             shape = OutputShape(output.shape[-1], looks_up=output.dim() == given.dim() + 1)
-        if shape is None or given is None or shape.of(given) != tuple(output.shape):
-            raise TraceError(
-                f"the shape of the output of {self._tracer.paths[module]}, which is before the blocks, does not follow "
-                "from that of its first argument"
-            )
-        return shape
+            if shape.of(given) == tuple(output.shape):
+                return shape
+        raise TraceError(
+            f"the shape of the output of {self._tracer.paths[module]}, which is before the blocks, does not follow "
+            "from that of its first argument"
+        )

@@ -26,63 +26,39 @@ from lora_parallel.layers.layer_parameters import base_of, without_block_numbers
 from lora_parallel.layers.linear_classes import is_linear
 from lora_parallel.layers.styles import RowPartition
 from lora_parallel.tracing.inputs import TraceError
-from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_rank
-from lora_parallel.tracing.tracer import Call, Tracer
+from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_ranks
+from lora_parallel.tracing.tracer import Call, Tracer, hooked
 
 
 def layers_after(tracer: Tracer, blocks: list[nn.Module], trunk: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the linear layers that are called after the trunk, and the modules called between blocks and its end.
-
-    Args:
-        tracer: Runs a copy of the model.
-        blocks: The blocks of the copy.
-        trunk: The module of the copy around the blocks and the last norm.
-
-    Returns:
-        Two lists of the model's own modules.
-    """
-    real_of = {twin: real for real, twin in tracer.twin_of.items()}
+    """Return the linear layers that are called after the trunk, and the modules called between blocks and its end."""
     inside = {module for block in blocks for module in block.modules()}
     ends: dict[nn.Module, None] = {}
     layers: dict[str, None] = {}
-    place = {"blocks": True, "trunk": True}
+    phase = "blocks"
 
     def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal phase
         if module is blocks[-1]:
-            place["blocks"] = False
+            phase = "end of the trunk"
         elif module is trunk:
-            place["trunk"] = False
-        elif not place["blocks"] and place["trunk"] and module not in inside:
+            phase = "after the trunk"
+        elif phase == "end of the trunk" and module not in inside:
             ends[module] = None
 
     def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        if not place["trunk"]:
+        if phase == "after the trunk":
             layers[call.layer] = None
         return call.output()
 
-    hooks = [module.register_forward_hook(returned) for module in tracer.twin.modules()]
-    try:
+    with hooked(module.register_forward_hook(returned) for module in tracer.twin.modules()):
         tracer.run_again(stand_in)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [real_of[tracer.modules[name]] for name in layers], [real_of[module] for module in ends]
+    return [tracer.real_of[tracer.modules[name]] for name in layers], [tracer.real_of[module] for module in ends]
 
 
 def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules of a model, outside of blocks and of `others`, that hold a parameter that trains.
-
-    A layer with adapters is one module, as its adapters are used in its own forward. A module that was not called in
-    the run, such as a vision tower, is among them.
-
-    Args:
-        tracer: Has run a copy of the model.
-        blocks: The model's blocks.
-        others: Other modules that are not to be found.
-
-    Raises:
-        TraceError: A module around the blocks holds such a parameter itself, or it is used without its module.
-    """
+    """Return the outermost modules of a model, outside of blocks and of `others`, that hold a parameter that trains."""
+    # A layer with adapters is one module. One that was not called in the run, such as a vision tower, is among them.
     found: list[nn.Module] = []
 
     def visit(module: nn.Module, name: str) -> None:
@@ -108,9 +84,9 @@ def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Col
     return found
 
 
+# Largest number of producers' calls that may feed a consumer. A layer with more takes the residual stream, which all
+# blocks before it feed.
 _MOST_SOURCES = 16
-"""Largest number of producers' calls that may feed a consumer. A layer with more takes the residual stream, which all
-blocks before it feed."""
 
 
 @dataclass
@@ -118,17 +94,10 @@ class Structure:
     """Hold the layer groups of one model, and what else its run showed."""
 
     layer_groups: list[LayerGroup]
-    called: set[str]
-    """Names of the layers that the run called."""
-
-    used_directly: set[str]
-    """Names of the layers whose weights are used in another way than by calling the layer."""
-
-    tracer: Tracer
-    """Tracer that ran the model."""
-
-    rejected: dict[str, str]
-    """Reason for each layer that seems to be of a layer group and cannot be cut, by its name."""
+    called: set[str]  # Names of the layers that the run called
+    used_directly: set[str]  # Names of the layers whose weights are used in another way than by calling the layer
+    tracer: Tracer  # Tracer that ran the model
+    rejected: dict[str, str]  # Reason for each layer that seems to be of a layer group and cannot be cut, by its name
 
 
 @torch.random.fork_rng(devices=[])
@@ -139,23 +108,12 @@ def find_structure(
     whole: Collection[str] = (),
     given: dict[str, Any] | None = None,
 ) -> Structure:
-    """Run `model` without its weights and return its layer groups that can be cut into `tp` parts.
-
-    Args:
-        model: A model, in memory or on meta.
-        names: Names of the model's layers.
-        tp: Size of the tp axis.
-        whole: Names of layers that are to stay whole. They run as they are, and may act on slices.
-        given: Inputs of the model, if they are known (see `Tracer`). The layer groups are then proven on these alone.
-
-    Raises:
-        TraceError: The model cannot be run.
-    """
+    """Run `model` without its weights and return its layer groups that can be cut into `tp` parts."""
+    # Layers in `whole` run as they are. With `given` inputs the groups are proven on these alone.
     tracer = Tracer(model, {module: name for module, name in names.items() if name not in whole}, given)
-    real_of = {twin: real for real, twin in tracer.twin_of.items()}
-    reached = _reached(tracer)
+    real_of = tracer.real_of
     rejected: dict[str, str] = {}
-    candidates = _candidates(tracer, reached, tp, rejected)
+    candidates = _candidates(tracer, tp, rejected)
     tracer.drop_graph()
     groups: dict[object, list[LayerGroup]] = {}
     direct = {
@@ -186,24 +144,8 @@ def find_structure(
     return Structure(kept, {call.layer for call in tracer.calls}, direct, tracer, rejected)
 
 
-@dataclass
-class _Reached:
-    """Hold the leaves of autograd's graph (stand-ins' outputs and parameters) that inputs and outputs depend on."""
-
-    calls: list[frozenset[Tensor]]
-    """Leaves that the input of each call depends on, in the order of the calls."""
-
-    outputs: frozenset[Tensor]
-    """Leaves that the model's outputs depend on."""
-
-
-def _reached(tracer: Tracer) -> _Reached:
-    known: dict[Any, frozenset[Tensor]] = {}
-    calls = [_leaves(call.fed, known) for call in tracer.calls]
-    return _Reached(calls, frozenset().union(*(_leaves(output, known) for output in tracer.outputs)))
-
-
 def _leaves(tensor: Tensor, known: dict[Any, frozenset[Tensor]]) -> frozenset[Tensor]:
+    """Return the leaves of autograd's graph (stand-ins' outputs and parameters) that a tensor depends on."""
     if tensor.grad_fn is None:
         return frozenset([tensor]) if tensor.requires_grad else frozenset()
     stack = [tensor.grad_fn]
@@ -226,12 +168,15 @@ def _leaves(tensor: Tensor, known: dict[Any, frozenset[Tensor]]) -> frozenset[Te
 # ---------------------------------------------------------------------- candidates
 
 
-def _candidates(tracer: Tracer, reached: _Reached, tp: int, rejected: dict[str, str]) -> list[LayerGroup]:
+def _candidates(tracer: Tracer, tp: int, rejected: dict[str, str]) -> list[LayerGroup]:
     """Return what looks like layer groups by the gradients; note in `rejected` why a layer cannot be a consumer."""
+    known: dict[Any, frozenset[Tensor]] = {}
+    reached = [_leaves(call.fed, known) for call in tracer.calls]
+    reached_by_outputs = frozenset[Tensor]().union(*(_leaves(output, known) for output in tracer.outputs))
     call_of = {call.gave: index for index, call in enumerate(tracer.calls)}
     linear = {name for module, name in tracer.layers.items() if is_linear(base_of(module))}
-    fed_by = [sorted(call_of[leaf] for leaf in leaves if leaf in call_of) for leaves in reached.calls]
-    exposed = {call_of[leaf] for leaf in reached.outputs if leaf in call_of}
+    fed_by = [sorted(call_of[leaf] for leaf in leaves if leaf in call_of) for leaves in reached]
+    exposed = {call_of[leaf] for leaf in reached_by_outputs if leaf in call_of}
     consumers: dict[int, set[int]] = {}
     for index, producers in enumerate(fed_by):
         for source in producers:
@@ -244,7 +189,7 @@ def _candidates(tracer: Tracer, reached: _Reached, tp: int, rejected: dict[str, 
             continue
         if len(producers) > _MOST_SOURCES or not any(tracer.calls[source].layer in linear for source in producers):
             continue
-        found = _needed(tracer, call, [tracer.calls[source].gave for source in producers], reached.calls[index], tp)
+        found = _needed(tracer, call, [tracer.calls[source].gave for source in producers], reached[index], tp)
         if isinstance(found, str):
             rejected[call.layer] = found
             continue
@@ -255,22 +200,14 @@ def _candidates(tracer: Tracer, reached: _Reached, tp: int, rejected: dict[str, 
     return _joined(tracer, needs, between, rejected)
 
 
+# Indices of the output features that each rank needs, int64, by the index of the consumer's call and the index of the
+# producer's call.
 _Needs = dict[int, dict[int, list[Tensor]]]
-"""Indices of the output features that each rank needs, int64, by the index of the consumer's call and the index of the
-producer's call."""
 
 
 def _pruned(tracer: Tracer, needs: _Needs, consumers: Mapping[int, set[int]], exposed: set[int]) -> _Needs:
-    """Drop the consumers that cannot be cut, until all that are left can.
-
-    A producer must feed consumers only, and a layer must be a consumer, or a producer, in all of its calls.
-
-    Args:
-        tracer: The run.
-        needs: The features that consumers need of producers.
-        consumers: For each call, the calls that it feeds.
-        exposed: The calls that the model's outputs depend on directly.
-    """
+    """Drop the consumers that cannot be cut, until all that are left can."""
+    # A producer must feed consumers only, and a layer must be a consumer, or a producer, in all of its calls.
     calls_of: dict[str, set[int]] = {}
     for index, call in enumerate(tracer.calls):
         if index in consumers or index in exposed:  # other calls have no effect
@@ -290,11 +227,8 @@ def _pruned(tracer: Tracer, needs: _Needs, consumers: Mapping[int, set[int]], ex
 
 
 def _disjoint(tracer: Tracer, needs: _Needs) -> _Needs:
-    """Choose among consumers that exclude each other: in a chain, a consumer would be the next one's producer too.
-
-    The output of a consumer is whole, so it cannot feed slices to another layer. The consumers that have the larger
-    layers, together with their producers, are kept.
-    """
+    """Choose among consumers that exclude each other: in a chain, a consumer would be the next one's producer too."""
+    # The output of a consumer is whole, so it cannot feed slices. The larger layers are kept, with their producers.
     sizes = {
         name: sum(p.numel() for p in base_of(module).parameters(recurse=False))
         for module, name in tracer.layers.items()
@@ -323,19 +257,9 @@ def _disjoint(tracer: Tracer, needs: _Needs) -> _Needs:
 def _needed(
     tracer: Tracer, call: Call, producers: list[Tensor], leaves: frozenset[Tensor], tp: int
 ) -> tuple[list[list[Tensor]], dict[Tensor, tuple[int, RowPartition] | None]] | str:
-    """Return the features of each producer that each slice of a call's input needs, and the same of parameters.
-
-    Args:
-        tracer: The run.
-        call: The call of the layer that may be a consumer.
-        producers: The outputs of the calls that its input depends on.
-        leaves: The outputs and the parameters that its input depends on.
-        tp: Size of the tp axis.
-
-    Returns:
-        For each producer and rank the indices of features, and for each parameter the dim that is cut and the rows of
-        each rank (None if it stays whole). Or, as text, the reason why the layer cannot be cut.
-    """
+    """Return the features of each producer that each slice of a call's input needs, and the cuts of parameters."""
+    # The features are indices for each producer and rank; a cut is None if the parameter stays whole. Text is the
+    # reason why the layer cannot be cut.
     width = call.fed.shape[-1]
     if width % tp:
         return f"its input has {width} features, no multiple of tp={tp}"
@@ -373,14 +297,7 @@ def _needed(
 
 
 def _cut(masks: list[Tensor]) -> tuple[int, RowPartition] | None:
-    """Return the dim and the row partition by which a parameter is cut, or None if every rank needs all of it.
-
-    Args:
-        masks: For each rank a bool tensor of the parameter's shape: True for the elements that the rank needs.
-
-    Raises:
-        ValueError: The elements of the ranks are not a cut along one dim.
-    """
+    """Return the dim and the row partition by which a parameter is cut, or None if every rank needs all of it."""
     if all(mask.all() for mask in masks):
         return None
     for dim in range(masks[0].dim()):
@@ -428,11 +345,7 @@ def _joined(
 
 
 def _fit(tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int) -> str | None:
-    """Find the sizes that modules keep with which like layer groups can be cut, and note them on the groups.
-
-    Returns:
-        None, or the first problem if the layer groups can be cut with none of the guesses.
-    """
+    """Find the sizes that modules keep with which like layer groups can be cut, and note them on the groups."""
     problem = None
     for heads, widths, configs in (
         (True, False, False),
@@ -444,9 +357,7 @@ def _fit(tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int) -> str | N
         first = layer_groups[0]
         first.attributes = sizes_on_a_rank(tracer, first, tp, heads, widths, configs)
         # The other layer groups are proven once, later, together with those of all kinds.
-        failed = verify_rank(tracer, [first], tp, 0, until=first) or verify_rank(
-            tracer, [first], tp, tp - 1, until=first
-        )
+        failed = verify_ranks(tracer, [first], tp, (0, tp - 1), until=first)
         if failed is None:
             for layer_group in layer_groups[1:]:
                 layer_group.attributes = sizes_on_a_rank(tracer, layer_group, tp, heads, widths, configs)
