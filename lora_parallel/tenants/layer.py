@@ -29,16 +29,7 @@ from lora_parallel.tp.layer import AllUsed, TPLayer, tp_layer_of
 
 
 class TenantLayer:
-    """Run one PEFT layer of a pool with the adapters of the tenants in the current route.
-
-    The forward of the base layer is replaced by one that adds the adapters; `restore` undoes this.
-
-    Args:
-        layer: PEFT's layer, around a layer of the base that has no other `TenantLayer`.
-        name: The layer's name in the base.
-        forward: Given a layer's name, returns the forward that is computed or recomputed; None outside of any route.
-        dtype: Dtype that adapters are computed in; None: the one that each is stored in.
-    """
+    """Run one PEFT layer of a pool, around a layer of the base, with the adapters of the current route's tenants."""
 
     def __init__(
         self,
@@ -52,9 +43,8 @@ class TenantLayer:
         self._forward, self._dtype = forward, dtype
         self._base: Any = base_of(layer)
         self._unit: TPLayer | None = tp_layer_of(self._base)
+        # adapter of the call in a compiled block; None if the base is called alone
         self._entered: _Adapter | None = None
-        """Adapter of the call in a compiled block; None if the base is called alone."""
-
         self._own = self._unit.compute if self._unit is not None else self._base.forward
         self._instance_forward = self._base.__dict__.get("forward")
         if self._unit is not None:
@@ -74,12 +64,7 @@ class TenantLayer:
         return self._base
 
     def add(self, tenant: str, shards: DeviceMesh | None) -> None:
-        """Place an adapter that the PEFT layer has whole on every rank, and use it from now on.
-
-        Args:
-            tenant: Name of the tenant, which is also that of the adapter.
-            shards: Mesh over whose dp_shard axis the adapter is sharded; None: it stays whole.
-        """
+        """Place an adapter that the PEFT layer has whole on every rank, and use it from now on."""
         self.factors[tenant] = placed(self.layer, tenant, shards)
         dropout = self.layer.lora_dropout[tenant]
         if self._unit is not None and isinstance(dropout, TopologyInvariantDropout):
@@ -92,11 +77,7 @@ class TenantLayer:
             dropout.seed = seed
 
     def enter(self) -> bool:
-        """Find the adapter of a call in a block that runs compiled, where it cannot be looked up by the tenant's name.
-
-        Returns:
-            False if samples of several tenants are routed, which are not computed in a graph.
-        """
+        """Find the adapter of a call in a compiled block, which cannot look it up; False if samples are mixed."""
         forward = self._called()
         if forward is not None and forward.route.names is not None:
             return False
@@ -213,16 +194,7 @@ class _Adapter:
 
 
 def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, Factor]:
-    """Place an adapter that a PEFT layer has whole: over tp as the base layer is, and over dp_shard.
-
-    Args:
-        layer: PEFT's layer, around a layer of the model.
-        tenant: Name of the adapter.
-        shards: Mesh over whose dp_shard axis the adapter is sharded; None: it stays whole over dp_shard.
-
-    Returns:
-        The factors `lora_A` and `lora_B`.
-    """
+    """Place an adapter that a PEFT layer has whole over tp as the base layer is, and over dp_shard; return A and B."""
     tp_layer = tp_layer_of(base_of(layer))
     on_tp = {} if tp_layer is None else tp_layer.place_adapter(layer, tenant)
     both = []
@@ -238,16 +210,7 @@ def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, 
 
 
 def _grouped(fed: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> Tensor:
-    """Return the scaled LoRA outputs of all tenants' tokens, one tenant after the other, [all tokens, out].
-
-    Factors of a smaller r than the largest are padded with zeros, which add nothing. Tokens are padded only where torch
-    has no grouped matrix product.
-
-    Args:
-        fed: The input of each tenant, [its tokens, in].
-        factors: A [r, in] and B [out, r] of each tenant.
-        scales: The scaling of each tenant's adapter.
-    """
+    """Return the scaled LoRA outputs of all tenants' tokens, one tenant after the other, [all tokens, out]."""
     rank, grouped = max(A.shape[0] for A, _ in factors), _takes_groups(fed[0], factors[0][1].shape[0])
     rank = -(-rank // _GROUPED_MULTIPLE) * _GROUPED_MULTIPLE if grouped else rank
     down = torch.stack([F.pad(A, (0, 0, 0, rank - A.shape[0])) for A, _ in factors]).transpose(1, 2)
@@ -265,28 +228,19 @@ def _grouped(fed: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales:
     return torch.cat([delta[:size] * scale for delta, size, scale in zip(deltas, sizes, scales, strict=True)])
 
 
+# sizes of a grouped product must be its multiples: torch wants strides of 16 bytes, 8 bfloat16 values
 _GROUPED_MULTIPLE = 8
-"""Multiple that the sizes of a grouped product must have: torch wants strides of 16 bytes, 8 bfloat16 values."""
 
 
 def _takes_groups(x: Tensor, out_features: int) -> bool:
-    """Return True if torch has a native grouped matrix product for `x` [tokens, in] and `out_features`.
-
-    It has one for bfloat16, on CPUs and on GPUs from Ampere on, if both sizes are multiples of 8.
-    """
+    """Return True if torch has a native grouped matrix product for `x` [tokens, in] and `out_features`."""
     if x.dtype != torch.bfloat16 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
         return False
     return x.shape[-1] % _GROUPED_MULTIPLE == 0 and out_features % _GROUPED_MULTIPLE == 0
 
 
 def shaped(bare: nn.Module, name: str, config: LoraConfig) -> Any:
-    """Return a copy of the base on meta with PEFT's adapter on it, which shows the adapter's layers and their shapes.
-
-    Args:
-        bare: The base, on meta.
-        name: The adapter's name.
-        config: The adapter's config.
-    """
+    """Return a copy of the base on meta with PEFT's adapter on it, which shows the adapter's layers and shapes."""
     return draw_adapter(without_values(bare, {}), config, 0, lambda layer: None, name)
 
 
@@ -298,17 +252,7 @@ def adapted_layers(shapes: nn.Module) -> dict[str, Any]:
 def draw(
     bare: nn.Module, shapes: Any, name: str, config: LoraConfig, seed: int, put: Callable[[str, Any], None]
 ) -> None:
-    """Draw the values of an adapter, layer by layer.
-
-    Args:
-        bare: The base, on meta.
-        shapes: The result of `shaped` for this adapter; its layers are filled and handed to `put`.
-        name: The adapter's name.
-        config: The adapter's config.
-        seed: Seed of the random state that the values are drawn from.
-        put: Called for each layer with its name and PEFT's layer, whose base weight is on meta and whose adapter is on
-            the CPU, whole.
-    """
+    """Draw an adapter's values into the layers of `shapes`, one by one, and hand each with its name to `put`."""
     remaining = iter(adapted_layers(shapes).items())
 
     def keep(drawn: Any) -> None:
@@ -322,14 +266,7 @@ def draw(
 
 
 class AdapterSlots:
-    """Put adapters on the layers of a model, and take them away.
-
-    Args:
-        model: The parallelized model, without adapters.
-        state: The state that `parallelize` left on the model.
-        shards: Mesh over whose dp_shard axis adapters are sharded; None: every data-parallel rank has them whole.
-        forward: The argument `forward` of `TenantLayer`.
-    """
+    """Put adapters on the layers of a parallelized model, and take them away."""
 
     def __init__(
         self, model: Any, state: ParallelState, shards: DeviceMesh | None, forward: Callable[[str], Forward | None]
@@ -340,13 +277,7 @@ class AdapterSlots:
         self._parts = compiled_parts(model)
 
     def factors(self, tenant: str, shapes: Any, dtype: torch.dtype | None) -> list[Factor]:
-        """Return the factors that an adapter would have on this rank, without values.
-
-        Args:
-            tenant: Name of the tenant, which is also that of the adapter.
-            shapes: The result of `adapter_init.shaped` for the adapter.
-            dtype: Dtype that the adapter is stored in; None: the one that PEFT gave it.
-        """
+        """Return the factors that an adapter would have on this rank, without values."""
         found: list[Factor] = []
         for where, layer in adapted_layers(shapes).items():
             layer.base_layer = self._places[where]
@@ -356,18 +287,7 @@ class AdapterSlots:
         return found
 
     def put(self, tenant: str, seed: int, dtype: torch.dtype | None, where: str, shape: Any) -> TenantLayer:
-        """Put the adapter of one PEFT layer of the bare base on the model's layer of the same name.
-
-        Args:
-            tenant: Name of the tenant, which is also that of the adapter.
-            seed: Seed of the tenant's dropout.
-            dtype: Dtype that the adapter is stored in; None: the one that it has.
-            where: Name of the layer in the base.
-            shape: PEFT's layer of the bare base, which holds the whole adapter.
-
-        Returns:
-            The model's layer, with this adapter and those of other tenants.
-        """
+        """Put the adapter of one PEFT layer of the bare base (`shape`, whole) on the model's layer of the same name."""
         for role in ("lora_A", "lora_B"):
             getattr(shape, role)[tenant].to(self._state.mesh.device_type, dtype)
         dropout = shape.lora_dropout[tenant]
@@ -395,10 +315,7 @@ class AdapterSlots:
         return put
 
     def remove(self, tenant: str) -> None:
-        """Remove a tenant's adapter from every layer that has it.
-
-        A layer that has no adapter left becomes the layer of the base again.
-        """
+        """Remove a tenant's adapter from each layer; one without adapters becomes the layer of the base again."""
         for where, each in list(self._layers.items()):
             each.factors.pop(tenant, None)
             each.layer.delete_adapter(tenant)
@@ -410,15 +327,7 @@ class AdapterSlots:
                 del self._layers[where]
 
     def check_known(self, what: str, tenants: Collection[str]) -> None:
-        """Check that PEFT knows the tenants and no other adapters.
-
-        Args:
-            what: The method of the pool that was called.
-            tenants: The names of the tenants.
-
-        Raises:
-            ValueError: An adapter was added or deleted behind the pool.
-        """
+        """Raise ValueError if PEFT knows other adapters than the tenants."""
         there: Any = getattr(self._model, "peft_config", {})
         if there.keys() != set(tenants):
             raise ValueError(
@@ -427,11 +336,7 @@ class AdapterSlots:
             )
 
     def tell(self, configs: Mapping[str, LoraConfig]) -> None:
-        """Tell PEFT and transformers which adapters the model has.
-
-        Args:
-            configs: The config of each adapter, by its name.
-        """
+        """Tell PEFT and transformers which adapters the model has."""
         if configs:
             self._model.peft_config = dict(configs)
         else:
@@ -441,10 +346,7 @@ class AdapterSlots:
         self.activate(())
 
     def activate(self, tenants: Sequence[str]) -> None:
-        """Make the adapters of these tenants the ones that PEFT reports as active.
-
-        Adapters that one of PEFT's functions froze train again.
-        """
+        """Make these tenants' adapters the ones that PEFT reports as active, and unfreeze what PEFT has frozen."""
         for each in self._layers.values():
             activate(each.layer, list(tenants))
             for factor in (factor for both in each.factors.values() for factor in both):
