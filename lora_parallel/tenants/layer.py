@@ -31,21 +31,18 @@ from lora_parallel.tp.layer import AllUsed, TPLayer, tp_layer_of
 class TenantLayer:
     """Run one PEFT layer of a pool, around a layer of the base, with the adapters of the current route's tenants."""
 
+    # `forward` returns the forward that is computed or recomputed, for a layer's name; None outside of any route.
+    # Adapters are computed in `dtype`, or in the one that each is stored in.
     def __init__(
-        self,
-        layer: Any,
-        name: str,
-        forward: Callable[[str], Forward | None],
-        dtype: torch.dtype | None,
+        self, layer: Any, name: str, forward: Callable[[str], Forward | None], dtype: torch.dtype | None
     ) -> None:
-        self.layer, self.name = layer, name
+        self.layer, self.name, self._forward, self._dtype = layer, name, forward, dtype
         self.factors: dict[str, tuple[Factor, Factor]] = {}
-        self._forward, self._dtype = forward, dtype
         self._base: Any = base_of(layer)
         self._unit: TPLayer | None = tp_layer_of(self._base)
         # adapter of the call in a compiled block; None if the base is called alone
         self._entered: _Adapter | None = None
-        self._own = self._unit.compute if self._unit is not None else self._base.forward
+        self._compute_base = self._unit.compute if self._unit is not None else self._base.forward
         self._instance_forward = self._base.__dict__.get("forward")
         if self._unit is not None:
             self._unit.compute = self._compute
@@ -56,7 +53,7 @@ class TenantLayer:
     def restore(self) -> nn.Module:
         """Give the layer of the base its own forward back, and return the layer."""
         if self._unit is not None:
-            self._unit.compute = self._own
+            self._unit.compute = self._compute_base
         elif self._instance_forward is not None:
             self._base.forward = self._instance_forward
         else:
@@ -79,7 +76,7 @@ class TenantLayer:
     def enter(self) -> bool:
         """Find the adapter of a call in a compiled block, which cannot look it up; False if samples are mixed."""
         forward = self._called()
-        if forward is not None and forward.route.names is not None:
+        if forward is not None and forward.route.names is not None:  # several tenants, which no graph computes
             return False
         self._entered = None if forward is None else self._adapter(forward, as_tensors=True)
         return True
@@ -123,7 +120,7 @@ class TenantLayer:
         return _Adapter(A, B, self.layer.scaling[tenant], dropout, keys)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        y = self._own(*args, **kwargs)
+        y = self._compute_base(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
         if torch.compiler.is_compiling():
             return y if self._entered is None else self._entered.add(y, x)
@@ -134,25 +131,21 @@ class TenantLayer:
         if route.names is None:
             adapter = self._adapter(forward)
             return y if adapter is None else adapter.add(y, x)
-        tenants = [tenant for tenant in route.tenants if tenant in self.factors]
-        if not tenants:
+        factors = {tenant: self._factors(tenant, route) for tenant in route.tenants if tenant in self.factors}
+        if not factors or (tokens := forward.tokens(x.shape[:-1], x.device, self.name)) is None:
             return y
-        factors = {tenant: self._factors(tenant, route) for tenant in tenants}
-        tokens = forward.tokens(x.shape[:-1], x.device, self.name)
-        if tokens is None:
-            return y
-        here = [tenant for tenant in tenants if tenant in tokens]
+        here = [tenant for tenant in factors if tenant in tokens]
         flat, total = x.reshape(-1, x.shape[-1]), y
         for dtype in dict.fromkeys(factors[t][0].dtype for t in here):
             some = [t for t in here if factors[t][0].dtype == dtype]
-            theirs = [self._dropped(t, flat[tokens[t].place].to(dtype), forward, tokens[t]) for t in some]
-            deltas = _grouped(theirs, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
-            places = torch.cat([tokens[t].place for t in some])
-            spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, places, deltas)
+            inputs = [self._dropped(t, flat[tokens[t].index].to(dtype), forward, tokens[t]) for t in some]
+            deltas = _grouped(inputs, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
+            indices = torch.cat([tokens[t].index for t in some])
+            spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, indices, deltas)
             total = (total + spread.view(*x.shape[:-1], -1)).to(y.dtype)
         # Factors of tenants without samples on this rank get gradients of zeros, so that this rank's backward runs the
         # same collectives as those of other ranks.
-        absent = [factor for tenant in tenants if tenant not in tokens for factor in factors[tenant]]
+        absent = [factor for tenant in factors if tenant not in tokens for factor in factors[tenant]]
         return AllUsed.apply(total, *absent) if absent else total
 
     def _dropout(self, tenant: str, forward: Forward) -> TopologyInvariantDropout | None:
@@ -187,42 +180,44 @@ class _Adapter:
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """Return the output `y` of the base for its input `x`, with the adapter added."""
-        fed = x.to(self.A.dtype)  # as PEFT: first the cast, then dropout
+        x = x.to(self.A.dtype)  # as PEFT: first the cast, then dropout
         if self.dropout is not None:
-            fed = self.dropout.without(fed, self.dropout.dropped(fed.shape, fed.device, self.keys))
-        return (y + F.linear(F.linear(fed, self.A), self.B) * self.scaling).to(y.dtype)
+            x = self.dropout.without(x, self.dropout.dropped(x.shape, x.device, self.keys))
+        return (y + F.linear(F.linear(x, self.A), self.B) * self.scaling).to(y.dtype)
 
 
 def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, Factor]:
     """Place an adapter that a PEFT layer has whole over tp as the base layer is, and over dp_shard; return A and B."""
     tp_layer = tp_layer_of(base_of(layer))
     on_tp = {} if tp_layer is None else tp_layer.place_adapter(layer, tenant)
-    both = []
-    for role in ("lora_A", "lora_B"):
+
+    def factor(role: str) -> Factor:
         module = getattr(layer, role)[tenant]
         parameter, rows, partial = on_tp.get(role, (module.weight, None, False))
-        how = None
-        if shards is not None:
-            parameter, how = cut(parameter, shards)
-            module._parameters["weight"] = parameter
-        both.append(Factor(parameter, rows, partial, how))
-    return both[0], both[1]
+        if shards is None:
+            return Factor(parameter, rows, partial)
+        parameter, chunks = cut(parameter, shards)
+        module._parameters["weight"] = parameter
+        return Factor(parameter, rows, partial, chunks)
+
+    return factor("lora_A"), factor("lora_B")
 
 
-def _grouped(fed: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> Tensor:
+def _grouped(inputs: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> Tensor:
     """Return the scaled LoRA outputs of all tenants' tokens, one tenant after the other, [all tokens, out]."""
-    rank, grouped = max(A.shape[0] for A, _ in factors), _takes_groups(fed[0], factors[0][1].shape[0])
-    rank = -(-rank // _GROUPED_MULTIPLE) * _GROUPED_MULTIPLE if grouped else rank
-    down = torch.stack([F.pad(A, (0, 0, 0, rank - A.shape[0])) for A, _ in factors]).transpose(1, 2)
-    up = torch.stack([F.pad(B, (0, rank - B.shape[1])) for _, B in factors]).transpose(1, 2)
-    sizes = [len(x) for x in fed]
+    # inputs: [a tenant's tokens, in]; factors: A [r, in], B [out, r], padded to the largest r with zeros, which add
+    # nothing. Tokens are padded only where torch has no grouped matrix product.
+    r, grouped = max(A.shape[0] for A, _ in factors), _takes_groups(inputs[0], factors[0][1].shape[0])
+    r = -(-r // _GROUPED_MULTIPLE) * _GROUPED_MULTIPLE if grouped else r
+    down = torch.stack([F.pad(A, (0, 0, 0, r - A.shape[0])) for A, _ in factors]).transpose(1, 2)
+    up = torch.stack([F.pad(B, (0, r - B.shape[1])) for _, B in factors]).transpose(1, 2)
+    sizes = [len(x) for x in inputs]
     if grouped:
-        ends = torch.tensor(sizes).cumsum(0).to(device=fed[0].device, dtype=torch.int32)
-        low = F.grouped_mm(torch.cat(list(fed)), down, offs=ends)
+        ends = torch.tensor(sizes).cumsum(0).to(device=inputs[0].device, dtype=torch.int32)
+        low = F.grouped_mm(torch.cat(list(inputs)), down, offs=ends)
         deltas = F.grouped_mm(low, up, offs=ends).split(sizes)
         return torch.cat([delta * scale for delta, scale in zip(deltas, scales, strict=True)])
-    longest = max(sizes)
-    padded = torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in fed])
+    padded = torch.stack([F.pad(x, (0, 0, 0, max(sizes) - len(x))) for x in inputs])
     deltas = (padded @ down) @ up
     # Multiply by Python floats, as PEFT does: a tensor of the scales would round them to 16 bits first.
     return torch.cat([delta[:size] * scale for delta, size, scale in zip(deltas, sizes, scales, strict=True)])
@@ -272,19 +267,19 @@ class AdapterSlots:
         self, model: Any, state: ParallelState, shards: DeviceMesh | None, forward: Callable[[str], Forward | None]
     ) -> None:
         self._model, self._state, self._shards, self._forward = model, state, shards, forward
-        self._places = {name: module for module, name in clean_names(model).items()}
+        self._modules = {name: module for module, name in clean_names(model).items()}
         self._layers: dict[str, TenantLayer] = {}
         self._parts = compiled_parts(model)
 
     def factors(self, tenant: str, shapes: Any, dtype: torch.dtype | None) -> list[Factor]:
         """Return the factors that an adapter would have on this rank, without values."""
-        found: list[Factor] = []
+        factors: list[Factor] = []
         for where, layer in adapted_layers(shapes).items():
-            layer.base_layer = self._places[where]
+            layer.base_layer = self._modules[where]
             for role in ("lora_A", "lora_B"):
                 getattr(layer, role)[tenant].to(dtype=dtype)
-            found += placed(layer, tenant, self._shards)
-        return found
+            factors += placed(layer, tenant, self._shards)
+        return factors
 
     def put(self, tenant: str, seed: int, dtype: torch.dtype | None, where: str, shape: Any) -> TenantLayer:
         """Put the adapter of one PEFT layer of the bare base (`shape`, whole) on the model's layer of the same name."""
@@ -295,8 +290,7 @@ class AdapterSlots:
             count, rank = self._state.forward_count, dp_rank(self._state.mesh)
             shape.lora_dropout[tenant] = TopologyInvariantDropout(dropout.p, where, seed, count, rank)
         if where not in self._layers:
-            base = self._places[where]
-            shape.base_layer = base
+            shape.base_layer = base = self._modules[where]
             _replace(self._model, base, shape)
             shape.train(base.training)
             refuse_merge(shape, "a tenant's adapter", "into a base that others share")
@@ -316,14 +310,14 @@ class AdapterSlots:
 
     def remove(self, tenant: str) -> None:
         """Remove a tenant's adapter from each layer; one without adapters becomes the layer of the base again."""
-        for where, each in list(self._layers.items()):
-            each.factors.pop(tenant, None)
-            each.layer.delete_adapter(tenant)
-            if not each.factors:
-                base = each.restore()
-                _replace(self._model, each.layer, base)
+        for where, layer in list(self._layers.items()):
+            layer.factors.pop(tenant, None)
+            layer.layer.delete_adapter(tenant)
+            if not layer.factors:
+                base = layer.restore()
+                _replace(self._model, layer.layer, base)
                 if base in self._parts:
-                    self._parts[base].remove(each)
+                    self._parts[base].remove(layer)
                 del self._layers[where]
 
     def check_known(self, what: str, tenants: Collection[str]) -> None:
@@ -347,9 +341,9 @@ class AdapterSlots:
 
     def activate(self, tenants: Sequence[str]) -> None:
         """Make these tenants' adapters the ones that PEFT reports as active, and unfreeze what PEFT has frozen."""
-        for each in self._layers.values():
-            activate(each.layer, list(tenants))
-            for factor in (factor for both in each.factors.values() for factor in both):
+        for layer in self._layers.values():
+            activate(layer.layer, list(tenants))
+            for factor in (factor for both in layer.factors.values() for factor in both):
                 if not factor.parameter.requires_grad:  # frozen by PEFT's set_adapter; a later loss may penalise it
                     factor.parameter.requires_grad_(True)
 

@@ -55,15 +55,15 @@ class Factor:
 
     def compute(self, gathered: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
         """Return the values (`gathered`, if sharded over dp_shard) to compute with; `weight` scales their gradient."""
-        held: Tensor = self.parameter if gathered is None else gathered
+        values: Tensor = self.parameter if gathered is None else gathered
         if gathered is None and torch.is_grad_enabled():
-            held = self.lend(local(self.parameter))
-        elif isinstance(held, DTensor):
-            held = held.to_local()
-        held = scale_gradient(held, weight)
+            values = self.lend(local(self.parameter))
+        elif isinstance(values, DTensor):
+            values = values.to_local()
+        values = scale_gradient(values, weight)
         if self.rows is not None:
-            held = held.index_select(0, self.rows.to(held.device))
-        return held if dtype is None else held.to(dtype)
+            values = values.index_select(0, self.rows.to(values.device))
+        return values if dtype is None else values.to(dtype)
 
     def lend(self, whole: Tensor) -> Tensor:
         """Return `whole`, the part of the factor that this tp rank has, whose gradient a hook adds to `waiting`."""
@@ -84,9 +84,9 @@ class Factor:
 
     def take_gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return and drop `waiting`, to be summed over ranks, and the parameter's gradient, complete on every rank."""
-        found = self.waiting, self.parameter.grad
+        gradients = self.waiting, self.parameter.grad
         self.drop_gradients()
-        return found
+        return gradients
 
     def drop_gradients(self) -> None:
         """Drop both gradients."""
@@ -156,7 +156,7 @@ def number_of(text: str) -> int:
 class TenantTokens:
     """Hold the places of one tenant's n tokens in the input of a layer, flattened to [tokens, features]."""
 
-    place: Tensor  # index of each token in the flattened input, int64 [n]
+    index: Tensor  # of each token in the flattened input, int64 [n]
     row: Tensor  # number of each token's sample, among the tenant's on all data-parallel ranks, int32 [n]
     token: Tensor  # number of each token within its sample, int32 [n]
 
@@ -213,22 +213,19 @@ class Route:
                 f"route: the lengths of the segments add up to {sum(lengths)} tokens, and {layer} is fed {total}."
             )
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        flattened = self.lengths is None and len(shape) == 1
-        found = {}
+        tokens_of = {}
         for tenant in self.tenants:
             mine = [index for index, name in enumerate(self.names) if name == tenant]
             if not mine:
                 continue
-            row = [
-                torch.full((lengths[i],), self.first_sample[tenant] + n, dtype=torch.int32) for n, i in enumerate(mine)
-            ]
-            token = [torch.arange(lengths[i], dtype=torch.int32) for i in mine]
-            if flattened:
-                row = [sample * lengths[0] + place for sample, place in zip(row, token, strict=True)]
-                token = [torch.zeros_like(each) for each in token]
-            place = [torch.arange(starts[i], starts[i + 1]) for i in mine]
-            found[tenant] = TenantTokens(*(torch.cat(each).to(device) for each in (place, row, token)))
-        return found
+            first = self.first_sample[tenant]
+            index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mine])
+            row = torch.cat([torch.full((lengths[i],), first + n, dtype=torch.int32) for n, i in enumerate(mine)])
+            token = torch.cat([torch.arange(lengths[i], dtype=torch.int32) for i in mine])
+            if self.lengths is None and len(shape) == 1:  # the model flattens its rows: each token counts as a sample
+                row, token = row * lengths[0] + token, torch.zeros_like(token)
+            tokens_of[tenant] = TenantTokens(index.to(device), row.to(device), token.to(device))
+        return tokens_of
 
 
 @dataclass
@@ -279,35 +276,25 @@ def route_samples(
     removed: Callable[[Sequence[str]], Callable[[], list[str]]],
 ) -> Route:
     """Make the route of a batch: its tenants, and each one's weight and first sample on this rank. Collective."""
-    counts = _count_samples(tenants, names, lengths, mesh)
-    mine, total = dp_rank(mesh), counts.sum(0)
-    there = [name for name, number in zip(tenants, total.tolist(), strict=True) if number]
-    index = {name: number for number, name in enumerate(tenants)}
-    return Route(
-        tuple(there),
-        tuple(names),
-        lengths if lengths is None else tuple(lengths),
-        {name: int(counts[mine, index[name]]) / int(total[index[name]]) for name in there},
-        {name: int(counts[:mine, index[name]].sum()) for name in there},
-        removed(there),
-    )
-
-
-def _count_samples(
-    tenants: Sequence[str], names: Sequence[str], lengths: Sequence[int] | None, mesh: DeviceMesh
-) -> Tensor:
-    """Count each tenant's samples on each rank, int64 [data-parallel ranks, tenants]; compare tp peers. Collective."""
     digest = number_of(f"{list(names)} {None if lengths is None else list(lengths)}")
-    own = [list(names).count(name) for name in tenants]
-    everyone = gather_numbers([digest, *own], mesh.device_type)
-    tp = mesh["tp"].size()
-    everyone = everyone.view(-1, tp, everyone.shape[1])
+    everyone = gather_numbers([digest, *(list(names).count(name) for name in tenants)], mesh.device_type)
+    everyone = everyone.view(-1, mesh["tp"].size(), everyone.shape[1])
     for rank, peers in enumerate(everyone):
         if len(peers[:, 0].unique()) > 1:
             raise ValueError(
                 f"route: the tp ranks of data-parallel rank {rank} name other samples: give them the same batch."
             )
-    return everyone[:, 0, 1:]
+    counts = everyone[:, 0, 1:]  # [data-parallel ranks, tenants]
+    mine, total = dp_rank(mesh), counts.sum(0)
+    index = {name: number for number, name in enumerate(tenants) if total[number]}
+    return Route(
+        tuple(index),
+        tuple(names),
+        lengths if lengths is None else tuple(lengths),
+        {name: int(counts[mine, index[name]]) / int(total[index[name]]) for name in index},
+        {name: int(counts[:mine, index[name]].sum()) for name in index},
+        removed(list(index)),
+    )
 
 
 class ForwardTracker:
@@ -358,18 +345,17 @@ class ForwardTracker:
         """Return the tenants of backward passes that ended with an error, and forget these; none inside a backward."""
         if in_backward():
             return set()
-        forwards = [each for begun in self._begun.values() for each in begun if each is not None]
-        names = {name for each in forwards for name in each.route.tenants}
+        forwards = [forward for begun in self._begun.values() for forward in begun if forward is not None]
         self._begun.clear()
-        return names
+        return {name for forward in forwards for name in forward.route.tenants}
 
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward() or self.route is None:
             return
         rows = len(self.route.names or ())
-        fed = [x for x in tensors_in([args, kwargs]) if x.dim() in (2, 3) and x.shape[0] == rows]  # not images
+        inputs = tensors_in([args, kwargs])
+        widths = {x.shape[1] for x in inputs if x.dim() in (2, 3) and x.shape[0] == rows}  # not of images
         counts = self._count(self.route) if model.training else {}
-        widths = {x.shape[1] for x in fed}
         self._forward = Forward(self.route, counts, torch.is_grad_enabled(), widths, self.route.names is not None)
 
     def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -44,16 +44,16 @@ def save_tenant(
     with agreed():
         state = optimizer_state(optimizer, names)
     config = peft_configs(model)[name]
-    flat = {f"{parameter}\0{key}": each for parameter, of in state.tensors.items() for key, each in of.items()}
-    tensors = gather_on_rank_zero(flat)
+    states = state.tensors.items()
+    tensors = gather_on_rank_zero({f"{name}\0{key}": tensor for name, of in states for key, tensor in of.items()})
     with agreed():
         if is_rank_zero():
             written = ""
 
             def beside(path: Path) -> None:
                 nonlocal written
-                kept = {"format": _FORMAT, "dropout": _dropout(config), "base": dict(base), **record}
                 file = _state_of(path)
+                kept = {"format": _FORMAT, "dropout": _dropout(config), "base": dict(base), **record}
                 torch.save({**kept, "optimizer": state.record, "tensors": tensors}, file)
                 written = file.name
 
@@ -178,11 +178,11 @@ class Cut:
 
 def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
     """Return a parameter with this rank's dp_shard chunk of the part that this tp rank has, and the chunks' layout."""
-    held, ranks = local(parameter), mesh["dp_shard"].size()
-    dim = max(range(held.dim()), key=lambda each: parameter.shape[each])  # the same on all tp ranks
-    how = Cut(tuple(held.shape), dim, ranks)
-    mine = how.of(held, mesh.get_local_rank("dp_shard")).clone(memory_format=torch.contiguous_format)
-    placements: list[Placement] = [Shard(dim)]
+    part = local(parameter)
+    dim = max(range(part.dim()), key=lambda axis: parameter.shape[axis])  # the longest; the same on all tp ranks
+    chunks = Cut(tuple(part.shape), dim, mesh["dp_shard"].size())
+    mine = chunks.of(part, mesh.get_local_rank("dp_shard")).clone(memory_format=torch.contiguous_format)
+    placements: list[Placement] = [Shard(dim)]  # as FSDP2 places it on top of tensor parallelism
     axes = mesh["dp_shard"]
     if isinstance(parameter, DTensor):
         (over_tp,) = parameter.placements
@@ -192,24 +192,24 @@ def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
     sharded = DTensor.from_local(
         mine, axes, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return nn.Parameter(sharded), how
+    return nn.Parameter(sharded), chunks
 
 
 @torch.no_grad()
 def gather(parameters: Sequence[nn.Parameter], cuts: Sequence[Cut], mesh: DeviceMesh) -> list[Tensor]:
     """Return the parts of parameters that this tp rank has, in one message for each dtype over dp_shard. Collective."""
-    found: dict[int, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
+    ranks = mesh["dp_shard"].size()
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         some = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
-        ranks = mesh["dp_shard"].size()
         sizes = [[torch.Size(cuts[index].part(rank)).numel() for index in some] for rank in range(ranks)]
-        longest = max(sum(each) for each in sizes)
+        longest = max(map(sum, sizes))
         mine = torch.cat([local(parameters[index]).reshape(-1) for index in some])
         padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         everyone = padded.new_empty(ranks * longest)
         dist.all_gather(list(everyone.split(longest)), padded, group=mesh.get_group("dp_shard"))
         chunks = [everyone[rank * longest :][: sum(of_rank)].split(of_rank) for rank, of_rank in enumerate(sizes)]
-        for place, index in enumerate(some):
-            parts = [chunks[rank][place].view(cuts[index].part(rank)) for rank in range(ranks)]
-            found[index] = torch.cat(parts, cuts[index].dim)
-    return [found[index] for index in range(len(parameters))]
+        for position, index in enumerate(some):
+            parts = [chunks[rank][position].view(cuts[index].part(rank)) for rank in range(ranks)]
+            gathered[index] = torch.cat(parts, cuts[index].dim)
+    return [gathered[index] for index in range(len(parameters))]
