@@ -19,6 +19,7 @@ from lora_parallel.sizes import check_schedule
 
 T = TypeVar("T")
 
+# groups of names for the same thing in the engine's config, the front ends and other libraries
 _SAME = (
     ("tp", "tensor_parallel_size", "tp_size", "tensor_parallel", "tensor_model_parallel_size", "tp_degree"),
     ("cp", "context_parallel_size", "cp_size", "context_parallel", "context_parallel_degree", "cp_degree"),
@@ -35,7 +36,6 @@ _SAME = (
     ("block_classes", "transformer_cls_names_to_wrap", "auto_wrap_policy", "wrap_policy"),
     ("timeout_seconds", "timeout"),
 )
-"""Groups of names for the same thing in the engine's config, the strategies, the plugin and other libraries."""
 
 
 def suggest_arguments(kind: type[T]) -> type[T]:
