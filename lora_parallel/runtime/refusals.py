@@ -39,37 +39,37 @@ def seal(model: nn.Module, ranks: int) -> None:
         return
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, model))
-        module.__dict__["__deepcopy__"] = _refuse_copy  # copy.deepcopy finds it before FSDP2's, which is on the class
-        module.__dict__["__reduce_ex__"] = _refuse_pickle
+        # On the instance: copy.deepcopy finds it before FSDP2's, which is on the class.
+        module.__dict__["__deepcopy__"] = partial(_refuse, TypeError, _COPY)
+        module.__dict__["__reduce_ex__"] = partial(_refuse, TypeError, _PICKLE)
         if hasattr(module, "resize_token_embeddings"):
-            module.__dict__["resize_token_embeddings"] = _refuse_resize
+            module.__dict__["resize_token_embeddings"] = partial(_refuse, ValueError, _RESIZE)
     model.register_forward_hook(_explain_passing, always_call=True)
 
 
-def _refuse_copy(*_: Any) -> NoReturn:
-    raise TypeError(
-        "a module of a sharded model cannot be copied by copy.deepcopy: this rank holds parts of it, and what "
-        "communicates with the others. Copy it before parallelize (before the trainer or Accelerator shards it), and "
-        "parallelize the copy too; or save_adapter, or export_merged, and load that elsewhere. A reference model needs "
-        "no copy: it is this one with its adapters off (model.disable_adapter())."
-    )
+def _refuse(kind: type[Exception], message: str, *_: Any, **__: Any) -> NoReturn:
+    raise kind(message)
 
 
-def _refuse_pickle(*_: Any) -> NoReturn:
-    raise TypeError(
-        "a module of a sharded model cannot be pickled, by torch.save(model) for example: this rank holds parts of it, "
-        "and what communicates with the others. save_adapter writes the adapter, save_checkpoint what a run goes on "
-        "with, export_merged the whole model. All ranks must call them."
-    )
-
-
-def _refuse_resize(*_: Any, **__: Any) -> NoReturn:
-    raise ValueError(
-        "resize_token_embeddings was called on a sharded model, whose ranks hold parts of the embeddings: resize them "
-        "before parallelize (before the trainer or Accelerator shards the model)."
-    )
-
-
+_COPY = (
+    "a module of a sharded model cannot be copied by copy.deepcopy: this rank holds parts of it, and what communicates "
+    "with the others. Copy it before parallelize (before the trainer or Accelerator shards it), and parallelize the "
+    "copy too; or save_adapter, or export_merged, and load that elsewhere. A reference model needs no copy: it is this "
+    "one with its adapters off (model.disable_adapter())."
+)
+_PICKLE = (
+    "a module of a sharded model cannot be pickled, by torch.save(model) for example: this rank holds parts of it, and "
+    "what communicates with the others. save_adapter writes the adapter, save_checkpoint what a run goes on with, "
+    "export_merged the whole model. All ranks must call them."
+)
+_RESIZE = (
+    "resize_token_embeddings was called on a sharded model, whose ranks hold parts of the embeddings: resize them "
+    "before parallelize (before the trainer or Accelerator shards the model)."
+)
+_GENERATE = (
+    "generate does not work under pipeline parallelism (pp > 1), where each rank has some of the blocks: save the "
+    "adapter and generate on a mesh without pp, or with vLLM; or leave it out (predict_with_generate=False)."
+)
 _LOADING = (
     "Load an adapter with load_adapter(model, folder), a checkpoint with load_checkpoint(model, optimizer, folder), "
     "and other weights before parallelize."
@@ -180,14 +180,7 @@ def refuse_generate(model: nn.Module, base: nn.Module) -> None:
     """Make `generate` an error with the remedy, for a model of which each rank has a pipeline stage."""
     for holder in {model, base}:
         if hasattr(holder, "generate"):
-            holder.__dict__["generate"] = _refuse
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise ValueError(
-        "generate does not work under pipeline parallelism (pp > 1), where each rank has some of the blocks: save the "
-        "adapter and generate on a mesh without pp, or with vLLM; or leave it out (predict_with_generate=False)."
-    )
+            holder.__dict__["generate"] = partial(_refuse, ValueError, _GENERATE)
 
 
 def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:

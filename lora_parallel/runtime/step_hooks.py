@@ -40,6 +40,8 @@ from lora_parallel.runtime.refusals import Substitutes
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import TPContext
 
+log = logging.getLogger(__name__)
+
 
 class SameBatch:
     """Compare the inputs of each forward of one model between the ranks of one batch."""
@@ -60,7 +62,10 @@ class SameBatch:
 
     def check(self, inputs: Any, training: bool) -> None:
         """Raise RuntimeError if peers were fed other batches. Collective; over all ranks in the first to train."""
-        self._look_at_last()
+        if self._sent is not None:
+            (number, last, event), self._sent = self._sent, None
+            event.synchronize()
+            self._compare(number, last)
         self._forwards += 1
         first = training in self._unchecked
         self._unchecked.discard(training)
@@ -91,12 +96,6 @@ class SameBatch:
             total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)
         return torch.stack([total, ~total])
 
-    def _look_at_last(self) -> None:
-        if self._sent is not None:
-            (number, both, event), self._sent = self._sent, None
-            event.synchronize()
-            self._compare(number, both)
-
     def _compare(self, number: int, both: Tensor) -> None:
         highest, lowest = int(both[0]), ~int(both[1])
         if highest != lowest:
@@ -107,17 +106,6 @@ class SameBatch:
                 "process the same dataset (random data needs one seed); and call the model on all of these ranks, in "
                 "evaluation too."
             )
-
-
-log = logging.getLogger(__name__)
-
-
-def _refuse_attentions(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    if asks_for("output_attentions", kwargs, innermost(model)):
-        raise ValueError(
-            "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, and "
-            "would return that. Leave it False, or use tp=1."
-        )
 
 
 class StepHooks:
@@ -167,8 +155,11 @@ class StepHooks:
         self._substitutes.refuse(model)
         if isinstance(model, FSDPModule) and torch.is_grad_enabled() and not self._is_pipeline:
             self._check_frozen("FSDP2")
-        if self._context is not None:
-            _refuse_attentions(model, kwargs)
+        if self._context is not None and asks_for("output_attentions", kwargs, innermost(model)):
+            raise ValueError(
+                "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, "
+                "and would return that. Leave it False, or use tp=1."
+            )
         with agreed() if self._first_batch_checks else nullcontext():
             while self._first_batch_checks:
                 self._first_batch_checks.pop()(args, kwargs)

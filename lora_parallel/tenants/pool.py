@@ -45,6 +45,8 @@ from lora_parallel.tenants.tenant import (
     settings_of,
 )
 
+log = logging.getLogger(__name__)
+
 
 def finish(tenants: Sequence[Tenant], mesh: DeviceMesh) -> None:
     """Sum the gradients of tenants over all ranks, and add them to those that wait for a step. Collective."""
@@ -63,7 +65,7 @@ def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
         of_dtype = [index for index, factor in enumerate(factors) if factor.parameter.dtype == dtype]
         # Gradients that are partial over tp come first: the front of the message is summed over tp, all of it over dp.
         order = sorted(of_dtype, key=lambda index: not factors[index].partial)
-        parts = [_or_zeros(factors[index], gradients[index]) for index in order]
+        parts = [factors[i].zeros() if (gradient := gradients[i]) is None else gradient for i in order]
         there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=parts[0].device)
         flat = torch.cat([there, *(part.reshape(-1) for part in parts)])
         partial = sum(part.numel() for index, part in zip(order, parts, strict=True) if factors[index].partial)
@@ -83,15 +85,6 @@ def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
             known = sums[index]
             sums[index] = complete if known is None else known + complete
     return sums
-
-
-def _or_zeros(factor: Factor, gradient: Tensor | None) -> Tensor:
-    if gradient is not None:
-        return gradient
-    return torch.zeros(factor.shape, dtype=factor.parameter.dtype, device=factor.device)
-
-
-log = logging.getLogger(__name__)
 
 
 class TenantPool:

@@ -44,14 +44,13 @@ class Factor:
     waiting: Tensor | None = None
 
     @property
-    def device(self) -> torch.device:
-        """Return the device of the parameter."""
-        return local(self.parameter).device
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the part that this tp rank has, before it is sharded over dp_shard."""
         return tuple(local(self.parameter).shape) if self.cut is None else self.cut.shape
+
+    def zeros(self) -> Tensor:
+        """Return zeros in place of a gradient of the part that this tp rank has."""
+        return torch.zeros(self.shape, dtype=self.parameter.dtype, device=local(self.parameter).device)
 
     def compute(self, gathered: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
         """Return the values (`gathered`, if sharded over dp_shard) to compute with; `weight` scales their gradient."""
@@ -184,7 +183,9 @@ class Route:
         assert self.names is not None
         key = tuple(shape)
         if key not in self._tokens_by_shape:
-            if self.lengths is None and len(key) == 1 and widths and key[0] not in self._flat(widths):
+            # An input in one dim has all tokens of all rows, or one (pooled) of each row.
+            flat = {len(self.names) * width for width in (1, *widths)}
+            if self.lengths is None and len(key) == 1 and widths and key[0] not in flat:
                 raise ValueError(
                     f"route: {layer} is fed {key[0]} tokens in one dim, which are not those of {len(self.names)} rows "
                     f"of {' or '.join(map(str, sorted(widths)))}: nobody knows whose they are. Leave it out of "
@@ -192,11 +193,6 @@ class Route:
                 )
             self._tokens_by_shape[key] = self._place(key, device, layer)
         return self._tokens_by_shape[key]
-
-    def _flat(self, widths: set[int]) -> set[int]:
-        """Return the lengths that an input in one dim may have: all tokens of all rows, or one (pooled) of each row."""
-        assert self.names is not None
-        return {len(self.names) * width for width in (1, *widths)}
 
     @torch.inference_mode(False)  # a training forward in the same context must be able to use these tensors
     def _place(self, shape: tuple[int, ...], device: torch.device, layer: str) -> dict[str, TenantTokens]:
