@@ -69,11 +69,10 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Return the place of a rank along each axis of `AXES`."""
-    places = {}
+    indices = {}
     for axis in reversed(AXES):
-        size = sizes.get(axis, 1)
-        places[axis], rank = rank % size, rank // size
-    return {axis: places[axis] for axis in AXES}
+        rank, indices[axis] = divmod(rank, sizes.get(axis, 1))
+    return {axis: indices[axis] for axis in AXES}
 
 
 def rank_lines(sizes: Mapping[str, int]) -> Iterator[str]:

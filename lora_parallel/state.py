@@ -106,7 +106,7 @@ def state_of(model: nn.Module) -> ParallelState | None:
 
 def parallelized(module: nn.Module) -> dict[str, nn.Module]:
     """Map names to the models in `module`, itself included under the name "", that have been parallelized."""
-    return {name: each for name, each in module.named_modules() if state_of(each) is not None}
+    return {name: model for name, model in module.named_modules() if state_of(model) is not None}
 
 
 def mesh_of(module: nn.Module) -> DeviceMesh | None:
@@ -115,25 +115,25 @@ def mesh_of(module: nn.Module) -> DeviceMesh | None:
     Raises:
         ValueError: `module` is inside of a model of which this rank has pipeline stages.
     """
-    states = (state_of(each) for each in module.modules())
-    found = next((state.mesh for state in states if state is not None), None)
-    if found is None and any(OTHER_STAGE in each.__dict__ for each in module.modules()):
+    mesh = next((state.mesh for inner in module.modules() if (state := state_of(inner)) is not None), None)
+    if mesh is None and any(OTHER_STAGE in inner.__dict__ for inner in module.modules()):
         raise ValueError(
             f"this {type(module).__name__} is inside of a model with pipeline stages, of which this rank has some: "
             "pass what parallelize returned."
         )
-    return found
+    return mesh
 
 
 def names_elsewhere(module: nn.Module) -> set[str]:
     """Return the names, in `module`, of the parameters and buffers that only other pipeline stages hold there."""
-    names = set()
-    for prefix, model in parallelized(module).items():
-        stage = state_of(model).stage  # type: ignore[union-attr]
-        if stage is not None:
-            names |= {f"{prefix}.{name}" if prefix else name for name in stage.names}
-    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return names - {name for name, _ in held}
+    names = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, model in parallelized(module).items()
+        if (state := state_of(model)) is not None and state.stage is not None
+        for name in state.stage.names
+    }
+    here = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return names - {name for name, _ in here}
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
@@ -30,13 +31,11 @@ from lora_parallel.tenants.tenant import (
     Tenant,
     batch_norms,
     check_base,
-    check_budget,
     check_dtype,
     check_fits,
     check_layers,
     check_lora_config,
     check_name,
-    check_one_active,
     check_rows_apart,
     check_samples,
     describe_config,
@@ -46,13 +45,6 @@ from lora_parallel.tenants.tenant import (
 )
 
 log = logging.getLogger(__name__)
-
-
-def finish(tenants: Sequence[Tenant], mesh: DeviceMesh) -> None:
-    """Sum the gradients of tenants over all ranks, and add them to those that wait for a step. Collective."""
-    sums = iter(_summed([factor for tenant in tenants for factor in tenant.factors], mesh))
-    for tenant in tenants:
-        tenant.add_sums([next(sums) for _ in tenant.factors])
 
 
 @torch.no_grad()
@@ -110,7 +102,8 @@ class TenantPool:
     @collective_call("TenantPool")
     def __init__(self, model: nn.Module, shard: bool = False, budget: int | None = None) -> None:
         self._state, self._bare = check_base(model)
-        check_budget(budget)
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
+            raise ValueError(f"budget={budget!r}: give a positive number of bytes, or None for no limit.")
         self.model, self._budget, state = model, budget, self._state
         self._shards = state.mesh if shard and state.mesh["dp_shard"].size() > 1 else None
         self._tenants: dict[str, Tenant] = {}
@@ -241,8 +234,15 @@ class TenantPool:
         self._tell_peft()
 
     def check_export(self) -> None:
-        """Check that exactly one tenant is active, for `export_merged`, which calls it."""
-        check_one_active(self.model)
+        """Raise ValueError unless exactly one tenant is active: `export_merged` would merge the sum of several."""
+        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        tenants = sorted({name for layer in layers for name in layer.lora_A})
+        active = sorted({name for layer in layers for name in layer.active_adapters} & {*tenants})
+        if layers and len(active) != 1:
+            raise ValueError(
+                f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), "
+                "which makes one of them active."
+            )
 
     def _tell_peft(self) -> None:
         self._slots.tell({name: tenant.config for name, tenant in self._tenants.items()})
@@ -393,8 +393,10 @@ class TenantPool:
             tenant = self._tenant(name)
             if max_norm is not None and not max_norm > 0:
                 raise ValueError(f"max_norm={max_norm}: give a positive number, or None for no clipping.")
-        finish(waiting, self._state.mesh)
-        trained.difference_update(each.name for each in waiting)
+        sums = iter(_summed([factor for other in waiting for factor in other.factors], self._state.mesh))
+        for other in waiting:
+            other.add_sums([next(sums) for _ in other.factors])
+        trained.difference_update(other.name for other in waiting)
         norm = tenant.step(max_norm)
         self._zero(tenant)
         return norm

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -375,12 +375,6 @@ def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
     return state, state.bare
 
 
-def check_budget(budget: Any) -> None:
-    """Raise ValueError unless a budget is a positive number of bytes, or None."""
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
-        raise ValueError(f"budget={budget!r}: give a positive number of bytes, or None for no limit.")
-
-
 def check_samples(names: Sequence[str], lengths: Sequence[int] | None) -> list[int] | None:
     """Check the arguments of `TenantPool.route`; return the lengths as Python ints, or None."""
     if isinstance(names, str) or not len(names):
@@ -396,15 +390,3 @@ def check_samples(names: Sequence[str], lengths: Sequence[int] | None) -> list[i
     if len(counted) != len(names):
         raise ValueError(f"route names {len(names)} samples, and gives {len(counted)} lengths: one for each.")
     return counted
-
-
-def check_one_active(model: nn.Module) -> None:
-    """Raise ValueError unless exactly one of the tenants on a base is active: a sum of several would be merged."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    tenants = sorted({name for layer in layers for name in layer.lora_A})
-    active = sorted({name for layer in layers for name in layer.active_adapters} & {*tenants})
-    if layers and len(active) != 1:
-        raise ValueError(
-            f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), which "
-            "makes one of them active."
-        )
