@@ -90,7 +90,7 @@ BREAKAGES = [
         "guard",
         "torch.autograd.grad of a parameter gives one rank's part of a sum.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
-        """if not accumulate and each in self._partial:""",
+        """if not accumulate and parameter in self._partial:""",
         """if False:""",
     ),
 ]
