@@ -206,7 +206,7 @@ class TenantPool:
                     tenant.layers.append(self._slots.put(name, init_seed, dtype, where, layer))
 
                 draw(self._bare, shapes, name, config, init_seed, put)
-                tenant.give(made := optimizer(tenant.parameters))
+                tenant.set_optimizer(made := optimizer(tenant.parameters))
             check_alike(optimizer=settings_of(made))
         except BaseException:  # after an error on any rank no rank keeps the tenant
             self._discard(tenant)

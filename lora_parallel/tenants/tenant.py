@@ -128,7 +128,7 @@ class Tenant:
 
     _steps_now: bool = False
 
-    def give(self, made: Any) -> None:
+    def set_optimizer(self, made: Any) -> None:
         """Step `made`, the optimizer of the parameters, by `step` alone; refuse steps and clipping by anybody else."""
         _check_made(made, self.parameters)
         self.optimizer, self.finished = made, [None] * len(self.parameters)
