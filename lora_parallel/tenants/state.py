@@ -45,7 +45,7 @@ def save_tenant(
         state = optimizer_state(optimizer, names)
     config = peft_configs(model)[name]
     states = state.tensors.items()
-    tensors = gather_on_rank_zero({f"{name}\0{key}": tensor for name, of in states for key, tensor in of.items()})
+    tensors = gather_on_rank_zero({f"{param}\0{key}": tensor for param, of in states for key, tensor in of.items()})
     with agreed():
         if is_rank_zero():
             written = ""
@@ -57,6 +57,8 @@ def save_tenant(
                 torch.save({**kept, "optimizer": state.record, "tensors": tensors}, file)
                 written = file.name
 
+            # The new state stands beside the old one until the adapter has been replaced, so that the adapter in the
+            # folder has its state even if the save is interrupted.
             gathered.write(folder, beside)
             for old in folder.glob(STATE.format("*")):
                 if old.name != written:
