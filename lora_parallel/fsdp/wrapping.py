@@ -219,6 +219,7 @@ def shard_for_dp(
 
 def _tied_across(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
     """Return the sets of layers that share a weight and lie in different units; each becomes a unit of its own."""
+    # FSDP2 replaces the parameters of each unit by shards of its own, so that two units could not share a weight.
     unit_of: dict[nn.Module, object] = {module: block for block in blocks for module in block.modules()}
     adapted = (layer for layer in model.modules() if isinstance(layer, BaseTunerLayer))
     layer_of = {inner: layer for layer in adapted for inner in layer.modules()}

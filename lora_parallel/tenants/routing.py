@@ -308,6 +308,8 @@ class ForwardTracker:
         self.trained: set[str] = set()
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         model.register_forward_hook(self._forward_ends)
+        # When a gradient reaches the output of a module, layers that are recomputed after it belong to the forward that
+        # made this output. All modules have a hook, since a loss may be computed from a hidden state.
         for module in list(model.modules()):
             module.register_forward_hook(self._made)
 
