@@ -5,7 +5,6 @@ The front ends, and other libraries, name the same things differently.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ from lora_parallel.sizes import check_schedule
 
 T = TypeVar("T")
 
+# groups of names for the same thing in the engine's config, the front ends and other libraries
 _SAME = (
     ("tp", "tensor_parallel_size", "tp_size", "tensor_parallel", "tensor_model_parallel_size", "tp_degree"),
     ("cp", "context_parallel_size", "cp_size", "context_parallel", "context_parallel_degree", "cp_degree"),
@@ -35,7 +35,6 @@ _SAME = (
     ("block_classes", "transformer_cls_names_to_wrap", "auto_wrap_policy", "wrap_policy"),
     ("timeout_seconds", "timeout"),
 )
-"""Groups of names for the same thing in the engine's config, the strategies, the plugin and other libraries."""
 
 
 def suggest_arguments(kind: type[T]) -> type[T]:
@@ -43,19 +42,19 @@ def suggest_arguments(kind: type[T]) -> type[T]:
 
     The signature of the class stays as it is. Arguments that subclasses add are suggested too.
     """
-    own: Callable[..., None] = kind.__dict__["__init__"]
-    known = inspect.signature(own).parameters
+    bare_init: Callable[..., None] = kind.__dict__["__init__"]
+    known = signature(bare_init).parameters
 
-    @wraps(own)
+    @wraps(bare_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in kwargs.items():
             if name not in known:
-                taken = [each for each in _arguments(type(self), kind) if each not in kwargs]
+                taken = [argument for argument in _arguments(type(self), kind) if argument not in kwargs]
                 raise TypeError(
                     f"{type(self).__name__} has no argument {name}={value!r}: {_meant(name, taken)}It has "
                     f"{', '.join(_arguments(type(self), kind))}."
                 )
-        own(self, *args, **kwargs)
+        bare_init(self, *args, **kwargs)
 
     kind.__init__ = init  # type: ignore[method-assign]
     return kind
@@ -84,16 +83,16 @@ def check_positive(name: str, value: object, also: str | None = None) -> None:
 
 def _arguments(kind: type, last: type) -> list[str]:
     """List the arguments of `kind` that may be given by name, with those of its base classes up to `last`."""
-    found: dict[str, None] = {}
-    for each in kind.__mro__[: kind.__mro__.index(last) + 1]:
-        if "__init__" in each.__dict__:
-            parameters = list(inspect.signature(each.__dict__["__init__"]).parameters.values())[1:]
-            found |= {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return list(found)
+    names: dict[str, None] = {}
+    for base in kind.__mro__[: kind.__mro__.index(last) + 1]:
+        if "__init__" in base.__dict__:
+            parameters = list(signature(base.__dict__["__init__"]).parameters.values())[1:]
+            names |= {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return list(names)
 
 
 def _meant(name: str, taken: Iterable[str]) -> str:
-    same = [each for names in _SAME if name in names for each in names if each in taken]
+    same = [synonym for names in _SAME if name in names for synonym in names if synonym in taken]
     near = same or get_close_matches(name, list(taken), 1)
     return f"did you mean {near[0]}? " if near else ""
 
@@ -216,14 +215,8 @@ class ParallelConfig:
         check_positive("dp_shard", self.dp_shard, also="auto")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
-        for name in (
-            "reshard_after_forward",
-            "activation_checkpointing",
-            "require_adapters",
-            "sequence_parallel",
-            "cpu_offload",
-            "loss_parallel",
-        ):
+        flags = ("reshard_after_forward", "activation_checkpointing", "require_adapters", "sequence_parallel")
+        for name in (*flags, "cpu_offload", "loss_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if self.cp_method not in ("ulysses", "all_gather"):
@@ -241,9 +234,7 @@ class ParallelConfig:
             raise ValueError(f'block_classes={self.block_classes!r}: give "auto" or a list of class names.')
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
-            if dtype is None:
-                continue
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"{name}={dtype!r}: give a floating-point torch.dtype or None.")
         if self.param_dtype is torch.float16:
             raise ValueError(

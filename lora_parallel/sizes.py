@@ -13,24 +13,15 @@ from typing import Any
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """All mesh axes, the outermost first. Everything that depends on their order is derived from this."""
 
-_ONLY_IF_USED = ("pp", "cp")
-"""Axes that a mesh has only where they have more than one rank."""
+_ONLY_IF_USED = ("pp", "cp")  # axes that a mesh has only where they have more than one rank
 
-_RANKS_IN_A_TABLE = 16
-"""Largest number of ranks whose coordinates are printed one by one."""
+_RANKS_IN_A_TABLE = 16  # largest number of ranks whose coordinates are printed one by one
 
 
 def axis_sizes(asked: Mapping[str, Any], world_size: int, remedy: str = 'leave dp_shard="auto"') -> dict[str, int]:
-    """Return the size of each axis of `AXES` for `world_size` ranks.
+    """Return the size of each axis of `AXES` for `world_size` ranks; that of dp_shard may be "auto".
 
-    Args:
-        asked: The size of each axis; that of dp_shard may be "auto".
-        world_size: The number of ranks.
-        remedy: What else than another number of processes makes the sizes fit, for the message.
-
-    Raises:
-        ValueError: The product of the sizes is not `world_size`; or, with `dp_shard="auto"`, the product of the other
-            sizes does not divide it.
+    Raises ValueError, which ends with `remedy`, if the product of the sizes is not `world_size`, or does not divide it.
     """
     asked = {axis: asked[axis] for axis in AXES}
     given = {axis: size for axis, size in asked.items() if size != "auto" and (size > 1 or axis not in _ONLY_IF_USED)}
@@ -50,11 +41,7 @@ def axis_sizes(asked: Mapping[str, Any], world_size: int, remedy: str = 'leave d
 
 
 def check_schedule(pp: int, schedule: str, stages_per_rank: int) -> None:
-    """Check that a pipeline's schedule exists, and that it is for this number of stages on each rank.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise ValueError unless a pipeline's schedule exists, and is for this number of stages on each rank."""
     if schedule not in ("1f1b", "gpipe", "interleaved"):
         raise ValueError(f'pp_schedule={schedule!r}: give "1f1b", "gpipe" or "interleaved".')
     if pp > 1 and (schedule == "interleaved") != (stages_per_rank > 1):
@@ -82,11 +69,10 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Return the place of a rank along each axis of `AXES`."""
-    places = {}
+    indices = {}
     for axis in reversed(AXES):
-        size = sizes.get(axis, 1)
-        places[axis], rank = rank % size, rank // size
-    return {axis: places[axis] for axis in AXES}
+        rank, indices[axis] = divmod(rank, sizes.get(axis, 1))
+    return {axis: indices[axis] for axis in AXES}
 
 
 def rank_lines(sizes: Mapping[str, int]) -> Iterator[str]:

@@ -14,8 +14,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.gradients import PartialGradients, backward_sync
 
 _ATTRIBUTE = "_lora_parallel_state"
-OTHER_STAGE = "_lora_parallel_other_stage"
-"""Name of an attribute of the modules that stand in for those of other pipeline stages."""
+OTHER_STAGE = "_lora_parallel_other_stage"  # attribute of the modules that stand in for those of other pipeline stages
 
 
 @dataclass
@@ -26,34 +25,19 @@ class ForwardCount:
     model's outputs sets `current` back to the forward that made the outputs, before any of it is recomputed.
     """
 
-    done: int = 0
-    """Number of training forwards started so far; it is part of a checkpoint."""
-
+    done: int = 0  # training forwards started so far; part of a checkpoint
+    # the forward that is being computed or recomputed, whose dropout masks are needed
     current: int = field(default=0, repr=False)
-    """Number of the forward that is being computed or recomputed, whose dropout masks are needed."""
-
-    running: bool = field(default=False, repr=False)
-    """True if the model's forward is running."""
-
-    microbatch: int = field(default=0, repr=False)
-    """Index of the micro-batch that is being computed or recomputed, of those of one data-parallel rank's batch."""
-
-    microbatches: int = field(default=1, repr=False)
-    """Number of micro-batches of a batch."""
+    running: bool = field(default=False, repr=False)  # True if the model's forward is running
+    microbatch: int = field(default=0, repr=False)  # index, in this rank's batch, of the one computed or recomputed
+    microbatches: int = field(default=1, repr=False)  # number of micro-batches of a batch
 
     def share_of(self, dp_rank: int) -> int:
-        """Return the index of the rows that are being computed, of shares as large as theirs of the global batch.
-
-        Args:
-            dp_rank: Index of the batch that this rank sees.
-        """
+        """Return the index of the rows that are being computed, of shares as large as theirs of the global batch."""
         return dp_rank * self.microbatches + self.microbatch
 
     def advance(self, training: bool) -> None:
-        """Count a forward that starts, if it is a training forward.
-
-        The hooks do not call it for a forward that is recomputed.
-        """
+        """Count a forward that starts, if it is a training forward; recomputed ones are not counted."""
         if training:
             self.done += 1
             self.current = self.done
@@ -73,14 +57,9 @@ class AdapterPool(Protocol):
 class StageTensors:
     """Say which tensors of the whole model a rank holds, under pipeline parallelism."""
 
-    names: frozenset[str]
-    """Names of all parameters and buffers of the whole model, those of tied weights included."""
-
-    repeated: frozenset[str]
-    """Names of tensors that a rank with a smaller number on the pp axis lists, if this rank holds them at all."""
-
-    tied: dict[str, str]
-    """First name of each tied weight by its other names, without PEFT's additions."""
+    names: frozenset[str]  # of all parameters and buffers of the whole model, tied weights included
+    repeated: frozenset[str]  # held here, and listed by a rank with a smaller number on the pp axis
+    tied: dict[str, str]  # first name of each tied weight by its other names, without PEFT's additions
 
 
 @dataclass
@@ -89,43 +68,26 @@ class ParallelState:
 
     mesh: DeviceMesh
     config: ParallelConfig
-    styles: dict[str, str]
-    """Style of each layer that has one, by the layer's name in PEFT's terms; empty if tp is 1."""
-
+    styles: dict[str, str]  # style of each layer that has one, by the layer's name in PEFT's terms; empty if tp is 1
     gradients: PartialGradients
     forward_count: ForwardCount
+    # adapters that `parallelize` injected with an initialisation that makes B A zero
     fresh_adapters: tuple[str, ...] = ()
-    """Names of the adapters that `parallelize` injected with an initialisation that makes B A zero."""
-
-    materialized: bool = True
-    """False if the base weights were left on meta."""
-
+    materialized: bool = True  # False if the base weights were left on meta
+    # Copy on meta of the model before it was sharded, for adapters that come later; the exception that says why copying
+    # failed; None if the model has adapters or must have them.
     bare: nn.Module | Exception | None = field(default=None, repr=False)
-    """Copy on meta of the model before it was sharded, for adapters that come later.
-
-    If copying failed, it is the exception that says why. It is None if the model has adapters or must have them.
-    """
-
+    # pool of adapters that come and go on the model as their base
     pool: AdapterPool | None = field(default=None, repr=False)
-    """Pool of adapters that come and go on the model as their base, or None."""
-
-    trained: frozenset[str] = frozenset()
-    """Names of the parameters that trained when the model was parallelized."""
-
+    trained: frozenset[str] = frozenset()  # parameters that trained when the model was parallelized
+    # of the base parameters when the model was parallelized, by name; None if it was left on meta
     fingerprints: dict[str, str] | None = None
-    """Fingerprints of the base parameters when the model was parallelized, by name; None if it was left on meta.
-
-    See `lora_parallel.adapters.base_fingerprint`.
-    """
-
+    # checks what trains, of a model that was parallelized to be evaluated and has not trained yet
     check_trains: Callable[..., None] | None = field(default=None, repr=False)
-    """Checks what trains, of a model that was parallelized to be evaluated and has not trained yet; else None."""
-
+    # tensors of the whole model and of this rank's stages; None without pipeline parallelism
     stage: StageTensors | None = field(default=None, repr=False)
-    """Tensors of the whole model and of this rank's stages; None without pipeline parallelism."""
-
+    # the `pp.pipeline.Pipeline` that runs the model's forward
     pipeline: object | None = field(default=None, repr=False)
-    """The `lora_parallel.pp.pipeline.Pipeline` that runs the model's forward; None without pipeline parallelism."""
 
     def recover(self) -> None:
         """Drop what a failed step has left. It is called as the next step begins."""
@@ -144,7 +106,7 @@ def state_of(model: nn.Module) -> ParallelState | None:
 
 def parallelized(module: nn.Module) -> dict[str, nn.Module]:
     """Map names to the models in `module`, itself included under the name "", that have been parallelized."""
-    return {name: each for name, each in module.named_modules() if state_of(each) is not None}
+    return {name: model for name, model in module.named_modules() if state_of(model) is not None}
 
 
 def mesh_of(module: nn.Module) -> DeviceMesh | None:
@@ -153,25 +115,25 @@ def mesh_of(module: nn.Module) -> DeviceMesh | None:
     Raises:
         ValueError: `module` is inside of a model of which this rank has pipeline stages.
     """
-    states = (state_of(each) for each in module.modules())
-    found = next((state.mesh for state in states if state is not None), None)
-    if found is None and any(OTHER_STAGE in each.__dict__ for each in module.modules()):
+    mesh = next((state.mesh for inner in module.modules() if (state := state_of(inner)) is not None), None)
+    if mesh is None and any(OTHER_STAGE in inner.__dict__ for inner in module.modules()):
         raise ValueError(
             f"this {type(module).__name__} is inside of a model with pipeline stages, of which this rank has some: "
             "pass what parallelize returned."
         )
-    return found
+    return mesh
 
 
 def names_elsewhere(module: nn.Module) -> set[str]:
     """Return the names, in `module`, of the parameters and buffers that only other pipeline stages hold there."""
-    names = set()
-    for prefix, model in parallelized(module).items():
-        stage = state_of(model).stage  # type: ignore[union-attr]
-        if stage is not None:
-            names |= {f"{prefix}.{name}" if prefix else name for name in stage.names}
-    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return names - {name for name, _ in held}
+    names = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, model in parallelized(module).items()
+        if (state := state_of(model)) is not None and state.stage is not None
+        for name in state.stage.names
+    }
+    here = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return names - {name for name, _ in here}
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

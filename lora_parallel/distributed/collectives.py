@@ -20,10 +20,7 @@ from lora_parallel.distributed.torch_private import all_gather_stacked, all_redu
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the start and the end of chunk `index`, if `size` elements are split into `parts` chunks.
-
-    The chunks are those of `torch.chunk` and of DTensor's `Shard`.
-    """
+    """Return the start and end of chunk `index` of `parts` in `size` elements, cut as by `torch.chunk` and `Shard`."""
     width = -(-size // parts)
     return min(index * width, size), min((index + 1) * width, size)
 
@@ -33,62 +30,43 @@ def unless_compiled(name: str) -> str:
     return "" if torch.compiler.is_compiling() else name
 
 
-def _axis(group: ProcessGroup) -> str:
-    """Return the name of the mesh axis that a process group is of."""
-    return group.group_desc.removeprefix("mesh_")
-
-
 @contextmanager
 def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
-    """Turn the failure of a collective into an error that names the collective this rank was in.
-
-    A compiled graph holds the collective alone; there, nothing is caught.
-    """
-    if torch.compiler.is_compiling():
+    """Turn the failure of a collective into an error that names it: `what` is the kind of tensor, `where` the layer."""
+    if torch.compiler.is_compiling():  # a graph holds the collective alone
         yield
         return
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: the collective '{what} of {where}' over {_axis(group)} (ranks "
-            f"{dist.get_process_group_ranks(group)}) failed. Compare with what the other ranks name: a rank that names "
-            f"another collective, or none, ran a different program. Cause: {error}"
+            f"rank {dist.get_rank()}: the collective '{what} of {where}' over "
+            f"{group.group_desc.removeprefix('mesh_')} (ranks {dist.get_process_group_ranks(group)}) failed. Compare "
+            "with what the other ranks name: a rank that names another collective, or none, ran a different program. "
+            f"Cause: {error}"
         ) from error
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
-    """Return the sum of `tensor` over the ranks of `group`, as a new tensor.
-
-    If the collective fails, the error names it by `what` (the kind of tensor) and `where` (the layer).
-    """
+    """Return the sum of `tensor` over the ranks of `group`, as a new tensor."""
     with _named(what, where, group):
         return all_reduce_sum(tensor.contiguous(), group)
 
 
 def stacked_over(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
-    """Return the `tensor` of each rank of `group`, stacked to [ranks, ...]. Autograd does not see it.
-
-    If the collective fails, the error names it by `what` (the kind of tensor) and `where` (the layer).
-    """
+    """Return the `tensor` of each rank of `group`, stacked to [ranks, ...]. Autograd does not see it."""
     with _named(what, where, group):
         return all_gather_stacked(tensor.contiguous(), group)
 
 
 def exchanged(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
-    """Send part i of `stacked` [ranks, ...] to rank i, and return each rank's part for this one, [ranks, ...].
-
-    Autograd does not see it. If the collective fails, the error names it by `what` and `where`, as `all_reduce` does.
-    """
+    """Send part i of `stacked` [ranks, ...] to rank i; return each rank's part for this one, without autograd."""
     with _named(what, where, group):
         return all_to_all(stacked, group)
 
 
 def scattered_sum(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
-    """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over the ranks. Autograd does not see it.
-
-    If the collective fails, the error names it by `what` and `where`, as `all_reduce` does.
-    """
+    """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over the ranks. Autograd does not see it."""
     with _named(what, where, group):
         return reduce_scatter_sum(stacked, group)
 
@@ -113,14 +91,11 @@ class _CopyToTP(torch.autograd.Function):
             return None, None, all_reduce(grads[0], ctx.group, "input gradient", ctx.where)
         flat = torch.cat([grad.flatten() for grad in grads])
         total = all_reduce(flat, ctx.group, "input gradients", ctx.where).split([grad.numel() for grad in grads])
-        return None, None, *(each.view_as(grad).to(grad.dtype) for each, grad in zip(total, grads, strict=True))
+        return None, None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(total, grads, strict=True))
 
 
 class _SumOverTP(torch.autograd.Function):
-    """Sum partial outputs over tp in forward; in backward return the gradient unchanged.
-
-    Every tp rank computes on with the same output, so that its gradient is the same on every rank.
-    """
+    """Sum partial outputs over tp in forward; in backward return the gradient, which is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
@@ -132,8 +107,7 @@ class _SumOverTP(torch.autograd.Function):
         return grads[0], None, None
 
 
-_TOKENS = 1
-"""Dim of the tokens in activations [rows, tokens, features]."""
+_TOKENS = 1  # dim of the tokens in activations [rows, tokens, features]
 
 
 def padded(x: Tensor, dim: int, size: int) -> Tensor:
@@ -148,10 +122,9 @@ def _all_chunks(x: Tensor, size: int, dim: int, group: ProcessGroup, what: str, 
     ranks = group.size()
     stacked = stacked_over(padded(x, dim, -(-size // ranks)), group, what, where)
     bounds = (chunk_bounds(size, ranks, rank) for rank in range(ranks))
-    parts = zip(stacked.unbind(0), bounds, strict=True)
     # A new tensor, never a view: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a view
     # would lose the hooks.
-    return torch.cat([part.narrow(dim, 0, end - start) for part, (start, end) in parts], dim=dim)
+    return torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(stacked, bounds, strict=True)], dim=dim)
 
 
 def _my_chunk(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -169,36 +142,28 @@ def _all_tokens(x: Tensor, size: int, group: ProcessGroup, what: str, where: str
 
 
 def _tokens_first(x: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """Return `x` [rows, tokens, ...] as [size, rows, ...], with zeros at the end.
-
-    A graph that serves lengths which vary has its tokens in the first dim. In another dim, whether a tensor without its
-    last tokens is contiguous would depend on whether tp divides the length, and torch.compile would make a graph for
-    each case. For the same reason the tensor is always padded.
-    """
-    rest = (0, 0) * (x.dim() - 1)
-    padded = torch.nn.functional.pad(x.transpose(0, 1), (*rest, 0, group.size() - 1))
-    return padded.contiguous().narrow(0, 0, size)
+    """Return `x` [rows, tokens, ...] as [size, rows, ...], with zeros at the end."""
+    # A graph that serves lengths which vary has its tokens in the first dim, and always pads. In another dim, whether a
+    # tensor without its last tokens is contiguous would depend on whether tp divides the length: a graph for each case.
+    longer = torch.nn.functional.pad(x.transpose(0, 1), ((0, 0) * (x.dim() - 1) + (0, group.size() - 1)))
+    return longer.contiguous().narrow(0, 0, size)
 
 
 def _sum_of_mine(x: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return this rank's chunk of the tokens of the sum of `x` [rows, tokens, ...] over `group`."""
     size = x.shape[_TOKENS]
     width = -(-size // group.size())
+    start, end = chunk_bounds(size, group.size(), group.rank())
     if torch.compiler.is_compiling():
         chunks = _tokens_first(x, width * group.size(), group).unflatten(0, (group.size(), width))
-        start, end = chunk_bounds(size, group.size(), group.rank())
         return scattered_sum(chunks, group, what, where).narrow(0, 0, end - start).transpose(0, 1).contiguous()
     stacked = torch.stack(padded(x, _TOKENS, width * group.size()).split(width, dim=_TOKENS))
     mine = scattered_sum(stacked, group, what, where)
-    start, end = chunk_bounds(size, group.size(), group.rank())
     return mine.narrow(_TOKENS, 0, end - start).clone(memory_format=torch.contiguous_format)
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Concatenate the ranks' chunks of a dim in forward; in backward keep this rank's chunk of the gradient.
-
-    Every rank computes the same with the concatenation, so that its gradient is the same on every rank.
-    """
+    """Concatenate the ranks' chunks of a dim in forward; in backward keep this rank's chunk of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
@@ -212,10 +177,7 @@ class _GatherChunks(torch.autograd.Function):
 
 
 class _SplitChunks(torch.autograd.Function):
-    """Keep this rank's chunk of a dim in forward; in backward concatenate the gradients of all ranks' chunks.
-
-    The input is the same on every rank.
-    """
+    """Keep this rank's chunk of a dim in forward; in backward concatenate the gradients of all ranks' chunks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
@@ -231,10 +193,7 @@ class _SplitChunks(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Gather the ranks' chunks of the tokens in forward; in backward sum the gradient over tp, for this rank's chunk.
-
-    The tokens feed layers that compute with slices of their weights, so that their gradient is a partial sum.
-    """
+    """Gather the ranks' chunks of the tokens in forward; in backward sum the gradients for this rank's chunk."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
@@ -262,11 +221,7 @@ class _SumOfTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
-    """Return all `size` tokens, of which each rank has a chunk `x` [rows, chunk of the tokens, ...].
-
-    The tokens are the input of layers that tp splits. Their gradient is a partial sum on each rank; backward sums it
-    over tp, for this rank's chunk.
-    """
+    """Return all `size` tokens from each rank's chunk `x`, for layers that tp splits: backward sums over tp."""
     return _GatherTokens.apply(x, size, group, where)
 
 
@@ -281,23 +236,17 @@ def split_tokens(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
 
 
 def whole_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
-    """Return all `size` tokens, of which each rank has a chunk `x` [rows, chunk of the tokens, ...].
-
-    Every rank computes the same with the tokens; backward keeps the gradient of this rank's chunk, without a sum.
-    """
+    """Return all `size` tokens from each rank's chunk `x`; the same compute follows on every rank, and no sum."""
     return _GatherChunks.apply(x, size, _TOKENS, group, "tokens", where)
 
 
 def copy_to_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
-    """Return `x`, which is the same on every rank, to feed layers that tp splits.
-
-    The gradient that comes back is a partial sum on each rank; backward sums it over tp.
-    """
+    """Return `x`, the same on every rank, to feed layers that tp splits; backward sums its gradients over tp."""
     return _CopyToTP.apply(group, where, x)[0]
 
 
 def copy_all_to_tp(xs: Sequence[Tensor], group: ProcessGroup, where: str) -> tuple[Tensor, ...]:
-    """Return the tensors `xs` as `copy_to_tp` returns each of them, with one all-reduce for all of their gradients."""
+    """Return the tensors `xs` as `copy_to_tp` does, with one all-reduce for all of their gradients."""
     return _CopyToTP.apply(group, where, *xs)
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.torch_private import compute_for_dtensors, local_region
 from lora_parallel.storage import saving_bar
+
+_BUCKET_BYTES = 64 * 2**20
+log = logging.getLogger(__name__)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -38,9 +40,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))
-
-
-_BUCKET_BYTES = 64 * 2**20
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -86,14 +85,12 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Describe a tensor, and what one rank holds of it."""
+class _LocalRegion:
+    """Describe a tensor, and the region of it that one rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: str
-    """Type of the device that its bytes are sent from."""
-
+    device: str  # type of the device that its bytes are sent from
     region: tuple[slice, ...]
 
     @property
@@ -121,30 +118,27 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
     rank, world = dist.get_rank(), dist.get_world_size()
-    everyone: list[dict[str, _Held]] = [{} for _ in range(world)]
-    dist.all_gather_object(everyone, {name: _held(tensor) for name, tensor in detached.items()})
-    union = {name: held for theirs in everyone for name, held in theirs.items()}
+    everyone: list[dict[str, _LocalRegion]] = [{} for _ in range(world)]
+    dist.all_gather_object(everyone, {name: _local_region(tensor) for name, tensor in detached.items()})
+    union = {name: region for regions in everyone for name, region in regions.items()}
     gathered: dict[str, Tensor] = {}
-    sizes = {name: held.whole_bytes for name, held in union.items()}
+    sizes = {name: region.whole_bytes for name, region in union.items()}
     progress = saving_bar("Saving", sum(sizes.values()))
-    for bucket in _buckets(union):
+    for bucket in _buckets(sizes):
         parts = [_bytes_to_send(detached[name]) for name in bucket if name in detached]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)
-        counts = [sum(held[name].bytes for name in bucket if name in held) for held in everyone]
+        counts = [sum(regions[name].bytes for name in bucket if name in regions) for regions in everyone]
         padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
         received = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
         dist.gather(padded, received, dst=0)
         if received is None:
             continue
-        for name in bucket:
-            gathered[name] = torch.empty(union[name].shape, dtype=union[name].dtype)
-        for part, held in zip(received, everyone, strict=True):
+        gathered |= {name: torch.empty(union[name].shape, dtype=union[name].dtype) for name in bucket}
+        for part, regions in zip(received, everyone, strict=True):
             start, flat = 0, part.cpu()
-            for name in bucket:
-                if name not in held:
-                    continue
-                end = start + held[name].bytes
-                target = gathered[name][held[name].region]
+            for name in (name for name in bucket if name in regions):
+                end = start + regions[name].bytes
+                target = gathered[name][regions[name].region]
                 target.copy_(flat[start:end].clone().view(target.dtype).view(target.shape))
                 start = end
         progress.update(sum(sizes[name] for name in bucket))
@@ -152,42 +146,32 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return gathered
 
 
-def _held(tensor: Tensor) -> _Held:
+def _local_region(tensor: Tensor) -> _LocalRegion:
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
-    return _Held(tuple(tensor.shape), tensor.dtype, device, region_of(tensor))
+    return _LocalRegion(tuple(tensor.shape), tensor.dtype, device, region_of(tensor))
 
 
 def _bytes_to_send(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor` as bytes, on the device of its mesh.
-
-    An offloaded part is in the CPU's memory, for which the process group may have no backend.
-    """
+    """Return this rank's part of `tensor` as bytes, on the device of its mesh."""
+    # An offloaded part is in the CPU's memory, for which the process group may have no backend.
     raw = local(tensor).reshape(-1).view(torch.uint8)
     return raw.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else raw
 
 
-def _buckets(tensors: Mapping[str, _Held]) -> Iterator[list[str]]:
+def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield names of tensors that are gathered together, by the bytes of whole tensors: ranks agree on the buckets."""
     bucket: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        whole = tensor.whole_bytes  # ranks must agree on the buckets
-        if bucket and size + whole > _BUCKET_BYTES:
+    for name, size in sizes.items():
+        if bucket and sum(sizes[other] for other in bucket) + size > _BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
         bucket.append(name)
-        size += whole
     if bucket:
         yield bucket
 
 
-log = logging.getLogger(__name__)
-
-
 def guard_dtensor_operators() -> None:
-    """Replace torch's `item` and the operators of `GradScaler.unscale_` and `detect_anomaly`, for DTensors.
-
-    They are replaced in this process. Results that torch computes correctly stay the same.
-    """
+    """Replace `item`, and what `GradScaler.unscale_` and `detect_anomaly` call, for DTensors in this process."""
     aten = torch.ops.aten
     replaced = {
         aten._local_scalar_dense: _item,
@@ -203,15 +187,13 @@ def guard_dtensor_operators() -> None:
 
 
 def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute `tensor.item()`, `float(tensor)`, `int(tensor)` or `bool(tensor)`; refuse a value spread over the ranks.
-
-    A reduction would give the right value, and would hang if one rank logs the value alone.
-    """
+    """Compute `.item()`, `float(tensor)`, `int(tensor)` or `bool(tensor)`; refuse a value spread over the ranks."""
     tensor: DTensor = args[0]
     mesh = tensor.device_mesh
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate() and mesh.size(axis) > 1:
             over = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
+            # A reduction would give the right value, and would hang if one rank logs the value alone.
             raise RuntimeError(
                 f"item() of a DTensor that is {placement!r} over the mesh axis {over}: each rank has a part of the "
                 "value, and would return that (as float(), int() and bool() do). Call .full_tensor().item() on every "
@@ -221,29 +203,20 @@ def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Say whether this rank's part holds a True, for `torch.autograd.detect_anomaly`, which looks for NaN by it.
-
-    torch has no sharding rule for it. The rank whose part holds the NaN raises the error, as for a plain tensor.
-    """
+    """Return True if this rank's part holds a True, by which `torch.autograd.detect_anomaly` looks for NaN."""
+    # torch has no sharding rule for it. The rank whose part holds the NaN raises the error, as for a plain tensor.
     return operator(local(args[0]))
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Divide gradients by the scale, and note whether one is not finite, for `GradScaler.unscale_` and `step`.
-
-    Every rank of every mesh that a gradient is on learns if a gradient is not finite, by one all-reduce of a number for
-    each mesh axis; a run without a scaler has none of them. All ranks then step or skip together, and change the scale
-    alike.
-    """
+    """Divide gradients by the scale, and note whether one is not finite, for `GradScaler.unscale_` and `step`."""
     gradients: list[Tensor] = args[0]
     found_inf: Tensor = args[1]
     operator([local(gradient) for gradient in gradients], *args[1:], **kwargs)
-    groups: dict[str, ProcessGroup] = {}
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            for axis in range(gradient.device_mesh.ndim):
-                group = gradient.device_mesh.get_group(axis)
-                if group.size() > 1:
-                    groups[group.group_name] = group
+    # Every rank of every mesh that a gradient is on learns of it: all ranks step or skip together, and change the scale
+    # alike. It costs one all-reduce of a number for each mesh axis, and only in a run with a scaler.
+    meshes = [gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)]
+    groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
     for group in groups.values():
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+        if group.size() > 1:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

@@ -50,7 +50,7 @@ class PostponedHooks:
         for parameter in parameters:
             if registered := post_accumulate_hooks(parameter):
                 self._postponed.append((registered, dict(registered)))
-                registered.update(dict.fromkeys(registered, _do_nothing))
+                registered.update(dict.fromkeys(registered, lambda parameter: None))
 
     def restore(self) -> None:
         """Put the postponed hooks back, except those that the user has removed meanwhile."""
@@ -66,24 +66,15 @@ class PostponedHooks:
                 hook(parameter)
 
 
-def _do_nothing(parameter: Tensor) -> None:
-    pass
-
-
 class UnfinishedGradients:
-    """Watch the trained parameters of one model for which autograd has no gradient, or only a part of it.
+    """Watch the trained parameters of one model for which autograd has no gradient, or only a part of it."""
 
-    Args:
-        model: The sharded model.
-        partial: The parameters of `model` whose gradients are partial sums over tp until a backward pass ends.
-        is_pipeline: True if the backwards of `model` are those of micro-batches in pipeline stages.
-    """
-
+    # `partial`: parameters whose gradients are partial sums over tp until a backward pass ends; `is_pipeline`: the
+    # backward passes are those of micro-batches in pipeline stages.
     def __init__(self, model: nn.Module, partial: Collection[nn.Parameter], is_pipeline: bool) -> None:
         trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # parameters to which a backward pass of the user's does not lead
         self._elsewhere = trained if is_pipeline or isinstance(model, FSDPModule) else {}
-        """Parameters to which a backward pass of the user's does not lead."""
-
         self._is_pipeline = is_pipeline
         self._partial = {parameter: trained[parameter] for parameter in partial if parameter in trained}
         self._watched = list((self._elsewhere or self._partial).items())
@@ -92,11 +83,7 @@ class UnfinishedGradients:
             _watch_passes()
 
     def check_hooks(self) -> None:
-        """Check, as a backward pass begins, that no watched parameter has a hook of `register_hook`.
-
-        Raises:
-            RuntimeError: A watched parameter has such a hook.
-        """
+        """Raise RuntimeError, as a backward pass begins, if a watched parameter has a hook of `register_hook`."""
         for parameter, name in self._watched:
             if gradient_hooks(parameter):
                 what = "would be given this rank's part of a sum over tp"
@@ -109,31 +96,19 @@ class UnfinishedGradients:
                 )
 
     def check_asked(self, inputs: Sequence[Any], accumulate: bool) -> None:
-        """Check, before a backward pass that computes the gradients of `inputs` only, that autograd can compute them.
-
-        Args:
-            inputs: The tensors whose gradients the pass is asked for.
-            accumulate: True for `backward(inputs=...)`, False for `torch.autograd.grad`.
-
-        Raises:
-            RuntimeError: One of `inputs` is a parameter for which autograd would give no gradient, or one rank's part.
-        """
-        for each in inputs:
-            if not isinstance(each, nn.Parameter):
-                continue
-            if each in self._elsewhere:
-                why = (
-                    "a pipeline runs the backwards of micro-batches by itself"
-                    if self._is_pipeline
-                    else "FSDP2 computes with gathered parameters"
-                )
+        """Raise RuntimeError if a pass is asked for a gradient that autograd has not, or this rank's part of."""
+        for parameter in (tensor for tensor in inputs if isinstance(tensor, nn.Parameter)):
+            if parameter in self._elsewhere:
+                why = "FSDP2 computes with gathered parameters"
+                if self._is_pipeline:
+                    why = "a pipeline runs the backwards of micro-batches by itself"
                 raise RuntimeError(
                     f"{'backward(inputs=...)' if accumulate else 'torch.autograd.grad'} is asked for the gradient of "
-                    f"{self._elsewhere[each]}, and would give none: {why}. {_REMEDY}"
+                    f"{self._elsewhere[parameter]}, and would give none: {why}. {_REMEDY}"
                 )
-            if not accumulate and each in self._partial:
+            if not accumulate and parameter in self._partial:
                 raise RuntimeError(
-                    f"torch.autograd.grad is asked for the gradient of {self._partial[each]}, and would give this "
+                    f"torch.autograd.grad is asked for the gradient of {self._partial[parameter]}, and would give this "
                     f"rank's part of a sum over tp. {_REMEDY}"
                 )
 
@@ -154,11 +129,7 @@ def _watch_passes() -> None:
 
 
 def refuse_early_hooks(model: nn.Module) -> None:
-    """Check that no parameter of `model` has a gradient hook yet: hooks stay with the tensors that sharding replaces.
-
-    Raises:
-        ValueError: A parameter has a gradient hook.
-    """
+    """Raise ValueError if a parameter has a gradient hook, which stays with the tensor that sharding replaces."""
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter) or post_accumulate_hooks(parameter):
             raise ValueError(
@@ -169,37 +140,22 @@ def refuse_early_hooks(model: nn.Module) -> None:
 
 _ELSEWHERE = "_lora_parallel_gradient"
 
+# the pp axis of each model that has pipeline stages; an attribute of parameters would be lost in `model.to`
 _staged: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
-"""The pp axis of each model that has pipeline stages. (An attribute of parameters would be lost in `model.to`.)"""
 
 
 def refuse_clipping_if(parameter: nn.Parameter, waits: Callable[[], str | None]) -> None:
-    """Make clipping ask if gradients of `parameter` wait elsewhere than in `.grad`, where clipping would miss them.
-
-    Args:
-        parameter: Any parameter.
-        waits: Function that returns an error message with the remedy if gradients of `parameter` wait elsewhere, else
-            None.
-    """
+    """Make clipping raise the error that `waits` returns, if gradients wait elsewhere than in `.grad`."""
     setattr(parameter, _ELSEWHERE, waits)
 
 
 def clip_over_stages(model: nn.Module, stages: DeviceMesh) -> None:
-    """Make clipping count the gradients of the other pipeline stages too, where it is given a parameter of `model`.
-
-    Args:
-        model: The model, whose parameters that train are on no other rank along `stages`.
-        stages: The pp axis of the mesh.
-    """
+    """Make clipping count the other stages' gradients (axis `stages`) where it is given a parameter of `model`."""
     _staged[model] = stages
 
 
 def _check_gradients(owners: Iterable[Tensor]) -> None:
-    """Check that the gradients of parameters are in `.grad`.
-
-    Raises:
-        ValueError: Gradients of a parameter wait elsewhere (see `refuse_clipping_if`).
-    """
+    """Raise ValueError if gradients of a parameter wait elsewhere than in `.grad` (see `refuse_clipping_if`)."""
     for owner in owners:
         instead = getattr(owner, _ELSEWHERE, lambda: None)()
         if instead is not None:
@@ -210,54 +166,35 @@ class PartialGradients:
     """Collect the gradients that are partial sums over tp, and sum them at the end of a synchronised backward pass.
 
     The gradient of such a parameter is declared `Replicate` over tp at the boundary of local compute, although each
-    rank's values are partial, so that neither DTensor nor FSDP2 reduces it by itself. At the end of each backward pass
-    the gradient accumulated in `.grad` is taken out. If the pass is a synchronised one (outside of `no_sync`), all
-    gradients taken out so far are summed over tp in one flat message per dtype, and added to the gradients that were
-    finished before. So no gradient is reduced twice, however many backward passes add to it.
+    rank's values are partial, so that neither DTensor nor FSDP2 reduces it. At the end of each backward pass the
+    gradient accumulated in `.grad` is taken out. If the pass is a synchronised one (outside of `no_sync`), all
+    gradients taken out so far are summed over tp in one flat message per dtype, and added to those that were finished
+    before. So no gradient is reduced twice, however many backward passes add to it.
 
-    The gradient accumulated in `.grad` may have another part, which every rank has in full: the gradient of a loss term
-    of the parameter itself. The partial part is therefore multiplied by the number of tp ranks where it is computed,
-    and the mean over tp is taken.
-
-    Args:
-        group: The process group of the tp axis; None if tp is 1.
-        device_type: The type of device that the group communicates from.
+    `.grad` may have another part, which every rank has in full: the gradient of a loss term of the parameter itself.
+    The partial part is therefore multiplied by the number of tp ranks where it is computed, and the mean over tp is
+    taken.
     """
 
     def __init__(self, group: ProcessGroup | None, device_type: str) -> None:
-        self.synchronise = True
-        """True if the next backward pass finishes the sum over tp; `no_sync` sets it to False."""
-
+        self.synchronise = True  # True if the next backward pass finishes the sum over tp; `no_sync` sets it to False
+        # called as a backward pass begins, before the gradients in `.grad` are set aside
         self.before_backward: Callable[[], None] = lambda: None
-        """Function that is called as a backward pass begins, before the gradients in `.grad` are set aside."""
-
         self.ranks = 1 if group is None else group.size()
         self._group = group
         self._device = device_type
-        self._parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []  # the sharded ones that the optimizer sees
         self._finished: dict[int, Tensor | None] | None = None
         self._pending: dict[int, Tensor] = {}
         self._hooks = PostponedHooks()
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are collected here: the sharded ones that the optimizer sees."""
-        return self._parameters
-
     def manage(self, parameters: Iterable[nn.Parameter]) -> None:
         """Collect the gradients of `parameters` from now on."""
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
 
     def local(self, parameters: Sequence[DTensor], partial: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Return the local tensors of DTensors that train, such that their gradients are finished after backward.
-
-        All are made by one operation of autograd, as each operation costs more than it does: about 50 us.
-
-        Args:
-            parameters: The DTensors.
-            partial: For each, True if the gradient that this rank computes is a partial sum over tp.
-        """
-        return _Local.apply(self, partial, *parameters)
+        """Return the local tensors of DTensors that train; `partial` says whose gradients are partial sums over tp."""
+        return _Local.apply(self, partial, *parameters)  # one operation of autograd for all: each costs about 50 us
 
     def drop(self) -> None:
         """Forget all gradients collected so far, after an error has ended a backward pass early."""
@@ -266,32 +203,29 @@ class PartialGradients:
         self._hooks.restore()
 
     def begin(self) -> None:
-        """Set the finished gradients in `.grad` aside and postpone users' hooks, as a backward pass begins.
-
-        The first partial gradient of a pass calls it at the latest; further calls in the same pass do nothing.
-        """
+        """Set the finished gradients in `.grad` aside and postpone users' hooks, once in each backward pass."""
         if self._finished is not None:
             return
         self.before_backward()
-        if not self._parameters:
+        if not self.parameters:
             return
-        self._finished = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
-        for parameter in self._parameters:
+        self._finished = {index: parameter.grad for index, parameter in enumerate(self.parameters)}
+        for parameter in self.parameters:
             parameter.grad = None
-        self._hooks.postpone(self._parameters)
+        self._hooks.postpone(self.parameters)
         queue_after_backward(self._end)
 
     def _end(self) -> None:
         finished, self._finished = self._finished, None
         assert finished is not None
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             partial, parameter.grad = parameter.grad, finished[index]
             if partial is not None:
                 known = self._pending.get(index)
                 self._pending[index] = partial if known is None else known + partial
         self._hooks.restore()
         if self.synchronise:
-            summed = [self._parameters[index] for index in sorted(self._pending)]
+            summed = [self.parameters[index] for index in sorted(self._pending)]
             self._reduce()
             self._hooks.call(summed)
 
@@ -308,7 +242,7 @@ class PartialGradients:
             flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self.ranks
             for index, shard, summed in zip(indices, shards, flat.split([s.numel() for s in shards]), strict=True):
                 shard.copy_(summed.view_as(shard))
-                parameter = self._parameters[index]
+                parameter = self.parameters[index]
                 parameter.grad = (
                     self._pending[index] if parameter.grad is None else parameter.grad.add_(self._pending[index])
                 )
@@ -316,21 +250,16 @@ class PartialGradients:
 
 
 class _Local(torch.autograd.Function):
-    """Return the local tensors of DTensors in forward; in backward make DTensors of their gradients.
-
-    The gradients have the placements of the parameters; those that are partial over tp are multiplied by the number of
-    tp ranks, see `PartialGradients`.
-    """
+    """Return the local tensors of DTensors in forward; in backward make DTensors of their gradients, placed alike."""
 
     @staticmethod
     def forward(
         ctx: Any, gradients: PartialGradients, partial: Sequence[bool], *parameters: DTensor
     ) -> tuple[Tensor, ...]:
         ctx.gradients, ctx.partial = gradients, partial
-        ctx.place = [placed_as(parameter) for parameter in parameters]
+        ctx.placers = [placed_as(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
-        plain = [parameter.to_local() for parameter in parameters]
-        return tuple(tensor.view_as(tensor) for tensor in plain)
+        return tuple((plain := parameter.to_local()).view_as(plain) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
@@ -341,24 +270,17 @@ class _Local(torch.autograd.Function):
             ctx.gradients.begin()
             scaled = torch._foreach_mul([ready[index] for index in partial], ctx.gradients.ranks)
             ready.update(zip(partial, scaled, strict=True))
-        placed = (place(ready[index]) if index in ready else None for index, place in enumerate(ctx.place))
-        return None, None, *placed
+        return None, None, *(place(ready[index]) if index in ready else None for index, place in enumerate(ctx.placers))
 
 
 @contextmanager
 def backward_sync(model: nn.Module, gradients: PartialGradients | None, enabled: bool) -> Iterator[None]:
-    """Make backward passes of `model` within the context reduce gradients over every mesh axis, or over none.
-
-    Args:
-        model: The sharded model.
-        gradients: The gradients of `model` that are partial over tp; None if there are none.
-        enabled: True to reduce gradients, False to accumulate them.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """Make backward passes of `model` within the context reduce gradients over every mesh axis, or over none."""
 
     def set_sync(value: bool) -> None:
-        for unit in units:
-            unit.set_requires_gradient_sync(value, recurse=False)
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_requires_gradient_sync(value, recurse=False)
         if gradients is not None:
             gradients.synchronise = value
 
@@ -406,8 +328,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     dtype = torch.promote_types(first.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=first.device)
     for mesh in (None, *dict.fromkeys(stages.values())):
-        held = [owner.grad for owner in counted if owner.grad is not None and stages.get(owner) == mesh]
-        part = _total(held, norm_type, dtype, first.device)
+        of_mesh = [owner.grad for owner in counted if owner.grad is not None and stages.get(owner) == mesh]
+        part = _total(of_mesh, norm_type, dtype, first.device)
         if mesh is not None:
             # The first gradients of two stages may have different dtypes.
             message = part.to(mesh.device_type, torch.float64)
@@ -422,28 +344,25 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 
 
 def _total(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the sum of |x|^p over the elements of gradients that may be sharded, or the largest |x| if p is infinite.
-
-    Collective over the process groups that the gradients are sharded over.
-    """
+    """Return the sum of |x|^p over all elements, or the largest |x|. Collective over groups that shard gradients."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     groups: dict[str, tuple[ProcessGroup, str]] = {}
-    for (mesh, placements), found in _by_placements(grads).items():
+    for (mesh, placements), alike in _by_placements(grads).items():
         names = []
         for axis, placement in enumerate(placements):
             assert mesh is not None
             if placement.is_partial():
                 raise ValueError(
-                    f"a gradient of shape {tuple(found[0].shape)} is a partial sum ({placement}): call backward "
+                    f"a gradient of shape {tuple(alike[0].shape)} is a partial sum ({placement}): call backward "
                     "outside no_sync before clipping."
                 )
             if not placement.is_replicate() and mesh.size(axis) > 1:
                 group = mesh.get_group(axis)
                 groups[group.group_name] = group, mesh.device_type
                 names.append(group.group_name)
-        by_groups.setdefault(tuple(names), []).extend(map(local, found))
+        by_groups.setdefault(tuple(names), []).extend(map(local, alike))
     infinite = norm_type == float("inf")
     keys = list(by_groups)  # in the parameters' order, which is the same on all ranks; the groups' names are not
     totals = torch.stack([_power_sum(by_groups[key], norm_type, dtype, device) for key in keys])
@@ -457,19 +376,19 @@ def _total(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: to
 
 
 def _by_placements(grads: list[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]]:
-    found: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = {}
+    alike: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = {}
     for grad in grads:
         key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (None, ())
-        found.setdefault(key, []).append(grad)
-    return found
+        alike.setdefault(key, []).append(grad)
+    return alike
 
 
 def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the sum of |x|^p over all elements of this rank's `tensors`, or the largest |x| if p is infinite."""
-    held = [tensor.to(dtype) for tensor in tensors if tensor.numel() > 0]
-    if not held:
+    filled = [tensor.to(dtype) for tensor in tensors if tensor.numel() > 0]
+    if not filled:
         return torch.zeros((), dtype=dtype, device=device)
-    norm = torch.nn.utils.get_total_norm(held, norm_type).to(device)
+    norm = torch.nn.utils.get_total_norm(filled, norm_type).to(device)
     return norm if norm_type == float("inf") else norm**norm_type
 
 

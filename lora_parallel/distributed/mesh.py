@@ -29,20 +29,18 @@ _RESTART_REMEDY = (
     "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and with --rdzv-backend c10d"
 )
 
+# axes that are made by flattening others, as far as a mesh has these
 _JOINED = {
     "dp_shard_cp": ("dp_shard", "cp"),
     "cp_tp": ("cp", "tp"),
     _STAGE: tuple(axis for axis in AXES if axis != "pp"),
 }
-"""Axes that are made by flattening others, and what they are made of, as far as a mesh has these."""
 
 
 def mesh_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     """Return the size of each axis of `AXES` for `world_size` ranks.
 
-    Raises:
-        ValueError: The product of the sizes is not `world_size`; or, with `dp_shard="auto"`, the product of the other
-            sizes does not divide it.
+    Raises ValueError if the product of the sizes is not `world_size`, or does not divide it with `dp_shard="auto"`.
     """
     return axis_sizes({axis: getattr(config, axis) for axis in AXES}, world_size)
 
@@ -82,12 +80,14 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             # A named backend gives an axis of all ranks a process group of its own, in place of the default group,
             # which other code may have made (without `one_gloo_thread`).
             gloo = device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
-            own: Any = dict.fromkeys(axes, "gloo") if gloo else None
-            mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own)
+            backends: Any = dict.fromkeys(axes, "gloo") if gloo else None
+            sizes, names = tuple(axes.values()), tuple(axes)
+            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backends)
             joined = [name for name in _JOINED if ("pp" if name == _STAGE else "cp") in axes]
             for name in joined:
-                parts = tuple(axis for axis in _JOINED[name] if axis in axes)
-                flatten_axes(mesh, parts, name, "gloo" if gloo else None)
+                flatten_axes(
+                    mesh, tuple(axis for axis in _JOINED[name] if axis in axes), name, "gloo" if gloo else None
+                )
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
     atexit.unregister(finish_gloo)
@@ -96,18 +96,12 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
 
 
 def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
-    """Warn on rank 0 if torchrun could not restart this job, and refuse to go on in a job that it has restarted so.
+    """Warn on rank 0 if torchrun could not restart this job; raise RuntimeError in a job that it has restarted so.
 
     torchrun's agent keeps one store for all starts of a job. The addresses that the ranks of the last start wrote into
     it are still there when the ranks of the next start read them: some read old ones, and fail or wait
     (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.13). With the variable
     `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and the rendezvous "c10d", every start has a store of its own.
-
-    Args:
-        environment: The variables that torchrun has set.
-
-    Raises:
-        RuntimeError: This is a restarted job whose ranks would read the addresses of the last start.
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -132,16 +126,14 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
 
 
 def axis_rank(mesh: DeviceMesh, axis: str) -> int:
-    """Return this rank's place along an axis, 0 if the mesh does not have it."""
+    """Return this rank's index along an axis, 0 if the mesh does not have it."""
     return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
 
 
 def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of `mesh` that FSDP2 works on, which shards over dp_shard and cp.
-
-    It has no dp_replicate axis if that axis has size 1, where it would cost an all-reduce per FSDP unit.
-    """
+    """Return the part of `mesh` that FSDP2 works on, which shards over dp_shard and cp."""
     shard = "dp_shard_cp" if axis_size(mesh, "cp") > 1 else "dp_shard"
+    # A dp_replicate axis of size 1 would cost an all-reduce per FSDP unit.
     return sub_mesh(mesh, ("dp_replicate", shard) if mesh["dp_replicate"].size() > 1 else (shard,))
 
 
@@ -156,10 +148,9 @@ def same_batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def same_batch_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the process groups that together connect the ranks of one batch: cp and tp peers, and pp peers.
+    """Return the groups (cp and tp peers, then pp peers) that connect the ranks of one batch; none for a rank alone.
 
-    What all ranks of the one have, and then all of the other, all ranks of the batch have. The list is empty if this
-    rank has its batch for itself.
+    What all ranks of the one have, and then all of the other, all ranks of the batch have.
     """
     groups = [same_batch_mesh(mesh).get_group()] if same_batch_mesh(mesh).size() > 1 else []
     return groups + ([mesh.get_group("pp")] if axis_size(mesh, "pp") > 1 else [])
@@ -167,11 +158,10 @@ def same_batch_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 def groups_of_axes(mesh: DeviceMesh) -> dict[str, str]:
     """Map names of process groups to the axis of each: "dp_shard" also where FSDP2 shards over dp_shard and cp."""
-    names = [*(mesh.mesh_dim_names or ())]
-    found: dict[str, str] = {mesh.get_group(name).group_name: name for name in names}
+    axes: dict[str, str] = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
     if axis_size(mesh, "cp") > 1:
-        found[dp_mesh(mesh).get_group(-1 if dp_mesh(mesh).ndim > 1 else None).group_name] = "dp_shard"
-    return found
+        axes[dp_mesh(mesh).get_group(-1 if dp_mesh(mesh).ndim > 1 else None).group_name] = "dp_shard"
+    return axes
 
 
 def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -200,10 +190,7 @@ def dp_size(mesh: DeviceMesh) -> int:
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
-    """Return the index of the batch, of the `dp_size` batches, that this rank processes.
-
-    Its cp and tp peers have the same.
-    """
+    """Return the index of the batch, of the `dp_size` batches, that this rank processes, as its cp and tp peers do."""
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
@@ -213,9 +200,7 @@ T = TypeVar("T")
 def over_stages(mine: T, mesh: DeviceMesh | None) -> list[T]:
     """Return the object of each pp peer of this rank, in the order of pp ranks. Collective if there is a pp axis.
 
-    Args:
-        mine: This rank's object, which is pickled.
-        mesh: The model's mesh; None for a model that is not sharded.
+    `mine` is pickled; `mesh` is None for a model that is not sharded.
     """
     if mesh is None or axis_size(mesh, "pp") == 1:
         return [mine]
@@ -227,18 +212,16 @@ def over_stages(mine: T, mesh: DeviceMesh | None) -> list[T]:
 def merged_over_stages(mine: Mapping[str, T], mesh: DeviceMesh | None) -> dict[str, T]:
     """Return the entries of all pp peers of this rank; of those with equal keys the first. Collective as above."""
     merged: dict[str, T] = {}
-    for theirs in over_stages(dict(mine), mesh):
-        merged = {**merged, **{key: value for key, value in theirs.items() if key not in merged}}
+    for entries in over_stages(dict(mine), mesh):
+        for key, value in entries.items():
+            merged.setdefault(key, value)
     return merged
 
 
 def share_random_state(mesh: DeviceMesh) -> None:
-    """Give the ranks of one batch (pp, cp and tp peers) the random state of the first of them. Collective.
-
-    Tp peers compute the same activations, so random numbers that the model draws outside of its adapters
-    (for its own dropout) must be the same on all of them. In a seeded job the states are equal already, and nothing
-    changes.
-    """
+    """Give the ranks of one batch (pp, cp and tp peers) the random state of the first of them. Collective."""
+    # Tp peers compute the same activations, so random numbers that the model draws outside of its adapters (for its own
+    # dropout) must be the same on all of them. In a seeded job the states are equal already, and nothing changes.
     for group in same_batch_groups(mesh):
         source = dist.get_global_rank(group, 0)
         cpu = torch.get_rng_state().to(mesh.device_type)

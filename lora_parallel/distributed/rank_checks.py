@@ -36,34 +36,30 @@ from lora_parallel.distributed.torch_private import default_store, is_simulated,
 
 _log = logging.getLogger(__name__)
 
+# seconds of waiting after which a rank logs which ranks it waits for; after the last, each time the wait doubles
 TELL_SECONDS = (10.0, 30.0, 60.0, 300.0)
-"""Seconds of waiting after which a rank logs which ranks it waits for; after the last, each time the wait doubles."""
 
+# Packages whose frames are not the user's program (contextlib and functools call functions of the others).
 _LIBRARIES = frozenset(
     {
         *("lora_parallel", "lightning_lora", "accelerate_plugin", "torch", "transformers", "peft", "accelerate", "trl"),
         *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "contextlib", "functools"),
     }
 )
-"""Packages whose frames are not part of the user's program, see `place_of_call`.
-
-contextlib and functools are among them, because they call functions of the others.
-"""
 
 _REMEDY = "Make the same calls in the same order on every rank."
 
-_NAMED = 16
-"""Largest number of ranks that a message lists."""
+_NAMED = 16  # largest number of ranks that a message lists
 
 
 @dataclass(frozen=True)
 class _Announcement:
-    """Hold the entry that a rank writes into the store: its call, and the place of the call in the user's program."""
+    """Hold the entry that a rank writes into the store: its call, and where the user's program makes it."""
 
     what: str
     place: str
+    # seconds after which the rank stopped waiting for the others; None if it still waits or went on
     given_up_after: float | None = None
-    """Seconds after which the rank stopped waiting for the others; None if it still waits or went on."""
 
     def __str__(self) -> str:
         return f"{self.what} (called at {self.place})"
@@ -73,17 +69,13 @@ class _Announcement:
 class _Meetings:
     """Hold the announcements of some ranks: a meeting is one call that all of them announce."""
 
-    group: Any
-    """The default process group that the meetings belong to."""
-
+    group: Any  # the default process group that the meetings belong to
     ranks: tuple[int, ...]
     store: Any
     timeout: float
-    number: int = 0
-    """Number of meetings so far, which is also the number of the next one."""
-
+    number: int = 0  # of meetings so far, which is also the number of the next one
+    # keys of earlier meetings, to be removed once every rank has left those
     past: list[str] = field(default_factory=list)
-    """Keys in the store, of earlier meetings, that this rank removes once every rank has left those meetings."""
 
     def read(self, number: int) -> dict[int, _Announcement]:
         """Map each rank that has come to meeting `number` so far to its announcement."""
@@ -98,11 +90,7 @@ class _Meetings:
         self.store.set(f"{number}/{self.group.rank()}", json.dumps(vars(announcement)))
 
     def leave(self, number: int, complete: bool) -> None:
-        """Note the keys of meeting `number` that this rank is to remove later.
-
-        If the meeting is `complete` (every rank has come), remove the keys of the meetings before it: every rank has
-        left them.
-        """
+        """Note this rank's keys of meeting `number`; remove earlier keys if it is `complete`: every rank has left."""
         if complete:
             for key in self.past:
                 self.store.delete_key(key)
@@ -112,8 +100,8 @@ class _Meetings:
 
 
 _meetings: dict[tuple[int, ...], _Meetings] = {}
+# seconds that ranks wait for each other at most, by the default process group
 _limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-"""Seconds that ranks wait for each other at most, by the default process group."""
 
 _inside: ContextVar[bool] = ContextVar("inside a collective call", default=False)
 
@@ -127,14 +115,13 @@ def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
     which = tuple(world if ranks is None else ranks)
     if len(which) == 1:
         return None
-    found = _meetings.get(which)
-    if found is None or found.group is not dist.group.WORLD:
+    meetings = _meetings.get(which)
+    if meetings is None or meetings.group is not dist.group.WORLD:
         store = default_store()
         prefix = "lora_parallel" if len(which) == len(world) else f"lora_parallel/of {'_'.join(map(str, which))}"
         limit = _limits.get(dist.group.WORLD, store.timeout.total_seconds())
-        found = _Meetings(dist.group.WORLD, which, dist.PrefixStore(prefix, store), limit)
-        _meetings[which] = found
-    return found
+        meetings = _meetings[which] = _Meetings(dist.group.WORLD, which, dist.PrefixStore(prefix, store), limit)
+    return meetings
 
 
 def limit_waiting(seconds: float) -> None:
@@ -142,8 +129,8 @@ def limit_waiting(seconds: float) -> None:
     if (meetings := _current()) is not None:
         limit = min(seconds, meetings.store.timeout.total_seconds())
         _limits[meetings.group] = limit
-        for each in _meetings.values():
-            each.timeout = limit
+        for known in _meetings.values():
+            known.timeout = limit
 
 
 @contextmanager
@@ -181,16 +168,10 @@ def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> b
 
 
 def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -> None:
-    """Wait until every rank, or each of some ranks, has come to the same call. Collective.
+    """Wait until every rank (of `ranks`, if given) has come to the call `what`. Collective.
 
-    Args:
-        what: The name of the call, which must be the same on every rank.
-        remedy: The end of the error for ranks that make different calls: a sentence that says what to do.
-        ranks: The ranks that meet, of which this is one; None for all ranks.
-
-    Raises:
-        RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
-        TimeoutError: Some ranks have not come in time.
+    Raises RuntimeError, which ends with `remedy`, if ranks make other calls or have stopped waiting; TimeoutError if
+    some have not come in time.
     """
     meetings = _current(ranks)
     if meetings is None:
@@ -213,14 +194,11 @@ def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -
 
 
 def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
-    """Announce a call, and wait until every rank has announced the same call.
+    """Announce a call; return True once every rank has announced the same, False if one makes another call or gives up.
 
-    The wait also ends when a rank announces another call or stops waiting. A rank's number of requests to the store
-    does not depend on the number of ranks: the rank that comes last, or that comes with another call, sets the key
-    "open", which all ranks poll. The first rank that sets the key decides if the calls count as alike or unlike.
-
-    Returns:
-        True if every rank has announced this call.
+    A rank's number of requests to the store does not depend on the number of ranks: the rank that comes last, or that
+    comes with another call, sets the key "open", which all ranks poll. The first rank that sets the key decides if the
+    calls count as alike or unlike.
     """
     store, size, rank = meetings.store, len(meetings.ranks), meetings.group.rank()
     opened = f"{number}/open"
@@ -255,31 +233,18 @@ _ALIKE, _UNLIKE = "alike", "unlike"
 
 
 def wait_for(work: dist.Work, what: str, device: str) -> None:
-    """Wait for a collective of the default group, as `work.wait()` does, and log now and then which ranks are missing.
-
-    Args:
-        work: The object that the collective returned with `async_op=True`.
-        what: The name of the call that the collective is part of, as the user knows it.
-        device: The type of device that the tensors of the collective are on.
-    """
-    start, reminders, meetings = time.monotonic(), _reminders(), _current()
-    told = False
+    """Wait for a collective of the default group, as `work.wait()` does, and log which ranks are missing."""
+    start, reminders, meetings, waits = time.monotonic(), _reminders(), _current(), False
     while not is_done(work, device, start + next(reminders)):
         if meetings is not None:
             _tell_of_collective(meetings, _Announcement(what, place_of_call()))
-            told = True
-    if meetings is not None and told:
+            waits = True
+    if meetings is not None and waits:
         meetings.store.delete_key(f"waits/{meetings.group.rank()}")
 
 
 def is_done(work: dist.Work, device: str, until: float) -> bool:
-    """Wait for a collective, at most until the time `until`; return True if the collective has finished.
-
-    Args:
-        work: The object that the collective returned with `async_op=True`.
-        device: The type of device that the tensors of the collective are on.
-        until: The time of the monotonic clock at which to stop waiting.
-    """
+    """Wait for a collective, at most until the monotonic time `until`; return True if the collective has finished."""
     start = time.monotonic()
     left = max(until - start, 0.001)
     if device == "cpu":
@@ -305,10 +270,10 @@ def _tell_of_collective(meetings: _Meetings, mine: _Announcement) -> None:
     meetings.store.set(f"waits/{meetings.group.rank()}", "")
     time.sleep(0.5)  # other ranks that wait began at about the same time: let them say so first
     missing = [rank for rank in meetings.ranks if not meetings.store.check([f"waits/{rank}"])]
-    elsewhere = {rank: call for rank, call in meetings.read(meetings.number).items() if rank in missing}
+    calls = meetings.read(meetings.number).items()
     if missing:
-        told = "".join(f"; rank {rank} waits in {call}" for rank, call in elsewhere.items())
-        _log.warning(_WAITING + told.replace("%", "%%"), _named(missing), mine)
+        elsewhere = "".join(f"; rank {rank} waits in {call}" for rank, call in calls if rank in missing)
+        _log.warning(_WAITING + elsewhere.replace("%", "%%"), _named(missing), mine)
 
 
 _WAITING = "waiting for %s in %s: every rank must call it"
@@ -323,8 +288,7 @@ def _reminders() -> Iterator[float]:
 def _missing(meetings: _Meetings, number: int) -> str:
     """Return a text that names the ranks that have not come to meeting `number`."""
     there = meetings.read(number)
-    missing = [rank for rank in meetings.ranks if rank not in there]
-    return _named(missing)
+    return _named([rank for rank in meetings.ranks if rank not in there])
 
 
 def _named(ranks: list[int]) -> str:
@@ -335,14 +299,14 @@ def _named(ranks: list[int]) -> str:
 
 def _raise_unlike(everyone: dict[int, _Announcement], rank: int, remedy: str) -> NoReturn:
     """Raise an error that says which ranks are in different calls, or which rank has stopped waiting."""
-    for other, theirs in everyone.items():
-        if theirs.given_up_after is not None:
+    for other, call in everyone.items():
+        if call.given_up_after is not None:
             raise RuntimeError(
-                f"rank {other} waited {theirs.given_up_after:.0f} s in {theirs} and stopped; rank {rank} came later, "
+                f"rank {other} waited {call.given_up_after:.0f} s in {call} and stopped; rank {rank} came later, "
                 f"with {everyone[rank]}: every rank must call it."
             )
     first = min(everyone)
-    other = next(each for each in everyone if everyone[each].what != everyone[first].what)
+    other = next(rank for rank in everyone if everyone[rank].what != everyone[first].what)
     raise RuntimeError(
         f"ranks make different calls: rank {first} {everyone[first]}, rank {other} {everyone[other]}. {remedy}"
     )
@@ -357,14 +321,13 @@ def place_of_call() -> str:
         if package not in _LIBRARIES and not frame.f_code.co_filename.startswith("<frozen"):
             break
         frame = frame.f_back
-    found = frame or ours
-    assert found is not None
-    file, here = found.f_code.co_filename, os.path.join(os.getcwd(), "")
-    return f"{file.removeprefix(here)}:{found.f_lineno}"
+    caller = frame or ours
+    assert caller is not None
+    file, here = caller.f_code.co_filename, os.path.join(os.getcwd(), "")
+    return f"{file.removeprefix(here)}:{caller.f_lineno}"
 
 
 _NOTHING = torch.empty(0)
-_SECONDS_AT_EXIT = 5
 
 
 @contextmanager
@@ -373,8 +336,7 @@ def one_gloo_thread() -> Iterator[None]:
 
     Two threads write the name of the collective that has finished into one string, without a lock. If the name is
     longer than 15 characters, as that of a functional all-gather is, the threads can corrupt the heap
-    (docs/upstream/gloo_threads.md). torch ignores the options that it is given for gloo, so the class of which it makes
-    a group is replaced.
+    (docs/upstream/gloo_threads.md). torch ignores the options that it is given for gloo, so the class is replaced.
     """
     if not dist.is_gloo_available():
         yield
@@ -411,15 +373,15 @@ def not_profiled() -> Iterator[None]:
 
 
 def finish_gloo() -> None:
-    """Wait until gloo's threads have let go of all tensors, as the process ends; not at all if an error has ended it.
+    """Wait, at exit, until gloo's threads have let go of all tensors; not at all if an error has ended the process.
 
-    It is called at exit. A thread of gloo that frees a tensor while Python ends aborts the process
-    (docs/upstream/gloo_exit.md). An all-reduce of no elements waits for no peer, but comes after the messages before
-    it. After an error, a peer that one of these waits for may never come.
+    A thread of gloo that frees a tensor while Python ends aborts the process (docs/upstream/gloo_exit.md). An all-
+    reduce of no elements waits for no peer, but comes after the messages before it. After an error, a peer that one of
+    these waits for may never come.
     """
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
-    until = time.monotonic() + _SECONDS_AT_EXIT
+    until = time.monotonic() + 5
     for group in process_groups():
         if "cpu:gloo" in dist.get_backend_config(group):
             is_done(dist.all_reduce(_NOTHING, group=group, async_op=True), "cpu", until)
@@ -461,10 +423,7 @@ def agreed() -> Iterator[None]:
 
 
 def _error(name: str, text: str) -> Exception:
-    """Return an exception of the builtin class `name` with the message `text`.
-
-    The exception is a RuntimeError if `name` is no builtin exception, or one that needs more arguments than a text.
-    """
+    """Return an exception of the builtin class `name`, or a RuntimeError, with the message `text`."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         with suppress(TypeError):
@@ -482,8 +441,8 @@ def check_alike(**arguments: object) -> None:
         return
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
+    for rank, values in enumerate(everyone):
+        for name, value in values.items():
             if value != everyone[0][name]:
                 raise ValueError(
                     f"{name} is {everyone[0][name]} on rank 0 and {value} on rank {rank}: call it with the same on "
@@ -511,9 +470,7 @@ def fingerprint_on_device(tensor: Tensor) -> Tensor:
     weights = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=data.device) * -7046029254386353131 + 1
     total += raw.numel()
     if whole:
-        body = raw[:whole]
-        if body.storage_offset() % 8:
-            body = body.clone()
+        body = raw[:whole].clone() if raw.storage_offset() % 8 else raw[:whole]
         table = body.view(torch.int64).view(-1, _COLUMNS)
         rows = torch.arange(1, len(table) + 1, dtype=torch.int64, device=data.device) * -2401053089206453571 + 1
         total += (table.sum(0) * weights).sum() + (table.sum(1) * rows).sum()
@@ -527,10 +484,7 @@ def fingerprint_on_device(tensor: Tensor) -> Tensor:
 def begin_gather(
     numbers: list[int], device: str, what: str | None = None, group: dist.ProcessGroup | None = None
 ) -> Callable[[], Tensor]:
-    """Begin `gather_numbers`, and return a function that waits for its result. Collective; the arguments are the same.
-
-    Without `what` the message has been sent and received when this function returns.
-    """
+    """Begin `gather_numbers`, and return a function that waits for its result. Collective."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda: mine.unsqueeze(0).cpu()
@@ -551,11 +505,6 @@ def gather_numbers(
 ) -> Tensor:
     """Return the `numbers` of every rank, int64 [ranks, len(numbers)] on the CPU. Collective.
 
-    Args:
-        numbers: The numbers of this rank, as many as on every other rank.
-        device: The type of device that the message is sent from.
-        what: The name of the call that every rank must make. A rank that waits for long then logs it, and which ranks
-            are missing. None: a rank waits without a message.
-        group: The process group of the ranks; None for all ranks.
+    A rank that waits for long logs the name `what` of the call and the missing ranks; without it, it waits in silence.
     """
     return begin_gather(numbers, device, what, group)()

@@ -20,24 +20,16 @@ from lora_parallel.distributed.collectives import exchanged, padded, scattered_s
 
 
 class TokenChunks:
-    """Divide the tokens of a row between ranks.
+    """Divide the tokens of a row between ranks: one chunk for each rank, or two if `balanced`."""
 
-    Args:
-        ranks: The number of ranks.
-        rank: This rank.
-        group: The process group of the ranks; None where nothing is sent.
-        balanced: Give each rank one chunk from the first half of the tokens and one from the second, so that all have
-            as much work in causal attention over gathered keys: that of index `rank`, and that of index
-            ranks - 1 - `rank`. Otherwise a rank has one chunk.
-    """
-
+    # Balanced ranks have as much work in causal attention over gathered keys: chunk `rank` of the first half of the
+    # tokens, and chunk ranks - 1 - `rank` of the second.
     def __init__(self, ranks: int, rank: int, group: ProcessGroup | None = None, balanced: bool = False) -> None:
-        self.ranks, self.rank, self.balanced = ranks, rank, balanced
-        self._group = group
+        self.ranks, self.rank, self.balanced, self._group = ranks, rank, balanced, group
 
     @property
     def group(self) -> ProcessGroup:
-        """Return the process group of the ranks."""
+        """Return the process group of the ranks; it is None where nothing is sent."""
         assert self._group is not None
         return self._group
 
@@ -76,13 +68,13 @@ class TokenChunks:
         """Return all tokens [tokens, ...] in their order, from those of each rank [ranks, width, ...]."""
         if self._divides(tokens):
             return stacked.flatten(0, 1)
-        places = [0] * self.ranks
+        begins = [0] * self.ranks
         pieces = []
         for half in range(len(self.ranges(tokens))):  # the second halves are those of the last rank first
             for rank in reversed(range(self.ranks)) if half else range(self.ranks):
                 start, end = self.ranges(tokens, rank)[half]
-                pieces.append(stacked[rank].narrow(0, places[rank], end - start))
-                places[rank] += end - start
+                pieces.append(stacked[rank].narrow(0, begins[rank], end - start))
+                begins[rank] += end - start
         return torch.cat(pieces)
 
     def parted(self, whole: Tensor) -> Tensor:
@@ -90,18 +82,15 @@ class TokenChunks:
         tokens, width = whole.shape[0], self.width(whole.shape[0])
         if self._divides(tokens):
             return whole.unflatten(0, (self.ranks, width))
-        ranges = (self.ranges(tokens, rank) for rank in range(self.ranks))
-        return torch.stack([padded(torch.cat([whole[a:b] for a, b in each]), 0, width) for each in ranges])
+        chunks = [torch.cat([whole[a:b] for a, b in self.ranges(tokens, rank)]) for rank in range(self.ranks)]
+        return torch.stack([padded(chunk, 0, width) for chunk in chunks])
 
     def _divides(self, tokens: int) -> bool:
         """Return True if chunks are joined without a copy. In a graph that would be a condition on the length."""
         return not self.balanced and not torch.compiler.is_compiling() and tokens % self.ranks == 0
 
     def whole(self, part: Tensor, tokens: int, where: str) -> Tensor:
-        """Return all tokens [rows, tokens, ...], of which each rank has `part`. Collective.
-
-        Every rank computes the same with them; backward keeps the gradient of this rank's tokens, without a message.
-        """
+        """Return all tokens [rows, tokens, ...] from each rank's `part`; backward keeps this rank's. Collective."""
         return _Whole.apply(part, tokens, self, where)
 
     def cut(self, whole: Tensor, where: str) -> Tensor:
@@ -110,10 +99,8 @@ class TokenChunks:
 
 
 def _bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the start and the end of chunk `index` of `parts` whose sizes differ by one at most.
-
-    No rank is without tokens as with `torch.chunk`, and there is no condition on the size, as a graph would have.
-    """
+    """Return the start and the end of chunk `index` of `parts` whose sizes differ by one at most."""
+    # No rank is without tokens as with `torch.chunk`, and there is no condition on the size, as a graph would have.
     return index * size // parts, (index + 1) * size // parts
 
 
@@ -173,8 +160,8 @@ def _to_heads(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, what: str,
 def _to_tokens(xs: Sequence[Tensor], chunks: TokenChunks, what: str, where: str) -> list[Tensor]:
     """Return all heads of this rank's tokens [rows, heads, tokens of this rank, features]: undo `_to_heads`."""
     packed = _packed(xs)
-    got = exchanged(chunks.parted(packed).contiguous(), chunks.group, what, where)
-    mine = got.narrow(1, 0, chunks.count(packed.shape[0]))
+    received = exchanged(chunks.parted(packed).contiguous(), chunks.group, what, where)
+    mine = received.narrow(1, 0, chunks.count(packed.shape[0]))
     shares = [_unpacked(of_rank, _sizes(xs)) for of_rank in mine.unbind(0)]
     return [torch.cat(of_tensor, 1) for of_tensor in zip(*shares, strict=True)]
 
@@ -205,17 +192,7 @@ class _HeadsToTokens(torch.autograd.Function):
 
 
 def tokens_to_heads(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, where: str) -> tuple[Tensor, ...]:
-    """Return this rank's share of the heads, of all tokens, of each tensor. Collective, in one all-to-all.
-
-    Args:
-        xs: Tensors [rows, heads, tokens of this rank, features]; the ranks divide the heads.
-        tokens: The number of all tokens.
-        chunks: Which tokens each rank has.
-        where: The module's name, for error messages.
-
-    Returns:
-        Tensors [rows, heads / ranks, tokens, features].
-    """
+    """Return a share of the heads [rows, heads / ranks, tokens, features] from this rank's tokens `xs`. Collective."""
     return _TokensToHeads.apply(tokens, chunks, where, *xs)
 
 
@@ -243,15 +220,5 @@ class _GatherKeys(torch.autograd.Function):
 
 
 def gather_keys(xs: Sequence[Tensor], tokens: int, chunks: TokenChunks, where: str) -> tuple[Tensor, ...]:
-    """Return the keys and values of all tokens. Collective, in one all-gather; backward is one reduce-scatter.
-
-    Args:
-        xs: Tensors [rows, heads, tokens of this rank, features].
-        tokens: The number of all tokens.
-        chunks: Which tokens each rank has.
-        where: The module's name, for error messages.
-
-    Returns:
-        Tensors [rows, heads, tokens, features].
-    """
+    """Return the keys and values [rows, heads, tokens, features] of all tokens from `xs`, this rank's. Collective."""
     return _GatherKeys.apply(tokens, chunks, where, *xs)

@@ -1,12 +1,9 @@
 """Wrap the private API of torch.distributed, autograd and FSDP2, in one place.
 
-`torch.utils._pytree` and the helpers of `__torch_function__` in `torch._C` are used where they are needed instead.
-Each function says why it uses the private API, and which public API is missing.
+`torch.utils._pytree` and the helpers of `__torch_function__` in `torch._C` are used where they are needed instead. Each
+function says why it uses the private API, and which public API is missing.
 `tests/lora_parallel/distributed/test_torch_private.py` tests that each private API still means the same, so that an
 upgrade that changes one fails there and not in a training run.
-
-Each function says why it uses the private API, and which public API is missing.
-`tests/lora_parallel/distributed/test_torch_private.py` tests that each private API still means the same.
 """
 
 from __future__ import annotations
@@ -45,28 +42,21 @@ def backward_pass() -> int:
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` once, when the backward pass in progress has accumulated every gradient.
-
-    DDP and FSDP2 use the same queue. Callbacks run in the order in which they were queued, so one that is queued after
-    FSDP2's own sees reduce-scattered gradients. This function may be called only inside a backward pass.
-    """
+    """Run `callback` once, when the backward pass in progress has accumulated every gradient."""
+    # DDP and FSDP2 use the same queue. Callbacks run in the order in which they were queued, so one that is queued
+    # after FSDP2's own sees reduce-scattered gradients.
     Variable._execution_engine.queue_callback(callback)
 
 
 def post_accumulate_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:
-    """Return the hooks that `register_post_accumulate_grad_hook` has registered on `parameter`, by number.
-
-    The dict is torch's own, or a new empty one. FSDP2, which calls these hooks itself, reads the same attribute; there
-    is no public way to list the hooks.
-    """
+    """Return the hooks that `register_post_accumulate_grad_hook` has registered on `parameter`, by number."""
+    # The dict is torch's own, or a new empty one. FSDP2 reads the same attribute; there is no public way to list them.
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def without_compile(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that `torch.compile(module)` has wrapped, or None if `module` is no such wrapper.
-
-    torch documents neither the wrapper's class nor the way back; Lightning and Accelerate use both as well.
-    """
+    """Return the module that `torch.compile(module)` has wrapped, or None if `module` is no such wrapper."""
+    # torch documents neither the wrapper's class nor the way back; Lightning and Accelerate use both as well.
     return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
 
 
@@ -88,36 +78,28 @@ def gradient_hooks(parameter: Tensor) -> int:
 def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
     """Call `check` before every backward pass in this process that is asked for the gradients of given tensors.
 
-    `loss.backward(inputs=...)` and `torch.autograd.grad(...)` both call `torch.autograd._engine_run_backward`, which is
-    replaced here; so does a `grad` that was imported by name. autograd has no public hook that runs before a backward
-    pass, and none that knows which gradients the pass was asked for.
-
-    Args:
-        check: Function of the tensors (or `GradientEdge`s), and of a bool that is True if their gradients are to be
-            accumulated in `.grad`.
+    `check` is given the tensors (or `GradientEdge`s), and True if their gradients are to be accumulated in `.grad`.
+    Both `loss.backward(inputs=...)` and `torch.autograd.grad(...)`, also if imported by name, call the function that is
+    replaced here. autograd has no public hook that runs before a backward pass and knows what it was asked for.
     """
-    own = getattr(torch.autograd, "_engine_run_backward", None)
-    if own is None:
+    run_backward = getattr(torch.autograd, "_engine_run_backward", None)
+    if run_backward is None:
         return
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = args[3] if len(args) > 3 else ()
-        if inputs:
-            check(inputs, kwargs.get("accumulate_grad", False))
-        return own(outputs, *args, **kwargs)
+        if len(args) > 3 and args[3]:  # the inputs whose gradients are asked for
+            check(args[3], kwargs.get("accumulate_grad", False))
+        return run_backward(outputs, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
 
 
 def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
-    """Make `function(operator, args, kwargs)` compute `operator` wherever it is given a DTensor, in this process.
+    """Make `function(operator, args, kwargs)` compute `operator` for DTensors; return False if torch has no table for
+    it.
 
-    The function is entered in torch's own table of operators that follow no sharding rule. `register_sharding`, which
-    is public, can only choose the placements that inputs are moved to, and has no effect on an operator that has been
-    used before.
-
-    Returns:
-        False if this version of torch has no such table.
+    The table is that of operators that follow no sharding rule. `register_sharding`, which is public, can only choose
+    the placements that inputs are moved to, and has no effect on an operator that has been used before.
     """
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
     if handlers is None:
@@ -127,7 +109,7 @@ def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...]
 
 
 def placed_as(tensor: DTensor) -> Callable[[Tensor], DTensor]:
-    """Return a function that makes a DTensor with the mesh, placements, shape and strides of `tensor` of a local one.
+    """Return a function that makes a DTensor like `tensor` (mesh, placements, shape, strides) of a local tensor.
 
     The public `DTensor.from_local` is an operation of autograd, and derives what is known here: it takes five times as
     long. FSDP2 makes its DTensors in the same way.
@@ -139,9 +121,8 @@ def placed_as(tensor: DTensor) -> Callable[[Tensor], DTensor]:
 def local_region(tensor: DTensor) -> tuple[slice, ...]:
     """Return the region of the full tensor that this rank's shard of `tensor` holds, one slice a dim.
 
-    Strided shards (FSDP2 on top of tensor parallelism) and uneven ones are included; an empty shard gives empty slices.
-    torch's checkpoint planner uses the same private function; `torch.distributed.tensor` exports none that knows
-    `_StridedShard`.
+    Strided and uneven shards are included; an empty shard gives empty slices. torch's checkpoint planner uses the same
+    private function; `torch.distributed.tensor` exports none that knows `_StridedShard`.
     """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if 0 in shape:
@@ -155,12 +136,9 @@ def strided_shard(dim: int, cuts: int) -> Placement:
 
 
 def is_rectangle(tensor: DTensor) -> bool:
-    """Return True if this rank's shard of `tensor` is one rectangle of the full tensor, as torch's checkpoints assume.
-
-    If FSDP2 and tensor parallelism shard the same dim, FSDP2's placement is `_StridedShard`. The shard is one rectangle
-    if the split factor of that placement is the number of parts into which the following mesh axes split the dim. With
-    another factor (a packed weight: several matrices, each split by itself) the shard is several rectangles.
-    """
+    """Return True if this rank's shard is one rectangle of the full tensor, as torch's checkpoints assume."""
+    # FSDP2's placement is `_StridedShard` where tensor parallelism shards the same dim. Its split factor is the number
+    # of parts into which the following mesh axes split the dim, unless a packed weight (several matrices) is split.
     sizes = tensor.device_mesh.shape
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -172,77 +150,49 @@ def is_rectangle(tensor: DTensor) -> bool:
 
 
 def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's `tensor`, stacked to [ranks, ...], by a functional (out of place) collective.
-
-    torch 2.13 renames `all_gather_tensor` to `all_gather_single`; there is no public functional collective.
-    """
-    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    """Return every rank's `tensor`, stacked to [ranks, ...]; torch has no public functional collective."""
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor  # renamed by torch 2.13
     return funcol.wait_tensor(gather(tensor.unsqueeze(0), 0, group))
 
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `tensor` over the ranks of `group`, by a functional (out of place) collective."""
+    """Return the sum of `tensor` over the ranks of `group`, by a functional collective."""
     return funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
 
 
 def reduce_scatter_sum(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over `group`, by a functional collective.
-
-    torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single`.
-    """
-    scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over `group`, by a functional collective."""
+    scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor  # renamed by torch 2.13
     summed = scatter(stacked.flatten(0, 1), "sum", 0, group)
     return funcol.wait_tensor(summed).view(stacked.shape[1:])
 
 
 def all_to_all(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part i of `stacked` [ranks, ...] to rank i of `group`, and return what came from each rank, [ranks, ...].
-
-    It is a functional (out of place) collective.
-    """
+    """Send part i of `stacked` [ranks, ...] to rank i, and return what came from each, by a functional collective."""
     return funcol.wait_tensor(funcol.all_to_all_single(stacked, None, None, group))
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout of a process group that exists already.
-
-    `init_device_mesh` makes its groups with torch's default timeout. A group that sends nothing has none.
-    """
-    if is_simulated():
-        return
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    """Set the timeout of an existing process group: `init_device_mesh` makes its groups with torch's default."""
+    if not is_simulated():  # a group that sends nothing has no timeout
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str | None) -> None:
-    """Give `mesh` one more axis, which is made of several others.
-
-    There is no public way to make an axis of two; torchtitan and Accelerate use this one.
-
-    Args:
-        mesh: The mesh.
-        axes: The axes that the new one is made of.
-        name: The name of the new one, by which `sub_mesh` finds it.
-        backend: The backend of its process groups; None for the default.
-    """
+    """Give `mesh` one more axis `name`, made of several others, as torchtitan does; there is no public way."""
     mesh[axes]._flatten(name, backend)
 
 
 def sub_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """Return the part of `mesh` that has these axes, among which there may be one that `flatten_axes` made.
-
-    torch 2.13 warns that the latter is to be kept by the caller some day; but nothing else gives HSDP its two axes.
-    """
+    """Return the part of `mesh` that has these axes, among which there may be one that `flatten_axes` made."""
     with warnings.catch_warnings():
+        # torch 2.13 warns that the caller is to keep it some day; but nothing else gives HSDP its two axes.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh[axes if len(axes) > 1 else axes[0]]
 
 
 def default_store() -> Any:
-    """Return the store that the default process group was made with, over which its ranks found each other.
-
-    torch usually makes the store from the environment, and has no public way to read it. The store's `timeout`, which
-    is public, is the one that the process group was made with.
-    """
+    """Return the store that the default process group was made with; torch has no public way to read it."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -252,11 +202,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def file_of(result: WriteResult) -> str:
-    """Return the file, in the folder of a torch checkpoint, that a piece of a tensor was written to.
-
-    torch's interface leaves the type of `storage_data` to each writer; the type that the file writer uses has no public
-    name.
-    """
+    """Return the file of a torch checkpoint that a piece of a tensor was written to; the type has no public name."""
     return result.storage_data.relative_path
 
 
@@ -277,6 +223,7 @@ def storageless(
     )
 
 
+# Functions that read a tensor's memory without an operation, which a tensor without memory must handle.
 MEMORY_READERS = {
     Tensor.numpy,
     Tensor.tolist,
@@ -286,13 +233,9 @@ MEMORY_READERS = {
     Tensor.data_ptr,
     Tensor.untyped_storage,
 }
-"""Functions that read a tensor's memory without an operation of torch, which a tensor without memory must handle."""
 
+# `__torch_function__` of a subclass that handles operations in `__torch_dispatch__` alone, as torch documents it
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""Value of `__torch_function__` for a tensor subclass that handles operations in `__torch_dispatch__` only.
-
-torch's documentation assigns it so.
-"""
 
 
 @contextmanager
@@ -322,14 +265,12 @@ def is_simulated() -> bool:
 
 
 def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:
-    """Return the process group in the arguments of an operator of c10d, or None if there is none.
-
-    Functional collectives are given its name, the others the group in a script object.
-    """
-    for each in args:
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in each._type().name():  # type: ignore[attr-defined]
-            return dist.ProcessGroup.unbox(each)
-    name = next((each for each in reversed(args) if isinstance(each, str)), None)
+    """Return the process group in the arguments of an operator of c10d, or None if there is none."""
+    # Functional collectives are given its name, the others the group in a script object.
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().name():  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(arg)
+    name = next((arg for arg in reversed(args) if isinstance(arg, str)), None)
     return group_named(name) if name else None
 
 
@@ -344,58 +285,42 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 def _groups_of(unit: FSDPModule) -> list[Any]:
     """Return the groups in which FSDP2 holds the parameters of `unit`; before torch 2.13 there is at most one."""
     state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
+        return list(groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
-    """Return the gathered parameters that FSDP2 puts in the place of the sharded parameters of `unit`.
-
-    The public `module.parameters()` returns them only while they are in place.
-    """
-    held = (getattr(each, "_unsharded_param", None) for group in _groups_of(unit) for each in group.fsdp_params)
-    return [parameter for parameter in held if parameter is not None]
+    """Return the parameters that FSDP2 gathers from the shards of `unit`, also while they are not in place."""
+    states = (state for group in _groups_of(unit) for state in group.fsdp_params)
+    return [gathered for state in states if (gathered := getattr(state, "_unsharded_param", None)) is not None]
 
 
 def reduces_gradients(unit: FSDPModule) -> bool:
-    """Return True if FSDP2 finishes the gradients of `unit` in a backward pass.
-
-    `set_requires_gradient_sync` and `set_requires_all_reduce` set this; there is no public way to read it.
-    """
+    """Return True if FSDP2 finishes the gradients of `unit` in a backward pass; there is no public way to ask."""
     return all(group.reduce_grads and group.all_reduce_grads for group in _groups_of(unit))
 
 
 def drop_gathered_gradients(unit: FSDPModule) -> None:
-    """Drop the gradients that backward passes without a reduction have left on the gathered parameters of `unit`.
-
-    The documentation of `reset_iter_state` says that it drops them, but it does not.
-    """
+    """Drop the gradients that passes without a reduction left; `reset_iter_state` only documents that it does."""
     for group in _groups_of(unit):
-        for each in group.fsdp_params:
-            each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = None
+        for state in group.fsdp_params:
+            state.unsharded_accumulated_grad = None
+            if hasattr(state, "_unsharded_param"):
+                state._unsharded_param.grad = None
 
 
 def forward_by_method(model: torch.nn.Module, name: str) -> None:
-    """Let FSDP2 gather the root unit's weights around a method of `model`, and not around its `forward` any more.
-
-    `register_fsdp_forward_method` does the first. There is no public way to remove the hooks on `forward`, which must
-    not run around a forward that calls the method many times.
-    """
+    """Let FSDP2 gather the root unit's weights around a method of `model`, and not around its `forward` any more."""
     register_fsdp_forward_method(model, name)
+    # There is no public way to remove the hooks on `forward`, which must not run around one that calls the method.
     state: Any = model._get_fsdp_state()  # type: ignore[operator]
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
 
 
 def make_root(model: torch.nn.Module) -> None:
-    """Let FSDP2 find all units inside of `model`, and take the model for the root. Collective.
-
-    It does so in the first forward otherwise, and takes the unit that is called first for the root.
-    """
+    """Let FSDP2 find all units in `model` and take it for the root, not the unit that is called first. Collective."""
     root: Any = model
     root.__dict__["_nothing"] = lambda: None
     register_fsdp_forward_method(root, "_nothing")
@@ -408,12 +333,7 @@ def make_root(model: torch.nn.Module) -> None:
 def last_backward(model: torch.nn.Module, is_last: bool, keeps_gathered: bool) -> Iterator[None]:
     """Tell FSDP2 if other backward passes of forwards that have run already follow those within the context.
 
-    If others follow, the root unit's weights stay gathered for them.
-
-    Args:
-        model: The root unit; nothing is done if it is none.
-        is_last: True if no other passes follow.
-        keeps_gathered: True if the weights of all units stay gathered until the last pass.
+    If others follow, the root unit's weights stay gathered for them, and with `keeps_gathered` those of all units.
     """
     if not isinstance(model, FSDPModule):
         yield

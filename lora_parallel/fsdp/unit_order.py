@@ -14,8 +14,9 @@ same step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -33,16 +34,12 @@ from lora_parallel.distributed.rank_checks import is_awaited_by, is_done, meet
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-PATIENCE = 3.0
-"""Seconds in a collective after which a rank checks if another rank asks about a step."""
+PATIENCE = 3.0  # seconds in a collective after which a rank checks if another rank asks about a step
 
 
 @dataclass(slots=True)
 class _Place:
-    """Hold a place in a tree of the passes seen so far.
-
-    The place knows the step that is expected next, and the places that this step and other steps led to.
-    """
+    """Hold a place in a tree of passes: the step that is expected next, and where this one and others led to."""
 
     expected: str | None = None
     next_place: _Place | None = None
@@ -63,11 +60,8 @@ class _Place:
 class UnitOrder:
     """Record the steps of this process's passes, and its place in the current pass.
 
-    The record is equal on all ranks, because each step was. One record serves all models: if two ranks ran two models
-    in different orders, FSDP2 would pair the units of one model with those of the other.
-
-    Args:
-        ranks: The ranks that compare their steps: those of one pipeline stage; None for all ranks.
+    The record is equal on all ranks (of one pipeline stage), because each step was. One record serves all models: if
+    two ranks ran two models in different orders, FSDP2 would pair the units of one model with those of the other.
     """
 
     def __init__(self, ranks: tuple[int, ...] | None = None) -> None:
@@ -75,43 +69,25 @@ class UnitOrder:
         self._starts: dict[str, _Place] = {}
         self._place: _Place | None = None
         self._accumulates = False
-        self._models = 0
-
-    def number(self) -> int:
-        """Count one more model, and return its number."""
-        self._models += 1
-        return self._models
+        self.models = 0
 
     def begin(self, kind: str, accumulates: bool) -> None:
-        """Begin a forward.
-
-        Args:
-            kind: The name of this kind of forward; forwards whose steps differ have different names.
-            accumulates: True if the next forward adds to the same gradients. The steps of the next forward then follow
-                those of this one in the same pass, so that a fixed number of such forwards has usual steps throughout.
-        """
+        """Begin a forward; forwards whose steps differ have different kinds."""
         self.take(kind)
+        # A forward that adds to the gradients of the last continues its pass, so that a fixed number has usual steps.
         if not self._accumulates:
             self._place = self._starts.setdefault(kind, _Place())
         self._accumulates = accumulates
 
     def take(self, step: str) -> None:
-        """Take a step, once it is certain that every rank takes it. Collective, unless it is the usual step.
-
-        Raises:
-            RuntimeError: Other ranks take another step; raised on every rank.
-        """
+        """Take a step, or raise RuntimeError on every rank if one takes another. Collective unless it is usual."""
         place = self._place or _Place()
         if place.expected != step:
             meet(step, _REMEDY, self._ranks)
         self._place = place.take(step)
 
     def wait(self, work: dist.Work, step: str, group: dist.ProcessGroup) -> None:
-        """Wait for the collective of a step that was taken; stop if a rank of `group` asks about another step.
-
-        Raises:
-            RuntimeError: A rank of `group` takes another step; raised on every rank. Or the collective has failed.
-        """
+        """Wait for a step's collective; raise RuntimeError if it fails or a rank of `group` asks about another step."""
         awaited, failure = False, None
         while failure is None:
             try:
@@ -127,7 +103,7 @@ class UnitOrder:
         raise failure
 
     def forget_place(self) -> None:
-        """Forget the place in the pass, after a pass that has ended early, so that ranks compare the next step."""
+        """Forget the place, after a pass that has ended early, so that ranks compare the next step."""
         self._place, self._accumulates = None, False
 
 
@@ -144,8 +120,7 @@ class ModelOrder:
 
     order: UnitOrder
     called: str
-    gathers: bool
-    """True if the model's parameters are sharded. Ranks with whole replicas do not communicate without gradients."""
+    gathers: bool  # parameters are sharded; whole replicas do not communicate without gradients
 
     def begin(self, kind: str, accumulates: bool) -> None:
         """Begin a forward of the model (see `UnitOrder.begin`), unless the units do not communicate in it."""
@@ -164,40 +139,42 @@ class ModelOrder:
                 work.wait()
 
 
-class _Allocates:
-    """Provide the default `allocate` of FSDP2's communication interface."""
+class _Step:
+    """Run a collective of FSDP2 as a step of the order."""
+
+    def __init__(self, order: UnitOrder, step: str) -> None:
+        self._order, self._step = order, step
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _Gather(_Allocates):
-    """Gather a unit's parameters, as a step of the order."""
-
-    def __init__(self, order: UnitOrder, unit: str) -> None:
-        self._order = order
-        self._step = f"gather of {unit}"
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    def run(
+        self, collective: Callable[..., Any], output: Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
-        if group.size() > 1:
-            self._order.take(self._step)
-        blocks = not async_op and output_tensor.device.type == "cpu"
-        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or blocks)
+        """Call `collective(async_op=...)`; wait for it here, by the order, where FSDP2 would block on the CPU."""
+        blocks = not async_op and output.device.type == "cpu"
+        work = collective(async_op=async_op or blocks)
         if not blocks:
             return work
         self._order.wait(work, self._step, group)
         return None
 
 
-class _Reduction(_Allocates):
-    """Reduce a unit's gradients, as a step of the order; over replicas alone if no mesh axis shards the unit."""
+class _Gather(_Step):
+    """Gather a unit's parameters."""
 
-    def __init__(self, order: UnitOrder, unit: str) -> None:
-        self._order = order
-        self._step = f"reduction of {unit}"
-        self._allocated = False
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if group.size() > 1:
+            self._order.take(self._step)
+        return self.run(partial(_all_gather, output_tensor, input_tensor, group=group), output_tensor, group, async_op)
+
+
+class _Reduction(_Step):
+    """Reduce a unit's gradients; over replicas alone if no mesh axis shards the unit."""
+
+    _allocated = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # FSDP2 calls this twice per reduction, for its input and its output. No other function of this class is always
@@ -208,61 +185,43 @@ class _Reduction(_Allocates):
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        blocks = not async_op and output_tensor.device.type == "cpu"
-        work = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op or blocks)
-        if not blocks:
-            return work
-        self._order.wait(work, self._step, group)
-        return None
+        reduce = partial(_reduce_scatter, output_tensor, input_tensor, op=op, group=group)
+        return self.run(reduce, output_tensor, group, async_op)
 
 
+# orders of the units of each default process group, by the ranks that compare their steps
 _orders: WeakKeyDictionary[Any, dict[tuple[int, ...] | None, UnitOrder]] = WeakKeyDictionary()
-"""Orders of the units of each default process group, by the ranks that compare their steps."""
 
 
 def install_order_check(model: nn.Module, mesh: DeviceMesh) -> ModelOrder:
-    """Make the FSDP units of a model compare their order between the ranks of a mesh, which hold the same units.
-
-    Args:
-        model: The sharded model.
-        mesh: The mesh, without a pp axis.
-    """
+    """Make the FSDP units of a model compare their order between the ranks of a mesh without a pp axis."""
     every = mesh.size() == dist.get_world_size()
     ranks = None if every else tuple(mesh.mesh.flatten().tolist())
     order = _orders.setdefault(dist.group.WORLD, {}).setdefault(ranks, UnitOrder(ranks))
-    number = order.number()
-    called = class_of(model).__name__ + (f" (model {number})" if number > 1 else "")
+    order.models += 1
+    called = class_of(model).__name__ + (f" (model {order.models})" if order.models > 1 else "")
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
-            comm.set_custom_all_gather(_Gather(order, unit))
-            comm.set_custom_reduce_scatter(_Reduction(order, unit))
+            comm.set_custom_all_gather(_Gather(order, f"gather of {unit}"))
+            comm.set_custom_reduce_scatter(_Reduction(order, f"reduction of {unit}"))
     return ModelOrder(order, called, gathers=shard_size(mesh) > 1)
 
 
 def refuse_layer_drop(model: nn.Module) -> None:
-    """Check that a transformers model does not drop layers at random in training (LayerDrop).
-
-    Raises:
-        ValueError: The model drops layers; each data-parallel rank would drop different ones.
-    """
+    """Raise ValueError if a model drops layers at random in training, others on each data-parallel rank."""
     modules = {name: m for name, m in model.named_modules() if isinstance(getattr(m, "layerdrop", None), float | int)}
-    held = {f"{name}.layerdrop" if name else "layerdrop": m.layerdrop for name, m in modules.items() if m.training}
+    drops = {f"{name}.layerdrop" if name else "layerdrop": m.layerdrop for name, m in modules.items() if m.training}
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
     for config in configs.values():
         for key, value in getattr(config, "__dict__", {}).items():
             # Modules that have the attribute took it from these keys, and may have been given another value since.
             copied = bool(modules) and key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
             if key.endswith("layerdrop") and isinstance(value, float | int) and not copied:
-                held[f"config.{key}"] = value
-    for name, value in held.items():
+                drops[f"config.{key}"] = value
+    for name, value in drops.items():
         if value > 0:
             raise ValueError(
                 f"{name} is {value}: LayerDrop skips layers at random in training, others on every data-parallel rank, "

@@ -29,17 +29,7 @@ from lora_parallel.sizes import AXES
 
 
 class UnusedParameters:
-    """Note which trained parameters of a model the backward passes of a step reach, and send zeros for the others.
-
-    Args:
-        model: The sharded model.
-        mesh: The mesh of the model.
-        partial_gradients: The model's gradients that are partial over tp; they are summed after the zeros of parameters
-            that no rank has reached are removed.
-        order: The order of the model's FSDP units; None if it has none.
-        root_is_called: True if FSDP2 gathers the root unit's weights around the model's forward. Otherwise `begin_root`
-            is called once they are gathered.
-    """
+    """Note which trained parameters of a model the backward passes of a step reach, and send zeros for the others."""
 
     def __init__(
         self,
@@ -54,9 +44,8 @@ class UnusedParameters:
         self._trained = [p for p in model.parameters() if p.requires_grad] if order and self._groups else []
         self._device = mesh.device_type
         over_tp = set(partial_gradients.parameters)
+        # numbers of the trained parameters whose gradients are finished once they are reduced over dp
         self._whole = {parameter: index for index, parameter in enumerate(self._trained) if parameter not in over_tp}
-        """Trained parameters whose gradients are finished once they are reduced over dp, mapped to their numbers."""
-
         self._used: set[int] = set()
         self._had_gradient: list[bool] | None = None
         self._forgets_units = False
@@ -66,7 +55,7 @@ class UnusedParameters:
         self._units = [unit for unit in units if unit.held]
         self._root = next((unit for unit in self._units if cast(nn.Module, unit.module) is model), None)
         for unit in self._units:
-            if unit is not self._root or root_is_called:
+            if unit is not self._root or root_is_called:  # else `begin_root` is called once its weights are gathered
                 cast(nn.Module, unit.module).register_forward_pre_hook(unit.begin)
         partial_gradients.before_backward = self.begin
 
@@ -83,10 +72,7 @@ class UnusedParameters:
                 unit.send_zeros(False)
 
     def begin(self) -> None:
-        """Prepare for a backward pass: note which parameters have a gradient, postpone users' hooks, fill in zeros.
-
-        The first gradient of a pass calls it at the latest; further calls in the same pass do nothing.
-        """
+        """Note which parameters have a gradient, postpone users' hooks and fill in zeros, once in a backward pass."""
         if self._had_gradient is None and any(unit.watched for unit in self._units):
             self._had_gradient = [parameter.grad is not None for parameter in self._trained]
             self._hooks.postpone(self._whole)
@@ -113,10 +99,7 @@ class UnusedParameters:
         return gradient is not None and bool(local(gradient).any())
 
     def _end(self) -> None:
-        """Remove the gradients of parameters that no rank has reached, and call users' hooks of the others. Collective.
-
-        It is called after FSDP2's own last callback, which waits for FSDP2's reductions.
-        """
+        """Remove gradients of parameters that no rank has reached, and call users' hooks of the others. Collective."""
         had, self._had_gradient = self._had_gradient, None
         assert had is not None
         assert self._order is not None
@@ -142,14 +125,7 @@ class UnusedParameters:
 
 
 class _Unit:
-    """Watch which gathered parameters of one FSDP unit gradients reach, and fill in zeros for the others.
-
-    Args:
-        module: The FSDP unit.
-        index_of: The numbers of the parameters that train, by parameter.
-        reach: Function that is called with the number of a parameter, and the gathered parameter, when a gradient has
-            reached it.
-    """
+    """Watch which gathered parameters of one FSDP unit gradients reach, and fill in zeros for the others."""
 
     def __init__(self, module: FSDPModule, index_of: Mapping[nn.Parameter, int], reach: Any) -> None:
         self.module = module
@@ -159,9 +135,8 @@ class _Unit:
             for key, parameter in owner._parameters.items()
             if parameter is not None and parameter in index_of
         ]
+        # numbers of the parameters that still train: a pool of tenants freezes the base that it is given
         self.watched: set[int] = set()
-        """Numbers of the parameters in `held` that still train: a pool of tenants freezes the base that it is given."""
-
         self._gathered: list[Tensor | None] = [None] * len(self.held)
         self._reach = reach
         self._runs = False
@@ -172,25 +147,18 @@ class _Unit:
         if not torch.is_grad_enabled():
             return
         self.send_zeros(True)
-        for place, (owner, key, index) in enumerate(self.held):
+        for position, (owner, key, index) in enumerate(self.held):
             gathered = owner._parameters[key]
-            if gathered is not None and gathered.requires_grad and gathered is not self._gathered[place]:
-                self._gathered[place] = gathered
+            if gathered is not None and gathered.requires_grad and gathered is not self._gathered[position]:
+                self._gathered[position] = gathered
                 self.watched.add(index)
                 gathered.register_post_accumulate_grad_hook(partial(self._reach, index))
 
     def send_zeros(self, runs: bool) -> None:
-        """Start or stop sending zeros for parameters of the unit that are not reached.
-
-        No zeros are sent for a unit that no rank runs, as for batches of another kind.
-
-        Args:
-            runs: True if the unit runs in the current step.
-        """
-        if runs != self._runs:
-            self._runs = runs
-            if hasattr(self.module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-                self.module.set_reduce_scatter_unused_params(runs, recurse=False)
+        """Start or stop sending zeros for parameters that are not reached: none for a unit that no rank runs."""
+        if runs != self._runs and hasattr(self.module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+            self.module.set_reduce_scatter_unused_params(runs, recurse=False)
+        self._runs = runs
 
     def fill(self) -> None:
         """Put zeros in gathered parameters without a gradient, in backward passes for which FSDP2 cannot send them.

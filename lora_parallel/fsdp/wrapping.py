@@ -35,19 +35,10 @@ def is_at_rest(tensor: Tensor) -> bool:
 
 
 def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module]) -> None:
-    """Register hooks that gather the root unit's weights for a module in it that is called by itself.
-
-    The weights are sharded again after the call.
-
-    Args:
-        model: The root unit of FSDP2.
-        tied: Layers of `model` that share an FSDP unit with layers of another block. FSDP2 gathers and shards the
-            weights of such a unit for one forward of all its layers, so that a call of one of them by itself is
-            refused.
-    """
+    """Gather the root unit's weights around calls of a module in it by itself; refuse such calls of `tied` layers."""
     root = _Root(model)
     names = {module: name for name, module in model.named_modules()}
-    for layer in tied:
+    for layer in tied:  # FSDP2 gathers and shards the weights of such a unit for one forward of all its layers
         layer.register_forward_pre_hook(partial(root.refuse, names[layer]), prepend=True)
     for name, module in _below(model, ""):
         if module in tied:
@@ -70,24 +61,21 @@ def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
-    """Return a submodule of `module` and the key of a parameter in it that a call of `module` needs gathered.
-
-    The result is None if there is no such parameter. The parameter is given by its key, because gathering puts another
-    tensor in its place. If `module` contains FSDP units, only its own parameters are looked at: it calls its submodules
-    in turn, and these have hooks of their own.
-    """
-    whole = not any(isinstance(each, FSDPModule) for each in module.modules())
-    held = ((m, key, p) for m in (module.modules() if whole else [module]) for key, p in m._parameters.items())
-    return next(((m, key) for m, key, p in held if p is not None and is_at_rest(p)), None)
+    """Return the module and key of a parameter that a call of `module` needs gathered, or None if there is none."""
+    # A module with FSDP units inside calls its submodules in turn, and these have hooks of their own. The parameter is
+    # given by its key, because gathering puts another tensor in its place.
+    whole = not any(isinstance(inner, FSDPModule) for inner in module.modules())
+    parameters = ((m, key, p) for m in (module.modules() if whole else [module]) for key, p in m._parameters.items())
+    return next(((m, key) for m, key, p in parameters if p is not None and is_at_rest(p)), None)
 
 
 def leave_inference_mode(model: nn.Module) -> None:
-    """Register hooks that run a model, and each FSDP unit of it, under `no_grad` where it is called in inference mode.
+    """Run a model and its FSDP units under `no_grad` where they are called in inference mode.
 
     What a first forward makes, FSDP2's buffers above all, could never be trained with otherwise. To be called after the
     other hooks of the forward are registered.
     """
-    for module in [model, *(each for each in model.modules() if isinstance(each, FSDPModule) and each is not model)]:
+    for module in dict.fromkeys([model, *(unit for unit in model.modules() if isinstance(unit, FSDPModule))]):
         left = ExitStack()
         module.register_forward_pre_hook(partial(_leave, left), prepend=True)
         module.register_forward_hook(partial(_return, left), always_call=True)
@@ -104,11 +92,7 @@ def _return(left: ExitStack, *_: Any) -> None:
 
 
 class _Root:
-    """Gather and shard the root unit's weights outside of its forward.
-
-    FSDP2 takes the unit that is called first for the root, so `begin` makes the model the root before any other unit is
-    called.
-    """
+    """Gather and shard the root unit's weights outside of its forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
@@ -172,7 +156,7 @@ class _Call:
 
 
 def wants_fsdp(mesh: DeviceMesh, config: ParallelConfig) -> bool:
-    """Return True if FSDP2 has work: parameters to shard or replicate over dp, to offload, or a dtype to compute in."""
+    """Return True if FSDP2 has work: parameters to shard, replicate over dp or offload, or a dtype to compute in."""
     return dp_mesh(mesh).size() > 1 or config.param_dtype is not None or config.cpu_offload
 
 
@@ -182,7 +166,7 @@ def device_at_rest(mesh: DeviceMesh, config: ParallelConfig) -> str:
 
 
 def move_to_device(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    """Move to the mesh's device what is not there yet, except the parameters that FSDP2 holds in the CPU's memory."""
+    """Move to the mesh's device what is not there yet, except what FSDP2 holds in the CPU's memory."""
     if not config.cpu_offload:
         model.to(mesh.device_type)  # FSDP2 takes note of the new parameters
         return
@@ -191,20 +175,8 @@ def move_to_device(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
             tensor.data = tensor.data.to(mesh.device_type)
 
 
-def _offload_policy(mesh: DeviceMesh, config: ParallelConfig) -> OffloadPolicy:
-    """Return FSDP2's policy, which holds for a whole unit: a block's base and adapters, or all else.
-
-    Memory is pinned for copies that overlap with compute; without an accelerator there is nothing to pin it for.
-    """
-    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
-
-
 def check_scalars(model: nn.Module) -> None:
-    """Check that FSDP2 can shard every parameter that trains.
-
-    Raises:
-        ValueError: A parameter without dims (a scalar) trains.
-    """
+    """Raise ValueError if a parameter without dims (a scalar) trains, which FSDP2 cannot shard."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0 and parameter.requires_grad:
             raise ValueError(
@@ -216,17 +188,13 @@ def check_scalars(model: nn.Module) -> None:
 def shard_for_dp(
     model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig
 ) -> list[nn.Module]:
-    """Make each block an FSDP unit, and the rest of the model another one.
-
-    A block's base weights and adapters are in the same unit, hence in one all-gather.
-
-    Returns:
-        The layers that share a unit with layers of another block, because they share a weight.
-    """
+    """Make each block an FSDP unit, and the rest another one; return the layers tied to layers of other blocks."""
+    # One policy holds for a whole unit. Memory is pinned for copies that overlap with an accelerator's compute.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     sharding: dict[str, Any] = {
         "mesh": dp_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=_reduce_dtype(model, config)),
-        "offload_policy": _offload_policy(mesh, config),
+        "offload_policy": offload,
         "shard_placement_fn": partial(_shard_placement, shard_size(mesh)),
         # FSDP2 cannot shard a scalar. A frozen one (a temperature) stays whole on every rank.
         "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},
@@ -250,14 +218,11 @@ def shard_for_dp(
 
 
 def _tied_across(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Return the sets of layers that share a weight and lie in different units; each set becomes a unit of its own.
-
-    FSDP2 replaces the parameters of each unit by shards of its own, so that two units could not share a weight.
-    """
+    """Return the sets of layers that share a weight and lie in different units; each becomes a unit of its own."""
+    # FSDP2 replaces the parameters of each unit by shards of its own, so that two units could not share a weight.
     unit_of: dict[nn.Module, object] = {module: block for block in blocks for module in block.modules()}
-    layer_of = {
-        inner: layer for layer in model.modules() if isinstance(layer, BaseTunerLayer) for inner in layer.modules()
-    }
+    adapted = (layer for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+    layer_of = {inner: layer for layer in adapted for inner in layer.modules()}
     groups: list[list[nn.Module]] = []
     ties = [[layer_of.get(holder, holder) for holder, _ in places] for places in shared_parameters(model).values()]
     while apart := next((tie for tie in ties if len({id(unit_of.get(layer)) for layer in tie}) > 1), None):
@@ -280,11 +245,9 @@ def _reduce_dtype(model: nn.Module, config: ParallelConfig) -> torch.dtype | Non
 
 
 def _shard_placement(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
-    """Return the placement over the first dim that `dp_shard` divides; None stands for dim 0, FSDP2's default.
-
-    Sharding dim 0 of `lora_A` [r, in] with r < dp_shard would leave ranks empty. FSDP2 shards dims other than 0 only
-    evenly; one that tp has split is split again. The result is None if no dim fits.
-    """
+    """Return the placement over the first dim that `dp_shard` divides; None stands for dim 0, FSDP2's default."""
+    # Sharding dim 0 of `lora_A` [r, in] with r < dp_shard would leave ranks empty. FSDP2 shards dims other than 0 only
+    # evenly; one that tp has split is split again.
     local: torch.Tensor = parameter
     if isinstance(parameter, DTensor):
         split = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
@@ -293,10 +256,7 @@ def _shard_placement(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
         local = parameter.to_local()
     if local.numel() == 0 or local.dim() == 0 or local.shape[0] % dp_shard == 0:
         return None
-    for dim in range(1, local.dim()):
-        if local.shape[dim] % dp_shard == 0:
-            return Shard(dim)
-    return None
+    return next((Shard(dim) for dim in range(1, local.dim()) if local.shape[dim] % dp_shard == 0), None)
 
 
 def fsdp_blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
@@ -311,15 +271,15 @@ def fsdp_blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
                 f"block_classes: {', '.join(sorted(wanted - present))} is no class of a module in the model; it has "
                 f"{', '.join(sorted(present))}."
             )
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module is not model and type(module).__name__ in wanted and module not in inside:
-            found.append(module)
+            blocks.append(module)
             inside.update(module.modules())
     recomputes = config.activation_checkpointing and not hasattr(innermost(model), "gradient_checkpointing_enable")
     compiles = config.compile_arguments is not None
     for option, needs_blocks in (("activation_checkpointing=True", recomputes), ("compile=True", compiles)):
-        if needs_blocks and not found:
+        if needs_blocks and not blocks:
             raise ValueError(f"{option}, but the model has no blocks: name their classes in block_classes=[...].")
-    return found
+    return blocks

@@ -1,11 +1,9 @@
 """Compile the blocks of a model: what is Python's own work is done as a block begins, and the rest is one graph.
 
-As a block begins, this rank's plain tensors shadow its DTensors, the number of tokens is looked up, and the keys of
-LoRA dropout are computed. The forward of the block itself sees plain tensors and functional collectives only, so that
-`torch.compile` traces it as one graph, and the same graph serves every block of its kind.
-
-`torch.compile` cannot trace a sharded model: FSDP2 gathers weights in hooks, and parameters are DTensors. What it can
-trace are the blocks (see `compiled_blocks`), which `compile=True` compiles one by one.
+`torch.compile` cannot trace a sharded model: FSDP2 gathers weights in hooks, and parameters are DTensors. So, as a
+block begins, this rank's plain tensors shadow its DTensors, the number of tokens is looked up, and the keys of LoRA
+dropout are computed. The forward of the block itself sees plain tensors and functional collectives only, and the same
+graph serves every block of its kind.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from typing import Any, NoReturn, Protocol
 
@@ -42,22 +40,12 @@ def compile_blocks(
     chunk: CPContext | None,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Compile the forward of each block, in place.
-
-    Each block gets a subclass of its class, as FSDP2 gives one to its units. transformers' `GradientCheckpointingLayer`
-    checkpoints in the forward of the subclass, and so around what is done here: what is recomputed is prepared too.
-
-    Args:
-        model: The model of the blocks.
-        blocks: The blocks, none of which contains another.
-        device: The type of the device that the model runs on.
-        context: The context that the model's tensor parallel layers share; None if tp is 1.
-        chunk: The context of the chunks that cp ranks compute; None if cp is 1.
-        arguments: The arguments of `torch.compile`.
-    """
+    """Compile the forward of each block, none of which contains another, in place with `torch.compile`'s arguments."""
     compiler, caches = _Compiler(arguments), _Caches(model)
     for block in blocks:
         block.__dict__[_BLOCK] = _Block(block, device, context, chunk, compiler, caches)
+        # As FSDP2 does with its units. transformers' `GradientCheckpointingLayer` checkpoints in the forward of the
+        # subclass, and so around what is done here: what is recomputed is prepared too.
         kind: Any = type(block)
         block.__class__ = _subclass(kind)
     trace_dora()
@@ -80,17 +68,12 @@ def compiled_parts(model: nn.Module) -> dict[nn.Module, list[CompiledPart]]:
 
 
 def leave_eager(blocks: Iterable[nn.Module], tied: Collection[nn.Module]) -> None:
-    """Run blocks eagerly whose weights are not all gathered as they begin, and log how many there are.
-
-    Args:
-        blocks: The compiled blocks of a model.
-        tied: Layers that share a weight with layers of another block: FSDP2 gathers these when one of them is called.
-    """
-    found = [block for block in blocks if any(module in tied for module in block.modules())]
-    for block in found:
+    """Run blocks eagerly that share a weight (`tied` layers) with another block: not all is gathered as they begin."""
+    eager = [block for block in blocks if any(module in tied for module in block.modules())]
+    for block in eager:
         block.__dict__[_BLOCK].eager = True
-    if found and is_rank_zero():
-        log.warning("%d blocks share a weight with another block, and are not compiled.", len(found))
+    if eager and is_rank_zero():
+        log.warning("%d blocks share a weight with another block, and are not compiled.", len(eager))
 
 
 @cache
@@ -104,11 +87,7 @@ def _subclass(kind: Any) -> Any:
 
 
 class _Compiler:
-    """Compile forwards of blocks: those of one class together, so that a graph of one block serves the others.
-
-    Args:
-        arguments: The arguments of `torch.compile`.
-    """
+    """Compile forwards of blocks: those of one class together, so that a graph of one block serves the others."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         known = signature(torch.compile).parameters
@@ -119,7 +98,7 @@ class _Compiler:
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `forward` compiled, with two more arguments in front: the contexts, and the tokens of each."""
 
-        def traced(contexts: _Contexts, tokens: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
+        def traced(contexts: Any, tokens: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
             context, chunk = contexts
             if chunk is not None:
                 chunk.tokens.in_graph = tokens[1]
@@ -135,12 +114,10 @@ class _Compiler:
         return self._compiled[forward]
 
 
+# Count the graphs of each class of blocks by themselves, from torch 2.13 on. Otherwise all classes of transformers'
+# blocks would share one limit of 8 graphs, as their forwards share a wrapper, and a class has one graph for each kind
+# of attention, with and without gradients, in training and in evaluation, and so on.
 _DEFAULTS = {"isolate_recompiles": True, "recompile_limit": 64}
-"""Arguments of `torch.compile`, from torch 2.13 on, that count the graphs of each class of blocks by themselves.
-
-Otherwise all classes of transformers' blocks would share one limit of 8 graphs, as their forwards share a wrapper. A
-class has one graph for each kind of attention, with and without gradients, in training and in evaluation, and so on.
-"""
 
 
 class _Block:
@@ -161,35 +138,32 @@ class _Block:
             (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
         ]
         self._dropouts = [module for module in block.modules() if isinstance(module, TopologyInvariantDropout)]
+        # layers that were put into the block later, and prepare for a compiled forward themselves
         self.parts: list[CompiledPart] = []
-        """Layers that were put into the block later, and prepare for a compiled forward themselves."""
-
         kind_forward: Any = type(block).forward
-        self._own = block.__dict__.pop("forward", None) or kind_forward.__get__(block)
-        self._compiled: Callable[..., Any]
-        if getattr(self._own, "__self__", None) is block:
-            # Given the block as an argument, a graph is not of one block.
-            self._compiled = partial(_call_on_block, compiler.compiled(self._own.__func__), block)
-        else:
-            self._compiled = compiler.compiled(self._own)
+        self._eager = block.__dict__.pop("forward", None) or kind_forward.__get__(block)
+        self._block: tuple[nn.Module, ...] = ()
+        if getattr(self._eager, "__self__", None) is block:
+            self._block = (block,)  # given the block as an argument, a graph is not of one block
+        self._compiled = compiler.compiled(self._eager.__func__ if self._block else self._eager)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self._caches.unused:
             args, kwargs = without_caches(args, kwargs)
         # What a cache holds grows with each call, and is another object for each layer: a graph for every call.
-        if self.eager or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
-            return self._own(*args, **kwargs)
+        if self.eager or any(isinstance(argument, Cache) for argument in (*args, *kwargs.values())):
+            return self._eager(*args, **kwargs)
         try:
             if not all(part.enter() for part in self.parts):
-                return self._own(*args, **kwargs)
+                return self._eager(*args, **kwargs)
             shadow(self._layers)
             self._draw_keys()
             if self._context is not None:
                 self._context.forget_input()
             contexts = self._context, self._chunk
-            tokens = tuple(each.tokens.known() if each is not None else 0 for each in contexts)
+            tokens = tuple(context.tokens.known() if context is not None else 0 for context in contexts)
             with self._chunk.kept_for_graph() if self._chunk is not None else nullcontext():
-                return self._compiled(contexts, tokens, *args, **kwargs)
+                return self._compiled(contexts, tokens, *self._block, *args, **kwargs)
         finally:
             for module, layer in self._layers:
                 layer.unshadow(module)
@@ -200,21 +174,12 @@ class _Block:
 
     def _draw_keys(self) -> None:
         """Compute the keys of all dropouts, and send them to the device in one tensor."""
-        training = [each for each in self._dropouts if each.training]
+        training = [dropout for dropout in self._dropouts if dropout.training]
         if training:
             training[0].check_counted()
-            keys = keys_on_device([each.keys() for each in training], self._device)
-            for dropout, own in zip(training, keys.unbind(), strict=True):
-                dropout.prepared = own
-
-
-_Contexts = tuple[TPContext | None, CPContext | None]
-
-
-def _call_on_block(
-    compiled: Callable[..., Any], block: nn.Module, contexts: _Contexts, tokens: tuple[int, int], *args: Any, **kw: Any
-) -> Any:
-    return compiled(contexts, tokens, block, *args, **kw)
+            keys = keys_on_device([dropout.keys() for dropout in training], self._device)
+            for dropout, prepared in zip(training, keys.unbind(), strict=True):
+                dropout.prepared = prepared
 
 
 class _Caches:
@@ -226,9 +191,7 @@ class _Caches:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.unused = False
-        """True while a forward runs whose cache nothing reads."""
-
+        self.unused = False  # True while a forward runs whose cache nothing reads
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -252,26 +215,26 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any] | N
         compiled. The arguments are known where Lightning was imported before the call, which keeps them; else there are
         none.
     """
-    found: list[tuple[str, Mapping[str, Any]]] = []
+    compiled: list[tuple[str, Mapping[str, Any]]] = []
 
-    def bare(name: str, each: nn.Module) -> nn.Module:
-        if (inner := without_compile(each)) is not None:
-            found.append((name, getattr(each, "_compile_kwargs", {})))
-            each = inner
-        if has_compiled_call(each):
-            drop_compiled_call(each)
-            found.append((name, {}))
-        return each
+    def unwrapped(name: str, module: nn.Module) -> nn.Module:
+        if (inner := without_compile(module)) is not None:
+            compiled.append((name, getattr(module, "_compile_kwargs", {})))
+            module = inner
+        if has_compiled_call(module):
+            drop_compiled_call(module)
+            compiled.append((name, {}))
+        return module
 
-    own = bare("", module)
-    for prefix, parent in list(own.named_modules()):
+    bare = unwrapped("", module)
+    for prefix, parent in list(bare.named_modules()):
         for key, child in list(parent._modules.items()):
             if child is not None:
-                parent._modules[key] = bare(f"{prefix}.{key}".lstrip("."), child)
-    if not found:
-        return own, None
-    tell_unwrapped([name or type(own).__name__ for name, _ in found])
-    return own, next((arguments for _, arguments in found if arguments), {})
+                parent._modules[key] = unwrapped(f"{prefix}.{key}".lstrip("."), child)
+    if not compiled:
+        return bare, None
+    tell_unwrapped([name or type(bare).__name__ for name, _ in compiled])
+    return bare, next((arguments for _, arguments in compiled if arguments), {})
 
 
 def tell_unwrapped(names: Sequence[str]) -> None:
@@ -282,25 +245,17 @@ def tell_unwrapped(names: Sequence[str]) -> None:
 
 
 def refuse_whole_compile(model: nn.Module) -> None:
-    """Make a sharded model raise an error with the remedy when it is compiled as a whole.
-
-    Args:
-        model: The model that `parallelize` has sharded.
-    """
+    """Make a sharded model raise an error with the remedy when it is compiled as a whole."""
     model.__dict__["compile"] = _refuse
 
     def check(*_: Any) -> None:
         if torch.compiler.is_compiling():
-            _refuse_tracing()
+            _refuse()
 
     model.register_forward_pre_hook(check, prepend=True)
 
 
 @torch.compiler.assume_constant_result  # which is called, not traced: what it raises ends the compilation
-def _refuse_tracing() -> None:
-    _refuse()
-
-
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ValueError(
         "torch.compile cannot trace a sharded model as a whole: leave model.compile() and torch.compile(model) out, "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lora_parallel.distributed.dtensors import class_of, local
 from lora_parallel.distributed.mesh import axis_rank, mesh_sizes
+from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import is_simulated
 from lora_parallel.layers.layer_parameters import count_kinds, innermost
 from lora_parallel.layers.styles import partition_of
@@ -21,8 +22,7 @@ from lora_parallel.state import ParallelState, state_of
 log = logging.getLogger(__name__)
 
 _DISTRIBUTIONS = ("lightning-lora", "torch", "peft", "transformers")
-_KINDS = 12
-"""Largest number of kinds of layers that are listed."""
+_KINDS = 12  # largest number of kinds of layers that are listed
 
 
 def describe(model: nn.Module) -> str:
@@ -44,10 +44,7 @@ def describe(model: nn.Module) -> str:
 
 
 def log_description(model: nn.Module) -> None:
-    """Log the description of a model that has been parallelized, on rank 0, with level INFO.
-
-    A model on a simulated rank, whose cost is being predicted, is not described.
-    """
+    """Log the description of a model on rank 0 with level INFO, unless the rank is simulated to predict its cost."""
     if log.isEnabledFor(logging.INFO) and _is_first():
         log.info("%s", describe(model))
 
@@ -62,7 +59,7 @@ def description_to_print(model: nn.Module) -> str | None:
 
 
 def _is_first() -> bool:
-    return not is_simulated() and (not dist.is_initialized() or dist.get_rank() == 0)
+    return not is_simulated() and is_rank_zero()
 
 
 def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
@@ -83,14 +80,10 @@ def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
 def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
     """Yield a table of the bytes of parameters, here and in the whole model."""
     here, whole = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
-    seen: set[int] = set()
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            here[parameter.requires_grad] += _bytes(local(parameter))
-            whole[parameter.requires_grad] += _bytes(parameter) * _share_of_own_rows(module, key)
+    for name, parameter in model.named_parameters():
+        holder, _, key = name.rpartition(".")
+        here[parameter.requires_grad] += _bytes(local(parameter))
+        whole[parameter.requires_grad] += _bytes(parameter) * _share_of_own_rows(model.get_submodule(holder), key)
     rank = dist.get_rank() if dist.is_initialized() else 0
     title = "whole model" if state.stage is None else "its stages"
     yield f"{f'bytes of rank {rank}':<28}{'this rank':>12}{title:>14}"
@@ -106,15 +99,17 @@ def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
 
 def _share_of_own_rows(module: nn.Module, key: str) -> float:
     """Return the share of a stored parameter that is no repetition: tp ranks may store the same rows."""
-    found = partition_of(module, key)
-    return found[0].size / (found[0].width * len(found[0].ranks)) if found is not None else 1.0
+    if (partition := partition_of(module, key)) is None:
+        return 1.0
+    rows = partition[0]
+    return rows.size / (rows.width * len(rows.ranks))
 
 
 def _plan(state: ParallelState, tp: int) -> Iterator[str]:
     if tp == 1:
         return
     kinds = count_kinds(state.styles)
-    width, style_width = (max((len(each[i]) for each in kinds), default=0) for i in (0, 1))
+    width, style_width = (max((len(kind[i]) for kind in kinds), default=0) for i in (0, 1))
     yield f"tensor-parallel plan, {len(state.styles)} layers"
     for (glob, style), count in [*kinds.items()][:_KINDS]:
         yield f"  {glob:<{width}}  {style:<{style_width}}  {count}"
@@ -171,10 +166,6 @@ def is_checked() -> bool:
 
 
 def end_if_checked(model: nn.Module) -> None:
-    """End the script within `end_after_set_up`; do nothing outside of it.
-
-    Raises:
-        SetUpIsPossible: The set-up is checked.
-    """
+    """Raise `SetUpIsPossible` within `end_after_set_up`; do nothing outside of it."""
     if _checked:
         raise SetUpIsPossible(model)

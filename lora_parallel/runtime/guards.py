@@ -21,23 +21,17 @@ from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
 from lora_parallel.state import ParallelState, parallelized, state_of
 
+# one entry per tied weight: the modules that hold the weight, each with its key there
 Ties = Sequence[list[tuple[nn.Module, str]]]
-"""Type of a list with one entry per tied weight: the modules that hold the weight, each with its key there."""
 
 
 def verify(model: nn.Module, state: ParallelState, ties: Ties = (), trains: bool = True) -> None:
-    """Check a sharded model. Collective.
+    """Raise RuntimeError on every rank if a sharded model breaks a condition; `trains=False` leaves out what trains.
+    Collective.
 
-    Args:
-        model: The model after sharding.
-        state: The state of `model`.
-        ties: The tied weights that `model` had before sharding.
-        trains: False for a model that is evaluated: what trains of it is not checked yet.
-
-    Raises:
-        RuntimeError: A base parameter would train, or an adapter parameter would not; a tensor is on meta; the modules
-            of a tied weight hold different tensors; a fresh adapter changes the model's outputs; or ranks hold
-            different values of a shard that should be equal. The error names the parameter and is raised on every rank.
+    A base parameter would train, or an adapter parameter would not; a tensor is on meta; the modules of a tied weight
+    hold different tensors; a fresh adapter changes the model's outputs; or ranks hold different values of a shard that
+    should be equal.
     """
     with agreed():
         if state.materialized:
@@ -53,12 +47,7 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
     """Check what trains of a model that has been evaluated so far, before it trains for the first time.
 
     A training forward, an optimizer that is given to `check_optimized`, or the first step of any other optimizer makes
-    the check.
-
-    Args:
-        model: The model after sharding.
-        state: The state of `model`.
-        lack: The error about a model without adapters, which is raised then; None if it has some.
+    the check. `lack` is the error about a model without adapters, which is raised then.
     """
     if not state.config.require_adapters:
         return
@@ -76,7 +65,7 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
         if model.training and torch.is_grad_enabled():
             check()
 
-    live = ref(model)  # torch keeps the hook on steps for ever
+    live = ref(model)  # torch keeps the hook on steps for ever, so that it must not hold `check`, which holds the model
     # No weak references: torch could not move the model then.
     trains = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
@@ -115,11 +104,7 @@ def check_optimized(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 
 
 def check_values(model: nn.Module) -> None:
-    """Check that no parameter or buffer of `model` is on the meta device.
-
-    Raises:
-        RuntimeError: A parameter or buffer is on meta: it was never given a value.
-    """
+    """Raise RuntimeError if a parameter or buffer of `model` is on the meta device: it was never given a value."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_meta:
@@ -131,10 +116,10 @@ def check_values(model: nn.Module) -> None:
 
 def _check_ties(model: nn.Module, ties: Ties) -> None:
     names = {module: name for name, module in model.named_modules()}
-    for places in ties:
-        if len({id(module._parameters[key]) for module, key in places}) > 1:
-            held = " and ".join(f"{names[module]}.{key}" for module, key in places)
-            raise RuntimeError(f"{held} were one tied weight, and are not after sharding: they would drift apart.")
+    for holders in ties:
+        if len({id(module._parameters[key]) for module, key in holders}) > 1:
+            tied = " and ".join(f"{names[module]}.{key}" for module, key in holders)
+            raise RuntimeError(f"{tied} were one tied weight, and are not after sharding: they would drift apart.")
 
 
 def _check_trainables(model: nn.Module) -> None:
@@ -145,17 +130,13 @@ def _check_trainables(model: nn.Module) -> None:
                 f"the base parameter {name} would train. Freeze it (requires_grad_(False)), list its module in "
                 "LoraConfig(modules_to_save=[...]), or set require_adapters=False."
             )
-    active = _active_adapters(model)
+    active = {name for layer in model.modules() if isinstance(layer, LoraLayer) for name in layer.active_adapters}
     for name, parameter in adapters.items():
         if not parameter.requires_grad and parameter.numel() and active & set(name.split(".")):
             raise RuntimeError(
                 f"the adapter parameter {name} would not train: set requires_grad_(True) (a PeftModel loaded without "
                 "is_trainable=True is frozen), deactivate its adapter, or set require_adapters=False."
             )
-
-
-def _active_adapters(model: nn.Module) -> set[str]:
-    return {name for module in model.modules() if isinstance(module, LoraLayer) for name in module.active_adapters}
 
 
 def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
@@ -174,15 +155,14 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     stage = stage_mesh(mesh)
     numbers = [fingerprint(local(p)) for p in parameters.values()]
     prints = gather_numbers(numbers, mesh.device_type, group=stage_group(mesh))  # in the order of the stage's ranks
-    first = int(stage.mesh.min())
     alike: dict[frozenset[str], list[int]] = {}
     for index, parameter in enumerate(parameters.values()):
         alike.setdefault(sharded_axes(parameter), []).append(index)
     with agreed():
         for axes, indices in alike.items():
             peers = _peers(stage, axes)
-            held = prints[peers - first][:, :, indices]  # [shards, ranks that hold the same one, parameters]
-            differing = (held != held[:, :1]).any(dim=1).nonzero()
+            same = prints[peers - int(stage.mesh.min())][:, :, indices]  # [shards, ranks that hold one, parameters]
+            differing = (same != same[:, :1]).any(dim=1).nonzero()
             if len(differing):
                 shard, at = differing[0].tolist()
                 raise RuntimeError(

@@ -1,12 +1,9 @@
-"""Check or replace the parameters that an optimizer holds.
-
-Sharding replaces a model's parameters, and an optimizer that holds the old ones trains nothing.
-"""
+"""Check or replace the parameters that an optimizer holds: with those from before sharding it trains nothing."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -29,21 +26,17 @@ _REMEDY = (
 
 
 def refuse_stale_steps(before: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
-    """Make every optimizer that holds a parameter which sharding has replaced raise an error when it steps.
+    """Make optimizers that hold parameters which sharding has replaced (`before`, by name) raise an error when they
+    step.
 
     Nothing else tells such an optimizer from one that works: the old parameters get no gradients, and optimizers skip
     parameters without gradients. A model may well be sharded before its optimizer is made, so that sharding itself
     cannot raise this error.
-
-    Args:
-        before: Weak references to the model's parameters before it was sharded, by name; those that no object holds any
-            more are skipped.
-        model: The model after sharding.
     """
-    held = set(model.parameters())
-    replaced = {name: p for name, each in before.items() if (p := each()) is not None and p not in held}
+    live = set(model.parameters())
+    replaced = {name: p for name, former in before.items() if (p := former()) is not None and p not in live}
     if replaced:
-        _watch_steps()
+        _before_steps(_refuse_replaced)
     where = place_of_call()
     for name, parameter in replaced.items():
         setattr(parameter, _REPLACED, (name, where))
@@ -75,23 +68,19 @@ def _gradient_elsewhere(held: ref[nn.Parameter]) -> str | None:
     )
 
 
-_staged: WeakSet[nn.Module] = WeakSet()
-"""Models of whose parameters each rank has those of its pipeline stages."""
+_staged: WeakSet[nn.Module] = WeakSet()  # models of whose parameters each rank has those of its pipeline stages
 
 
 def refuse_joined_steps(model: nn.Module) -> None:
-    """Make an optimizer that joins parameters raise an error when it steps with some of `model`, which has stages.
-
-    LBFGS takes its direction and the length of its step from inner products over all parameters, and each rank has
-    those of its pipeline stages.
-    """
+    """Make an optimizer that joins parameters raise an error when it steps with some of `model`, which has stages."""
+    # LBFGS takes its direction and the length of its step from inner products over all parameters.
     _staged.add(model)
-    _watch_joined_steps()
+    _before_steps(_refuse_joined_step)
 
 
-@cache
-def _watch_joined_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse_joined_step)
+@cache  # once in a process
+def _before_steps(check: Callable[[Optimizer, Any, Any], None]) -> None:
+    register_optimizer_step_pre_hook(check)
 
 
 def _refuse_joined_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,11 +92,6 @@ def _refuse_joined_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dic
             f"{type(optimizer).__name__} computes one step from all parameters together, and under pp each rank has "
             "those of its stages only: use an optimizer that works on each parameter by itself (AdamW, SGD), or pp=1."
         )
-
-
-@cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -155,9 +139,7 @@ def describe_optimizer(optimizer: Optimizer, module: nn.Module) -> str:
     stages = over_stages(mine, mesh_of(module))
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        held = [
-            name for groups_there in stages for names_there in groups_there[index : index + 1] for name in names_there
-        ]
+        held = [name for of_stage in stages for of_group in of_stage[index : index + 1] for name in of_group]
         settings = {key: value for key, value in sorted(group.items()) if key != "params"}
         groups.append(f"{len(held)} parameters ({zlib.crc32(' '.join(held).encode()):08x}) with {settings}")
     return f"{type(optimizer).__name__} of {'; '.join(groups)}"
@@ -203,8 +185,8 @@ class HeldByName:
         parameters, elsewhere = dict(module.named_parameters(remove_duplicate=False)), names_elsewhere(module)
         for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
             # In place: an optimizer may keep the list itself elsewhere too.
-            kept = [each for each in held if each not in elsewhere]
-            group["params"][:] = [parameters[each] if isinstance(each, str) else each for each in kept]
+            kept = [entry for entry in held if entry not in elsewhere]
+            group["params"][:] = [parameters[entry] if isinstance(entry, str) else entry for entry in kept]
         self._make_state()
 
     def restore_adapted(self, module: nn.Module) -> None:
@@ -216,31 +198,31 @@ class HeldByName:
         Raises:
             ValueError: A parameter trains in a layer of which no group held a parameter.
         """
-        layers = [{each.rpartition(".")[0] for each in held if isinstance(each, str)} for held in self._held]
+        layers = [{name.rpartition(".")[0] for name in held if isinstance(name, str)} for held in self._held]
         taken: list[list[nn.Parameter]] = [[] for _ in layers]
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
             parts = name.split(".")[:-1]
             within = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
-            found = next((index for layer in within for index, held in enumerate(layers) if layer in held), None)
-            if found is None:
+            of_group = next((index for layer in within for index, held in enumerate(layers) if layer in held), None)
+            if of_group is None:
                 raise ValueError(
                     f"{name}, of the injected adapter, is in a layer that {type(self._optimizer).__name__} held no "
                     "parameter of: make the optimizer from all of the model's parameters."
                 )
-            taken[found].append(parameter)
+            taken[of_group].append(parameter)
         for group, held, new in zip(self._optimizer.param_groups, self._held, taken, strict=True):
-            group["params"][:] = [*new, *(each for each in held if not isinstance(each, str))]
+            group["params"][:] = [*new, *(entry for entry in held if not isinstance(entry, str))]
         self._make_state()
 
     def _make_state(self) -> None:
         """Make the state of the parameters that the optimizer holds now, as its class does in the beginning."""
         if self._has_state:
-            own = self._optimizer
-            made = type(own)([dict(group) for group in own.param_groups], **own.defaults)
-            own.state.clear()
-            own.state.update(made.state)
+            optimizer = self._optimizer
+            made = type(optimizer)([dict(group) for group in optimizer.param_groups], **optimizer.defaults)
+            optimizer.state.clear()
+            optimizer.state.update(made.state)
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:

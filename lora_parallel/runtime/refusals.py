@@ -2,10 +2,7 @@
 
 Torch's own errors for these operations ("cannot pickle 'ProcessGroup'", "got mixed torch.Tensor and DTensor") name
 neither the model nor a way out. Some of the operations would even go on without an error, with tensors of another
-rank's size.
-
-`torch.func.functional_call` and assignments put other tensors there, and an assignment of a layer (a new head) puts
-parameters there that nothing shards or reduces.
+rank's size, or with parameters that nothing shards or reduces.
 """
 
 from __future__ import annotations
@@ -32,53 +29,47 @@ from lora_parallel.layers.styles import partition_of
 
 
 def seal(model: nn.Module, ranks: int) -> None:
-    """Make a sharded model refuse the operations that it does not support.
+    """Make a sharded model refuse what it does not support; on one rank its plain tensors may be copied and loaded.
 
-    These are adapters that PEFT adds later, full tensors in `load_state_dict`, embeddings of another size, and copies
-    and pickles of the model's modules.
-    Torch's error about a weight that the model's forward reads by hand gets a remedy.
-
-    Args:
-        model: The model that `parallelize` has sharded.
-        ranks: The number of ranks of the model's mesh. With one rank the parameters are plain tensors, which may be
-            copied and loaded.
+    These are adapters that PEFT adds later, full tensors in `load_state_dict`, embeddings of another size, copies and
+    pickles. Torch's error about a weight that the model's forward reads by hand gets a remedy.
     """
     refuse_adapters(model)
     if ranks == 1:
         return
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, model))
-        module.__dict__["__deepcopy__"] = _refuse_copy  # copy.deepcopy finds it before FSDP2's, which is on the class
-        module.__dict__["__reduce_ex__"] = _refuse_pickle
+        # On the instance: copy.deepcopy finds it before FSDP2's, which is on the class.
+        module.__dict__["__deepcopy__"] = partial(_refuse, TypeError, _COPY)
+        module.__dict__["__reduce_ex__"] = partial(_refuse, TypeError, _PICKLE)
         if hasattr(module, "resize_token_embeddings"):
-            module.__dict__["resize_token_embeddings"] = _refuse_resize
+            module.__dict__["resize_token_embeddings"] = partial(_refuse, ValueError, _RESIZE)
     model.register_forward_hook(_explain_passing, always_call=True)
 
 
-def _refuse_copy(*_: Any) -> NoReturn:
-    raise TypeError(
-        "a module of a sharded model cannot be copied by copy.deepcopy: this rank holds parts of it, and what "
-        "communicates with the others. Copy it before parallelize (before the trainer or Accelerator shards it), and "
-        "parallelize the copy too; or save_adapter, or export_merged, and load that elsewhere. A reference model needs "
-        "no copy: it is this one with its adapters off (model.disable_adapter())."
-    )
+def _refuse(kind: type[Exception], message: str, *_: Any, **__: Any) -> NoReturn:
+    raise kind(message)
 
 
-def _refuse_pickle(*_: Any) -> NoReturn:
-    raise TypeError(
-        "a module of a sharded model cannot be pickled, by torch.save(model) for example: this rank holds parts of it, "
-        "and what communicates with the others. save_adapter writes the adapter, save_checkpoint what a run goes on "
-        "with, export_merged the whole model. All ranks must call them."
-    )
-
-
-def _refuse_resize(*_: Any, **__: Any) -> NoReturn:
-    raise ValueError(
-        "resize_token_embeddings was called on a sharded model, whose ranks hold parts of the embeddings: resize them "
-        "before parallelize (before the trainer or Accelerator shards the model)."
-    )
-
-
+_COPY = (
+    "a module of a sharded model cannot be copied by copy.deepcopy: this rank holds parts of it, and what communicates "
+    "with the others. Copy it before parallelize (before the trainer or Accelerator shards it), and parallelize the "
+    "copy too; or save_adapter, or export_merged, and load that elsewhere. A reference model needs no copy: it is this "
+    "one with its adapters off (model.disable_adapter())."
+)
+_PICKLE = (
+    "a module of a sharded model cannot be pickled, by torch.save(model) for example: this rank holds parts of it, and "
+    "what communicates with the others. save_adapter writes the adapter, save_checkpoint what a run goes on with, "
+    "export_merged the whole model. All ranks must call them."
+)
+_RESIZE = (
+    "resize_token_embeddings was called on a sharded model, whose ranks hold parts of the embeddings: resize them "
+    "before parallelize (before the trainer or Accelerator shards the model)."
+)
+_GENERATE = (
+    "generate does not work under pipeline parallelism (pp > 1), where each rank has some of the blocks: save the "
+    "adapter and generate on a mesh without pp, or with vLLM; or leave it out (predict_with_generate=False)."
+)
 _LOADING = (
     "Load an adapter with load_adapter(model, folder), a checkpoint with load_checkpoint(model, optimizer, folder), "
     "and other weights before parallelize."
@@ -92,17 +83,17 @@ def _check_load(
     if module is model or not prefix:
         reshard(model)  # a forward may have left gathered weights, and the next one would undo a load into these
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        given = state.get(f"{prefix}{name}")
-        if not isinstance(given, Tensor) or parameter.is_meta:
+        loaded = state.get(f"{prefix}{name}")
+        if not isinstance(loaded, Tensor) or parameter.is_meta:
             continue
         if metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"load_state_dict(assign=True) would put another tensor in place of {prefix}{name}, and the optimizer "
                 f"and what shards the model would go on with the old one: leave assign out. {_LOADING}"
             )
-        if isinstance(given, DTensor):
+        if isinstance(loaded, DTensor):
             holder, _dot, key = name.rpartition(".")
-            if partition_of(module.get_submodule(holder), key) is not None and not _same(given, parameter):
+            if partition_of(module.get_submodule(holder), key) is not None and not _same(loaded, parameter):
                 raise ValueError(
                     f"load_state_dict: {prefix}{name} is stored with other rows on each rank than a shard has (several "
                     f"matrices in one, or fewer heads than ranks): values from elsewhere would be of other rows. "
@@ -111,25 +102,26 @@ def _check_load(
             continue
         if isinstance(parameter, DTensor):
             part, whole = tuple(parameter.to_local().shape), tuple(parameter.shape)
-            held = (
-                f"this rank holds {part} of {whole}" if part != whole else "it is the mesh's, with all values on each"
-            )
+            shard = f"this rank holds {part} of {whole}"
+            if part == whole:
+                shard = "it is the mesh's, with all values on each"
             raise ValueError(
-                f"load_state_dict: {prefix}{name} is a plain tensor of shape {tuple(given.shape)}, and the model is "
-                f"sharded: {held}. {_LOADING}"
+                f"load_state_dict: {prefix}{name} is a plain tensor of shape {tuple(loaded.shape)}, and the model is "
+                f"sharded: {shard}. {_LOADING}"
             )
-        if given.shape != parameter.shape:
+        if loaded.shape != parameter.shape:
             raise ValueError(
-                f"load_state_dict: {prefix}{name} has shape {tuple(given.shape)}, and what this rank holds of it, in a "
-                f"model that is sharded, {tuple(parameter.shape)}. {_LOADING}"
+                f"load_state_dict: {prefix}{name} has shape {tuple(loaded.shape)}, and what this rank holds of it, in "
+                f"a model that is sharded, {tuple(parameter.shape)}. {_LOADING}"
             )
 
 
-def _same(given: DTensor, parameter: Tensor) -> bool:
-    """Return True if `given` equals `parameter`, as a state dict of the model itself does, which may be loaded back."""
-    return given.shape == parameter.shape and torch.equal(local(given.detach()), local(parameter.detach()))
+def _same(loaded: DTensor, parameter: Tensor) -> bool:
+    """Return True if `loaded` equals `parameter`, as a state dict of the model itself, which may be loaded back."""
+    return loaded.shape == parameter.shape and torch.equal(local(loaded.detach()), local(parameter.detach()))
 
 
+# remedy for each error of torch, by a part of the error's message
 _REMEDIES = {
     "got mixed torch.Tensor and DTensor": (
         "A weight of a sharded model was read by hand, as in hidden @ layer.weight.T, and each rank holds a part: "
@@ -142,13 +134,11 @@ _REMEDIES = {
         "changes none, tensor.full_tensor() the values. Every rank must call it."
     ),
 }
-"""Remedy for each error of torch, by a part of the error's message."""
 
 
 def _explain_passing(model: nn.Module, args: Any, output: Any) -> None:
     """Add the remedy to the error that a forward raises, which is all that a forward hook can do about an error."""
-    error = sys.exc_info()[1]
-    if isinstance(error, RuntimeError):
+    if isinstance(error := sys.exc_info()[1], RuntimeError):
         _explain(error)
 
 
@@ -163,7 +153,7 @@ def explained() -> Iterator[None]:
 
 
 def _explain(error: RuntimeError) -> None:
-    """Append the remedy to the message of `error`, in the place of `add_note`, which Python 3.10 does not have."""
+    """Append the remedy to the message of `error`; Python 3.10 has no `add_note`."""
     text = str(error.args[0]) if error.args else ""
     for said, remedy in _REMEDIES.items():
         if said in text and remedy not in text:
@@ -171,16 +161,11 @@ def _explain(error: RuntimeError) -> None:
 
 
 def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
-    """Make `generate` of transformers and PEFT, which bypasses the model's own forward, gather the root unit's weights.
+    """Make `generate` of a sharded model (and of `base`, inside of a `PeftModel`) gather the root unit's weights.
 
     Data-parallel ranks finish their texts at different steps, and a rank that stopped would leave the others waiting
     for its weights. With more than one such rank `synced_gpus=True` is the default, which keeps all ranks running to
     the last step. The ranks of one batch draw the same tokens: they begin with the random state of the first of them.
-
-    Args:
-        model: A sharded model.
-        base: The model inside of a `PeftModel`, whose `generate` may be called too; or `model` itself.
-        mesh: The mesh of `model`.
     """
     if not isinstance(model, FSDPModule) and mesh.size() == 1:
         return
@@ -192,26 +177,14 @@ def allow_generate(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def refuse_generate(model: nn.Module, base: nn.Module) -> None:
-    """Make `generate` an error with the remedy, for a model of which each rank has a pipeline stage.
-
-    Args:
-        model: A sharded model.
-        base: The model inside of a `PeftModel`; or `model` itself.
-    """
+    """Make `generate` an error with the remedy, for a model of which each rank has a pipeline stage."""
     for holder in {model, base}:
         if hasattr(holder, "generate"):
-            holder.__dict__["generate"] = _refuse
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise ValueError(
-        "generate does not work under pipeline parallelism (pp > 1), where each rank has some of the blocks: save the "
-        "adapter and generate on a mesh without pp, or with vLLM; or leave it out (predict_with_generate=False)."
-    )
+            holder.__dict__["generate"] = partial(_refuse, ValueError, _GENERATE)
 
 
 def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:
-    own: Any = holder.generate
+    bare_generate: Any = holder.generate
     replicated = mesh["dp_replicate"].size() > 1
 
     def generate(*args: Any, **kwargs: Any) -> Any:
@@ -220,10 +193,10 @@ def _complete(holder: Any, root: nn.Module, mesh: DeviceMesh) -> None:
         try:
             if replicated and not kwargs["synced_gpus"]:  # a replica needs no weights of other replicas
                 share_random_state(mesh)
-                return own(*args, **kwargs)
+                return bare_generate(*args, **kwargs)
             with collective_call("generate"):
                 share_random_state(mesh)
-                return own(*args, **kwargs)
+                return bare_generate(*args, **kwargs)
         finally:
             reshard(root)  # as after any forward that no backward follows
 
@@ -239,7 +212,7 @@ class Substitutes:
 
     def __init__(self, model: nn.Module) -> None:
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self._places = [
+        self._parameters = [
             (module._parameters, key, parameter, f"{name}.{key}" if name else key)
             for name, module in model.named_modules()
             for key, parameter in module._parameters.items()
@@ -250,20 +223,16 @@ class Substitutes:
         ]
 
     def refuse(self, model: nn.Module) -> None:
-        """Check, as a forward begins, that no parameter of `model` has a substitute, and that no new one trains.
-
-        Raises:
-            RuntimeError: A parameter has a substitute, or the model has a parameter that trains and was not sharded.
-        """
-        if any(len(module._parameters) != count or module._modules != held for module, count, held in self._modules):
+        """Raise RuntimeError, as a forward begins, if a parameter has a substitute, or a new one trains."""
+        if any(len(m._parameters) != count or m._modules != children for m, count, children in self._modules):
             self._refuse_new(model)
-        odd = [(held.get(key), name) for held, key, parameter, name in self._places if held.get(key) is not parameter]
+        odd = [(now.get(key), name) for now, key, parameter, name in self._parameters if now.get(key) is not parameter]
         if not odd:
             return
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         gathered = {id(parameter) for unit in units for parameter in gathered_parameters(unit)}
-        for held, name in odd:
-            if held is not None and id(held) not in gathered:
+        for substitute, name in odd:
+            if substitute is not None and id(substitute) not in gathered:
                 raise RuntimeError(
                     f"another tensor is in the place of {name} than parallelize left there (torch.func.functional_call "
                     "does so, load_state_dict(assign=True) and assignments): each rank would compute with what it "
@@ -273,9 +242,9 @@ class Substitutes:
 
     def _refuse_new(self, model: nn.Module) -> None:
         """Check that modules which have come since do not train. Adapters that a TenantPool adds are the pool's."""
-        known = {id(held): {*held} for held, *_ in self._places}
+        known = {id(parameters): {*parameters} for parameters, *_ in self._parameters}
         sharded = {module for module, *_ in self._modules}
-        layers = (each for each in model.modules() if isinstance(each, BaseTunerLayer))
+        layers = (layer for layer in model.modules() if isinstance(layer, BaseTunerLayer))
         of_pool = {inner for layer in layers if layer.get_base_layer() in sharded for inner in layer.modules()}
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():

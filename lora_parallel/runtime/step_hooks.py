@@ -40,43 +40,32 @@ from lora_parallel.runtime.refusals import Substitutes
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import TPContext
 
+log = logging.getLogger(__name__)
+
 
 class SameBatch:
-    """Compare the inputs of each forward of one model between the ranks of one batch.
-
-    Args:
-        mesh: The model's mesh.
-    """
+    """Compare the inputs of each forward of one model between the ranks of one batch."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
         self._groups = same_batch_groups(mesh)
-        self._ranks = [
-            rank
-            for stage in mesh.mesh.reshape(axis_size(mesh, "pp"), -1).tolist()
-            for rank in stage[dp_rank(mesh) * same_batch_mesh(mesh).size() :][: same_batch_mesh(mesh).size()]
-        ]
-        self._kinds = [
-            kind
-            for axis, kind in (("pp", "pipeline"), ("cp", "context"), ("tp", "tensor"))
-            if axis_size(mesh, axis) > 1
-        ]
-        together = same_batch_mesh(mesh).size()
-        of_stage = f"rank % {stage_mesh(mesh).size()}" if self._kinds[0] == "pipeline" else "rank"
+        together, stages = same_batch_mesh(mesh).size(), axis_size(mesh, "pp")
+        first = dp_rank(mesh) * together
+        self._ranks = [r for stage in mesh.mesh.reshape(stages, -1).tolist() for r in stage[first : first + together]]
+        kinds = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
+        self._kinds = [kind for axis, kind in kinds.items() if axis_size(mesh, axis) > 1]
+        of_stage = f"rank % {stage_mesh(mesh).size()}" if stages > 1 else "rank"
         self._formula = f"{of_stage} // {together}" if together > 1 else of_stage
-        self._unchecked = {True, False}
-        self._forwards = 0
+        self._unchecked, self._forwards = {True, False}, 0
+        # number of the last forward, and its message, which holds once the device's event is over
         self._sent: tuple[int, Tensor, Any] | None = None
-        """The number of the last forward, and the result of its message, which holds once a device's event is over."""
 
     def check(self, inputs: Any, training: bool) -> None:
-        """Check the inputs of a forward as it begins. Collective over these ranks; over all in the first for training.
-
-        Raises:
-            RuntimeError: Ranks of one batch were fed different batches, or make other forwards. Raised on these ranks,
-                and in the first forward for training on every rank.
-        """
-        self._look_at_last()
+        """Raise RuntimeError if peers were fed other batches. Collective; over all ranks in the first to train."""
+        if self._sent is not None:
+            (number, last, event), self._sent = self._sent, None
+            event.synchronize()
+            self._compare(number, last)
         self._forwards += 1
         first = training in self._unchecked
         self._unchecked.discard(training)
@@ -90,29 +79,22 @@ class SameBatch:
             return
         for group in self._groups:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        found = torch.empty(2, dtype=both.dtype, pin_memory=True)
-        found.copy_(both, non_blocking=True)
+        on_cpu = torch.empty(2, dtype=both.dtype, pin_memory=True)
+        on_cpu.copy_(both, non_blocking=True)
         event = torch.get_device_module(self._device).Event()
         event.record()
-        self._sent = self._forwards, found, event
+        self._sent = self._forwards, on_cpu, event
 
     def _message(self, inputs: Any, training: bool) -> Tensor:
         """Return a number of the inputs, and one that falls as the first rises: int64 [2]."""
         leaves, _ = tree_flatten(dict(enumerate(inputs)))
-        names = sorted(key for each in inputs if isinstance(each, dict) for key in each)
-        plain = [each if isinstance(each, bool | int | float | str) else type(each).__name__ for each in leaves]
-        told = zlib.crc32(repr((training, torch.is_grad_enabled(), names, plain)).encode())
-        total = torch.tensor(told, device=self._device)
+        names = sorted(key for group in inputs if isinstance(group, dict) for key in group)
+        plain = [leaf if isinstance(leaf, bool | int | float | str) else type(leaf).__name__ for leaf in leaves]
+        described = zlib.crc32(repr((training, torch.is_grad_enabled(), names, plain)).encode())
+        total = torch.tensor(described, device=self._device)
         for tensor in tensors_in(inputs):
             total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)
         return torch.stack([total, ~total])
-
-    def _look_at_last(self) -> None:
-        if self._sent is not None:
-            number, found, event = self._sent
-            self._sent = None
-            event.synchronize()
-            self._compare(number, found)
 
     def _compare(self, number: int, both: Tensor) -> None:
         highest, lowest = int(both[0]), ~int(both[1])
@@ -126,35 +108,12 @@ class SameBatch:
             )
 
 
-log = logging.getLogger(__name__)
-
-
-def _refuse_attentions(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    if asks_for("output_attentions", kwargs, innermost(model)):
-        raise ValueError(
-            "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, and "
-            "would return that. Leave it False, or use tp=1."
-        )
-
-
 class StepHooks:
-    """Register hooks on the forward of one parallelized model, which run before FSDP2's own.
+    """Register hooks on the forward of one parallelized model, which run before FSDP2's own."""
 
-    Args:
-        model: The sharded model.
-        mesh: The mesh of the model.
-        count: The count of forwards, which each training forward advances.
-        gradients: The model's gradients that are partial over tp, which are dropped after a failed step.
-        context: The context of the model's tensor parallel layers; None if tp is 1.
-        order: The order of the model's FSDP units; None if it has none.
-        first_batch_checks: Checks of the model's plan, each of which is given the first batch: positional and keyword
-            arguments.
-        recover: Function that is called as a step begins, if the step before it has failed.
-        is_pipeline: True if the model's forward calls its stages. Then it calls `begin_schedule` before them, and
-            these call `begin_stage` as they begin, and `watch` with the tensors at which their
-            backward passes begin. Otherwise both are done around the forward.
-    """
-
+    # `first_batch_checks` are given the first batch, positional and keyword arguments; `recover` is called as a step
+    # begins after one that failed. If `is_pipeline`, the model's forward calls `begin_schedule` before its stages, and
+    # these call `begin_stage`, and `watch` with the tensors at which their backwards begin.
     def __init__(
         self,
         model: nn.Module,
@@ -167,14 +126,8 @@ class StepHooks:
         recover: Callable[[], None] = lambda: None,
         is_pipeline: bool = False,
     ) -> None:
-        self._is_pipeline = is_pipeline
-        self._first_batch_checks = list(first_batch_checks)
-        self._recover_pool = recover
-        self._mesh = mesh
-        self._count = count
-        self._gradients = gradients
-        self._context = context
-        self._order = order
+        self._gradients, self._count, self._context, self._order = gradients, count, context, order
+        self._first_batch_checks, self._recover_pool, self._is_pipeline = list(first_batch_checks), recover, is_pipeline
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._substitutes = Substitutes(model)
         self._unfinished = UnfinishedGradients(model, gradients.parameters, is_pipeline)
@@ -184,9 +137,7 @@ class StepHooks:
         self._same_batch = SameBatch(mesh) if same_batch_groups(mesh) else None
         self._has_values = self._trained_once = False
         self._in_forward = False
-        self._backward: int | None = None
-        """Number of the backward pass that is running or has failed; None if there is none."""
-
+        self._backward: int | None = None  # number of the backward pass that is running or has failed
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after, always_call=True)
 
@@ -204,8 +155,11 @@ class StepHooks:
         self._substitutes.refuse(model)
         if isinstance(model, FSDPModule) and torch.is_grad_enabled() and not self._is_pipeline:
             self._check_frozen("FSDP2")
-        if self._context is not None:
-            _refuse_attentions(model, kwargs)
+        if self._context is not None and asks_for("output_attentions", kwargs, innermost(model)):
+            raise ValueError(
+                "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, "
+                "and would return that. Leave it False, or use tp=1."
+            )
         with agreed() if self._first_batch_checks else nullcontext():
             while self._first_batch_checks:
                 self._first_batch_checks.pop()(args, kwargs)
@@ -236,7 +190,7 @@ class StepHooks:
             self._reshard()  # no backward follows that would, and parameters() must give the sharded ones
 
     def begin_schedule(self) -> None:
-        """Check, before a pipeline's forward with gradients, that nothing trains or has hooks which it knows not of."""
+        """Check, before a pipeline's forward with gradients, that nothing trains or has hooks unknown to it."""
         self._check_frozen("the pipeline")
         self._unfinished.check_hooks()
 
@@ -276,10 +230,7 @@ class StepHooks:
             self._context.forget_input()  # that of a recomputed block, whose graph it would keep alive
 
     def _recover(self, model: nn.Module) -> None:
-        """Reset the model after a step that did not finish, and drop the gradients accumulated so far.
-
-        The gradients of the failed step are incomplete, and so are those that they were to be added to.
-        """
+        """Reset the model after a step that did not finish, and drop the gradients accumulated so far."""
         if self._trained and is_rank_zero():
             log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
         self._in_forward, self._backward = False, None

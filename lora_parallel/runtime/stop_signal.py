@@ -38,16 +38,15 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         """Record the signals from here on. Call it in the main thread: Python runs signal handlers nowhere else."""
-        for each in self._signals:
-            self._before[each] = signal.signal(each, self._record)
+        self._before = {number: signal.signal(number, self._record) for number in self._signals}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Put the handlers back that were there before."""
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self._before.clear()
 
     def requested(self) -> bool:
@@ -82,10 +81,7 @@ def ask_for_largest(numbers: list[int], what: str) -> Callable[[], list[int]]:
 
 
 def _device_type() -> str:
-    """Return the type of device that messages of the default process group are sent from: the CPU where it can be.
-
-    A message between CPUs does not wait for the work that an accelerator still has to do.
-    """
+    """Return the type of device that messages of the default process group are sent from: the CPU where it can be."""
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         return "cpu"
     accelerator = torch.accelerator.current_accelerator()

@@ -29,33 +29,20 @@ from lora_parallel.tp.layer import AllUsed, TPLayer, tp_layer_of
 
 
 class TenantLayer:
-    """Run one PEFT layer of a pool with the adapters of the tenants in the current route.
+    """Run one PEFT layer of a pool, around a layer of the base, with the adapters of the current route's tenants."""
 
-    The forward of the base layer is replaced by one that adds the adapters; `restore` undoes this.
-
-    Args:
-        layer: PEFT's layer, around a layer of the base that has no other `TenantLayer`.
-        name: The layer's name in the base.
-        forward: Given a layer's name, returns the forward that is computed or recomputed; None outside of any route.
-        dtype: Dtype that adapters are computed in; None: the one that each is stored in.
-    """
-
+    # `forward` returns the forward that is computed or recomputed, for a layer's name; None outside of any route.
+    # Adapters are computed in `dtype`, or in the one that each is stored in.
     def __init__(
-        self,
-        layer: Any,
-        name: str,
-        forward: Callable[[str], Forward | None],
-        dtype: torch.dtype | None,
+        self, layer: Any, name: str, forward: Callable[[str], Forward | None], dtype: torch.dtype | None
     ) -> None:
-        self.layer, self.name = layer, name
+        self.layer, self.name, self._forward, self._dtype = layer, name, forward, dtype
         self.factors: dict[str, tuple[Factor, Factor]] = {}
-        self._forward, self._dtype = forward, dtype
         self._base: Any = base_of(layer)
         self._unit: TPLayer | None = tp_layer_of(self._base)
+        # adapter of the call in a compiled block; None if the base is called alone
         self._entered: _Adapter | None = None
-        """Adapter of the call in a compiled block; None if the base is called alone."""
-
-        self._own = self._unit.compute if self._unit is not None else self._base.forward
+        self._compute_base = self._unit.compute if self._unit is not None else self._base.forward
         self._instance_forward = self._base.__dict__.get("forward")
         if self._unit is not None:
             self._unit.compute = self._compute
@@ -66,7 +53,7 @@ class TenantLayer:
     def restore(self) -> nn.Module:
         """Give the layer of the base its own forward back, and return the layer."""
         if self._unit is not None:
-            self._unit.compute = self._own
+            self._unit.compute = self._compute_base
         elif self._instance_forward is not None:
             self._base.forward = self._instance_forward
         else:
@@ -74,12 +61,7 @@ class TenantLayer:
         return self._base
 
     def add(self, tenant: str, shards: DeviceMesh | None) -> None:
-        """Place an adapter that the PEFT layer has whole on every rank, and use it from now on.
-
-        Args:
-            tenant: Name of the tenant, which is also that of the adapter.
-            shards: Mesh over whose dp_shard axis the adapter is sharded; None: it stays whole.
-        """
+        """Place an adapter that the PEFT layer has whole on every rank, and use it from now on."""
         self.factors[tenant] = placed(self.layer, tenant, shards)
         dropout = self.layer.lora_dropout[tenant]
         if self._unit is not None and isinstance(dropout, TopologyInvariantDropout):
@@ -92,13 +74,9 @@ class TenantLayer:
             dropout.seed = seed
 
     def enter(self) -> bool:
-        """Find the adapter of a call in a block that runs compiled, where it cannot be looked up by the tenant's name.
-
-        Returns:
-            False if samples of several tenants are routed, which are not computed in a graph.
-        """
+        """Find the adapter of a call in a compiled block, which cannot look it up; False if samples are mixed."""
         forward = self._called()
-        if forward is not None and forward.route.names is not None:
+        if forward is not None and forward.route.names is not None:  # several tenants, which no graph computes
             return False
         self._entered = None if forward is None else self._adapter(forward, as_tensors=True)
         return True
@@ -142,7 +120,7 @@ class TenantLayer:
         return _Adapter(A, B, self.layer.scaling[tenant], dropout, keys)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        y = self._own(*args, **kwargs)
+        y = self._compute_base(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
         if torch.compiler.is_compiling():
             return y if self._entered is None else self._entered.add(y, x)
@@ -153,25 +131,21 @@ class TenantLayer:
         if route.names is None:
             adapter = self._adapter(forward)
             return y if adapter is None else adapter.add(y, x)
-        tenants = [tenant for tenant in route.tenants if tenant in self.factors]
-        if not tenants:
+        factors = {tenant: self._factors(tenant, route) for tenant in route.tenants if tenant in self.factors}
+        if not factors or (tokens := forward.tokens(x.shape[:-1], x.device, self.name)) is None:
             return y
-        factors = {tenant: self._factors(tenant, route) for tenant in tenants}
-        tokens = forward.tokens(x.shape[:-1], x.device, self.name)
-        if tokens is None:
-            return y
-        here = [tenant for tenant in tenants if tenant in tokens]
+        here = [tenant for tenant in factors if tenant in tokens]
         flat, total = x.reshape(-1, x.shape[-1]), y
         for dtype in dict.fromkeys(factors[t][0].dtype for t in here):
             some = [t for t in here if factors[t][0].dtype == dtype]
-            theirs = [self._dropped(t, flat[tokens[t].place].to(dtype), forward, tokens[t]) for t in some]
-            deltas = _grouped(theirs, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
-            places = torch.cat([tokens[t].place for t in some])
-            spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, places, deltas)
+            inputs = [self._dropped(t, flat[tokens[t].index].to(dtype), forward, tokens[t]) for t in some]
+            deltas = _grouped(inputs, [factors[t] for t in some], [self.layer.scaling[t] for t in some])
+            indices = torch.cat([tokens[t].index for t in some])
+            spread = deltas.new_zeros(len(flat), deltas.shape[-1]).index_copy(0, indices, deltas)
             total = (total + spread.view(*x.shape[:-1], -1)).to(y.dtype)
         # Factors of tenants without samples on this rank get gradients of zeros, so that this rank's backward runs the
         # same collectives as those of other ranks.
-        absent = [factor for tenant in tenants if tenant not in tokens for factor in factors[tenant]]
+        absent = [factor for tenant in factors if tenant not in tokens for factor in factors[tenant]]
         return AllUsed.apply(total, *absent) if absent else total
 
     def _dropout(self, tenant: str, forward: Forward) -> TopologyInvariantDropout | None:
@@ -206,87 +180,63 @@ class _Adapter:
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """Return the output `y` of the base for its input `x`, with the adapter added."""
-        fed = x.to(self.A.dtype)  # as PEFT: first the cast, then dropout
+        x = x.to(self.A.dtype)  # as PEFT: first the cast, then dropout
         if self.dropout is not None:
-            fed = self.dropout.without(fed, self.dropout.dropped(fed.shape, fed.device, self.keys))
-        return (y + F.linear(F.linear(fed, self.A), self.B) * self.scaling).to(y.dtype)
+            x = self.dropout.without(x, self.dropout.dropped(x.shape, x.device, self.keys))
+        return (y + F.linear(F.linear(x, self.A), self.B) * self.scaling).to(y.dtype)
 
 
 def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, Factor]:
-    """Place an adapter that a PEFT layer has whole: over tp as the base layer is, and over dp_shard.
-
-    Args:
-        layer: PEFT's layer, around a layer of the model.
-        tenant: Name of the adapter.
-        shards: Mesh over whose dp_shard axis the adapter is sharded; None: it stays whole over dp_shard.
-
-    Returns:
-        The factors `lora_A` and `lora_B`.
-    """
+    """Place an adapter that a PEFT layer has whole over tp as the base layer is, and over dp_shard; return A and B."""
     tp_layer = tp_layer_of(base_of(layer))
     on_tp = {} if tp_layer is None else tp_layer.place_adapter(layer, tenant)
-    both = []
-    for role in ("lora_A", "lora_B"):
+
+    def factor(role: str) -> Factor:
         module = getattr(layer, role)[tenant]
         parameter, rows, partial = on_tp.get(role, (module.weight, None, False))
-        how = None
-        if shards is not None:
-            parameter, how = cut(parameter, shards)
-            module._parameters["weight"] = parameter
-        both.append(Factor(parameter, rows, partial, how))
-    return both[0], both[1]
+        if shards is None:
+            return Factor(parameter, rows, partial)
+        parameter, chunks = cut(parameter, shards)
+        module._parameters["weight"] = parameter
+        return Factor(parameter, rows, partial, chunks)
+
+    return factor("lora_A"), factor("lora_B")
 
 
-def _grouped(fed: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> Tensor:
-    """Return the scaled LoRA outputs of all tenants' tokens, one tenant after the other, [all tokens, out].
-
-    Factors of a smaller r than the largest are padded with zeros, which add nothing. Tokens are padded only where torch
-    has no grouped matrix product.
-
-    Args:
-        fed: The input of each tenant, [its tokens, in].
-        factors: A [r, in] and B [out, r] of each tenant.
-        scales: The scaling of each tenant's adapter.
-    """
-    rank, grouped = max(A.shape[0] for A, _ in factors), _takes_groups(fed[0], factors[0][1].shape[0])
-    rank = -(-rank // _GROUPED_MULTIPLE) * _GROUPED_MULTIPLE if grouped else rank
-    down = torch.stack([F.pad(A, (0, 0, 0, rank - A.shape[0])) for A, _ in factors]).transpose(1, 2)
-    up = torch.stack([F.pad(B, (0, rank - B.shape[1])) for _, B in factors]).transpose(1, 2)
-    sizes = [len(x) for x in fed]
+def _grouped(inputs: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> Tensor:
+    """Return the scaled LoRA outputs of all tenants' tokens, one tenant after the other, [all tokens, out]."""
+    # inputs: [a tenant's tokens, in]; factors: A [r, in], B [out, r], padded to the largest r with zeros, which add
+    # nothing. Tokens are padded only where torch has no grouped matrix product.
+    r, grouped = max(A.shape[0] for A, _ in factors), _takes_groups(inputs[0], factors[0][1].shape[0])
+    r = -(-r // _GROUPED_MULTIPLE) * _GROUPED_MULTIPLE if grouped else r
+    down = torch.stack([F.pad(A, (0, 0, 0, r - A.shape[0])) for A, _ in factors]).transpose(1, 2)
+    up = torch.stack([F.pad(B, (0, r - B.shape[1])) for _, B in factors]).transpose(1, 2)
+    sizes = [len(x) for x in inputs]
     if grouped:
-        ends = torch.tensor(sizes).cumsum(0).to(device=fed[0].device, dtype=torch.int32)
-        low = F.grouped_mm(torch.cat(list(fed)), down, offs=ends)
+        ends = torch.tensor(sizes).cumsum(0).to(device=inputs[0].device, dtype=torch.int32)
+        low = F.grouped_mm(torch.cat(list(inputs)), down, offs=ends)
         deltas = F.grouped_mm(low, up, offs=ends).split(sizes)
         return torch.cat([delta * scale for delta, scale in zip(deltas, scales, strict=True)])
-    longest = max(sizes)
-    padded = torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in fed])
+    padded = torch.stack([F.pad(x, (0, 0, 0, max(sizes) - len(x))) for x in inputs])
     deltas = (padded @ down) @ up
     # Multiply by Python floats, as PEFT does: a tensor of the scales would round them to 16 bits first.
     return torch.cat([delta[:size] * scale for delta, size, scale in zip(deltas, sizes, scales, strict=True)])
 
 
+# sizes of a grouped product must be its multiples: torch wants strides of 16 bytes, 8 bfloat16 values
 _GROUPED_MULTIPLE = 8
-"""Multiple that the sizes of a grouped product must have: torch wants strides of 16 bytes, 8 bfloat16 values."""
 
 
 def _takes_groups(x: Tensor, out_features: int) -> bool:
-    """Return True if torch has a native grouped matrix product for `x` [tokens, in] and `out_features`.
-
-    It has one for bfloat16, on CPUs and on GPUs from Ampere on, if both sizes are multiples of 8.
-    """
+    """Return True if torch has a native grouped matrix product for `x` [tokens, in] and `out_features`."""
+    # It has one for bfloat16, on CPUs and on GPUs from Ampere on, if both sizes are multiples of 8.
     if x.dtype != torch.bfloat16 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
         return False
     return x.shape[-1] % _GROUPED_MULTIPLE == 0 and out_features % _GROUPED_MULTIPLE == 0
 
 
 def shaped(bare: nn.Module, name: str, config: LoraConfig) -> Any:
-    """Return a copy of the base on meta with PEFT's adapter on it, which shows the adapter's layers and their shapes.
-
-    Args:
-        bare: The base, on meta.
-        name: The adapter's name.
-        config: The adapter's config.
-    """
+    """Return a copy of the base on meta with PEFT's adapter on it, which shows the adapter's layers and shapes."""
     return draw_adapter(without_values(bare, {}), config, 0, lambda layer: None, name)
 
 
@@ -298,17 +248,7 @@ def adapted_layers(shapes: nn.Module) -> dict[str, Any]:
 def draw(
     bare: nn.Module, shapes: Any, name: str, config: LoraConfig, seed: int, put: Callable[[str, Any], None]
 ) -> None:
-    """Draw the values of an adapter, layer by layer.
-
-    Args:
-        bare: The base, on meta.
-        shapes: The result of `shaped` for this adapter; its layers are filled and handed to `put`.
-        name: The adapter's name.
-        config: The adapter's config.
-        seed: Seed of the random state that the values are drawn from.
-        put: Called for each layer with its name and PEFT's layer, whose base weight is on meta and whose adapter is on
-            the CPU, whole.
-    """
+    """Draw an adapter's values into the layers of `shapes`, one by one, and hand each with its name to `put`."""
     remaining = iter(adapted_layers(shapes).items())
 
     def keep(drawn: Any) -> None:
@@ -322,52 +262,28 @@ def draw(
 
 
 class AdapterSlots:
-    """Put adapters on the layers of a model, and take them away.
-
-    Args:
-        model: The parallelized model, without adapters.
-        state: The state that `parallelize` left on the model.
-        shards: Mesh over whose dp_shard axis adapters are sharded; None: every data-parallel rank has them whole.
-        forward: The argument `forward` of `TenantLayer`.
-    """
+    """Put adapters on the layers of a parallelized model, and take them away."""
 
     def __init__(
         self, model: Any, state: ParallelState, shards: DeviceMesh | None, forward: Callable[[str], Forward | None]
     ) -> None:
         self._model, self._state, self._shards, self._forward = model, state, shards, forward
-        self._places = {name: module for module, name in clean_names(model).items()}
+        self._modules = {name: module for module, name in clean_names(model).items()}
         self._layers: dict[str, TenantLayer] = {}
         self._parts = compiled_parts(model)
 
     def factors(self, tenant: str, shapes: Any, dtype: torch.dtype | None) -> list[Factor]:
-        """Return the factors that an adapter would have on this rank, without values.
-
-        Args:
-            tenant: Name of the tenant, which is also that of the adapter.
-            shapes: The result of `adapter_init.shaped` for the adapter.
-            dtype: Dtype that the adapter is stored in; None: the one that PEFT gave it.
-        """
-        found: list[Factor] = []
+        """Return the factors that an adapter would have on this rank, without values."""
+        factors: list[Factor] = []
         for where, layer in adapted_layers(shapes).items():
-            layer.base_layer = self._places[where]
+            layer.base_layer = self._modules[where]
             for role in ("lora_A", "lora_B"):
                 getattr(layer, role)[tenant].to(dtype=dtype)
-            found += placed(layer, tenant, self._shards)
-        return found
+            factors += placed(layer, tenant, self._shards)
+        return factors
 
     def put(self, tenant: str, seed: int, dtype: torch.dtype | None, where: str, shape: Any) -> TenantLayer:
-        """Put the adapter of one PEFT layer of the bare base on the model's layer of the same name.
-
-        Args:
-            tenant: Name of the tenant, which is also that of the adapter.
-            seed: Seed of the tenant's dropout.
-            dtype: Dtype that the adapter is stored in; None: the one that it has.
-            where: Name of the layer in the base.
-            shape: PEFT's layer of the bare base, which holds the whole adapter.
-
-        Returns:
-            The model's layer, with this adapter and those of other tenants.
-        """
+        """Put the adapter of one PEFT layer of the bare base (`shape`, whole) on the model's layer of the same name."""
         for role in ("lora_A", "lora_B"):
             getattr(shape, role)[tenant].to(self._state.mesh.device_type, dtype)
         dropout = shape.lora_dropout[tenant]
@@ -375,8 +291,7 @@ class AdapterSlots:
             count, rank = self._state.forward_count, dp_rank(self._state.mesh)
             shape.lora_dropout[tenant] = TopologyInvariantDropout(dropout.p, where, seed, count, rank)
         if where not in self._layers:
-            base = self._places[where]
-            shape.base_layer = base
+            shape.base_layer = base = self._modules[where]
             _replace(self._model, base, shape)
             shape.train(base.training)
             refuse_merge(shape, "a tenant's adapter", "into a base that others share")
@@ -395,30 +310,19 @@ class AdapterSlots:
         return put
 
     def remove(self, tenant: str) -> None:
-        """Remove a tenant's adapter from every layer that has it.
-
-        A layer that has no adapter left becomes the layer of the base again.
-        """
-        for where, each in list(self._layers.items()):
-            each.factors.pop(tenant, None)
-            each.layer.delete_adapter(tenant)
-            if not each.factors:
-                base = each.restore()
-                _replace(self._model, each.layer, base)
+        """Remove a tenant's adapter from each layer; one without adapters becomes the layer of the base again."""
+        for where, layer in list(self._layers.items()):
+            layer.factors.pop(tenant, None)
+            layer.layer.delete_adapter(tenant)
+            if not layer.factors:
+                base = layer.restore()
+                _replace(self._model, layer.layer, base)
                 if base in self._parts:
-                    self._parts[base].remove(each)
+                    self._parts[base].remove(layer)
                 del self._layers[where]
 
     def check_known(self, what: str, tenants: Collection[str]) -> None:
-        """Check that PEFT knows the tenants and no other adapters.
-
-        Args:
-            what: The method of the pool that was called.
-            tenants: The names of the tenants.
-
-        Raises:
-            ValueError: An adapter was added or deleted behind the pool.
-        """
+        """Raise ValueError if PEFT knows other adapters than the tenants."""
         there: Any = getattr(self._model, "peft_config", {})
         if there.keys() != set(tenants):
             raise ValueError(
@@ -427,11 +331,7 @@ class AdapterSlots:
             )
 
     def tell(self, configs: Mapping[str, LoraConfig]) -> None:
-        """Tell PEFT and transformers which adapters the model has.
-
-        Args:
-            configs: The config of each adapter, by its name.
-        """
+        """Tell PEFT and transformers which adapters the model has."""
         if configs:
             self._model.peft_config = dict(configs)
         else:
@@ -441,13 +341,10 @@ class AdapterSlots:
         self.activate(())
 
     def activate(self, tenants: Sequence[str]) -> None:
-        """Make the adapters of these tenants the ones that PEFT reports as active.
-
-        Adapters that one of PEFT's functions froze train again.
-        """
-        for each in self._layers.values():
-            activate(each.layer, list(tenants))
-            for factor in (factor for both in each.factors.values() for factor in both):
+        """Make these tenants' adapters the ones that PEFT reports as active, and unfreeze what PEFT has frozen."""
+        for layer in self._layers.values():
+            activate(layer.layer, list(tenants))
+            for factor in (factor for both in layer.factors.values() for factor in both):
                 if not factor.parameter.requires_grad:  # frozen by PEFT's set_adapter; a later loss may penalise it
                     factor.parameter.requires_grad_(True)
 

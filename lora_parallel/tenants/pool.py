@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
@@ -21,24 +22,20 @@ from lora_parallel.distributed.dtensors import local, reshard
 from lora_parallel.distributed.mesh import dp_size
 from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
 from lora_parallel.distributed.torch_private import in_backward
-from lora_parallel.state import ParallelState
 from lora_parallel.storage import local_path
 from lora_parallel.tenants.layer import AdapterSlots, draw, shaped
 from lora_parallel.tenants.routing import Calls, Factor, ForwardTracker, Route, gathered_factors, route_samples
 from lora_parallel.tenants.state import load_tenant, save_tenant
 from lora_parallel.tenants.tenant import (
-    OptimizerGuard,
     Optimizers,
     Tenant,
     batch_norms,
     check_base,
-    check_budget,
     check_dtype,
     check_fits,
     check_layers,
     check_lora_config,
     check_name,
-    check_one_active,
     check_rows_apart,
     check_samples,
     describe_config,
@@ -47,70 +44,39 @@ from lora_parallel.tenants.tenant import (
     settings_of,
 )
 
-
-def finish(tenants: Sequence[Tenant], mesh: DeviceMesh) -> None:
-    """Sum the gradients of tenants over all ranks, and add them to those that wait for a step. Collective.
-
-    Args:
-        tenants: The tenants whose gradients have not been summed, the same on every rank and in the same order.
-        mesh: The mesh of the model.
-    """
-    sums = iter(_summed([factor for tenant in tenants for factor in tenant.factors], mesh))
-    for tenant in tenants:
-        tenant.add_sums([next(sums) for _ in tenant.factors])
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
 def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
-    """Take the gradients of factors that have accumulated since the last call, and sum them over all ranks. Collective.
-
-    Gradients of the parameters themselves, which every rank has in full, are added without a sum over ranks.
-
-    Args:
-        factors: The factors, the same on every rank and in the same order.
-        mesh: The mesh of the model.
-
-    Returns:
-        The summed gradient of each factor, placed as its parameter is; None where no rank has a gradient.
-    """
+    """Take the gradients of factors, and return their sums over all ranks, placed as the parameters. Collective."""
     taken = [factor.take_gradients() for factor in factors]
-    gradients = [part for part, _ in taken]
-    rank = mesh.get_local_rank("dp_shard")
+    gradients, rank = [part for part, _ in taken], mesh.get_local_rank("dp_shard")
     sums: list[Tensor | None] = [None] * len(factors)
-    dtypes = list(dict.fromkeys(factor.parameter.dtype for factor in factors))
-    for dtype in dtypes:
+    for dtype in dict.fromkeys(factor.parameter.dtype for factor in factors):
         of_dtype = [index for index, factor in enumerate(factors) if factor.parameter.dtype == dtype]
         # Gradients that are partial over tp come first: the front of the message is summed over tp, all of it over dp.
         order = sorted(of_dtype, key=lambda index: not factors[index].partial)
-        held = [_or_zeros(factors[index], gradients[index]) for index in order]
-        there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=held[0].device)
-        flat = torch.cat([there, *(each.reshape(-1) for each in held)])
-        partial = sum(each.numel() for index, each in zip(order, held, strict=True) if factors[index].partial)
+        parts = [factors[i].zeros() if (gradient := gradients[i]) is None else gradient for i in order]
+        there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=parts[0].device)
+        flat = torch.cat([there, *(part.reshape(-1) for part in parts)])
+        partial = sum(part.numel() for index, part in zip(order, parts, strict=True) if factors[index].partial)
         if mesh["tp"].size() > 1 and partial:
             front = slice(len(there), len(there) + partial)
             flat[front] = all_reduce(flat[front], mesh.get_group("tp"), "gradients", "tenants")
         for axis in ("dp_shard", "dp_replicate"):
             if mesh[axis].size() > 1:
                 flat = all_reduce(flat, mesh.get_group(axis), "gradients", "tenants")
-        found, values = flat[: len(there)].tolist(), flat[len(there) :].split([each.numel() for each in held])
-        for index, present, value, each in zip(order, found, values, held, strict=True):
-            if present:
-                sums[index] = factors[index].placed(value.view_as(each), rank)
+        counts, values = flat[: len(there)].tolist(), flat[len(there) :].split([part.numel() for part in parts])
+        for index, count, value, part in zip(order, counts, values, parts, strict=True):
+            if count:
+                sums[index] = factors[index].placed(value.view_as(part), rank)
     # The gradient of a loss term of the parameter itself is complete on every rank: it is added without a sum.
-    for index, (_, own) in enumerate(taken):
-        if own is not None:
+    for index, (_, complete) in enumerate(taken):
+        if complete is not None:
             known = sums[index]
-            sums[index] = own if known is None else known + own
+            sums[index] = complete if known is None else known + complete
     return sums
-
-
-def _or_zeros(factor: Factor, gradient: Tensor | None) -> Tensor:
-    if gradient is not None:
-        return gradient
-    return torch.zeros(factor.shape, dtype=factor.parameter.dtype, device=factor.device)
-
-
-log = logging.getLogger(__name__)
 
 
 class TenantPool:
@@ -135,13 +101,11 @@ class TenantPool:
 
     @collective_call("TenantPool")
     def __init__(self, model: nn.Module, shard: bool = False, budget: int | None = None) -> None:
-        state, bare = check_base(model)
-        check_budget(budget)
-        self.model = model
-        self._budget = budget
+        self._state, self._bare = check_base(model)
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
+            raise ValueError(f"budget={budget!r}: give a positive number of bytes, or None for no limit.")
+        self.model, self._budget, state = model, budget, self._state
         self._shards = state.mesh if shard and state.mesh["dp_shard"].size() > 1 else None
-        self._state: ParallelState = state
-        self._bare = bare
         self._tenants: dict[str, Tenant] = {}
         self._mixing = batch_norms(model)
         self._calls = Calls(state.mesh.device_type, self.names)
@@ -162,7 +126,7 @@ class TenantPool:
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return the parameters of a tenant, as its optimizer got them."""
-        return [factor.parameter for factor in self._tenant(name).factors]
+        return self._tenant(name).parameters
 
     def optimizer(self, name: str) -> torch.optim.Optimizer:
         """Return the optimizer of a tenant, for instance to set its learning rate; only `step` may step it."""
@@ -179,13 +143,13 @@ class TenantPool:
             For each tenant the bytes of its "adapter", of its "gathered" copies (for forwards whose graphs are still
             alive), of its "gradients" and of the state of its "optimizer"; and under the name "" those of the "base".
         """
-        own = {parameter for name in self._tenants for parameter in self.parameters(name)}
-        base = sum(local(parameter).nbytes for parameter in self.model.parameters() if parameter not in own)
+        adapters = {parameter for tenant in self._tenants.values() for parameter in tenant.parameters}
+        base = sum(local(parameter).nbytes for parameter in self.model.parameters() if parameter not in adapters)
         return {"": {"base": base}, **{name: tenant.memory() for name, tenant in self._tenants.items()}}
 
     def _tenant(self, name: str) -> Tenant:
         if name not in self._tenants:
-            there = ", ".join(repr(each) for each in self._tenants) or "none"
+            there = ", ".join(map(repr, self._tenants)) or "none"
             raise ValueError(f"there is no tenant {name!r}: the pool has {there}.")
         return self._tenants[name]
 
@@ -232,7 +196,7 @@ class TenantPool:
             needs = None
             if self._budget is not None:
                 needs = memory_needs(self._slots.factors(name, shapes, dtype), optimizer)
-                check_fits(name, needs, [each.needs for each in self._tenants.values()], self._budget)
+                check_fits(name, needs, [tenant.needs for tenant in self._tenants.values()], self._budget)
         tenant = Tenant(name, shapes.peft_config[name], init_seed, needs=needs)
         self._tenants[name] = tenant
         try:
@@ -242,14 +206,11 @@ class TenantPool:
                     tenant.layers.append(self._slots.put(name, init_seed, dtype, where, layer))
 
                 draw(self._bare, shapes, name, config, init_seed, put)
-                parameters = [factor.parameter for factor in tenant.factors]
-                made = optimizer(parameters)
-                tenant.guard = OptimizerGuard(name, made, parameters, tenant.waits)
+                tenant.set_optimizer(made := optimizer(tenant.parameters))
             check_alike(optimizer=settings_of(made))
         except BaseException:  # after an error on any rank no rank keeps the tenant
             self._discard(tenant)
             raise
-        tenant.finished = [None] * len(tenant.factors)
         self._tell_peft()
 
     def remove(self, name: str) -> None:
@@ -273,8 +234,15 @@ class TenantPool:
         self._tell_peft()
 
     def check_export(self) -> None:
-        """Check that exactly one tenant is active, for `export_merged`, which calls it."""
-        check_one_active(self.model)
+        """Raise ValueError unless exactly one tenant is active: `export_merged` would merge the sum of several."""
+        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        tenants = sorted({name for layer in layers for name in layer.lora_A})
+        active = sorted({name for layer in layers for name in layer.active_adapters} & {*tenants})
+        if layers and len(active) != 1:
+            raise ValueError(
+                f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), "
+                "which makes one of them active."
+            )
 
     def _tell_peft(self) -> None:
         self._slots.tell({name: tenant.config for name, tenant in self._tenants.items()})
@@ -366,7 +334,7 @@ class TenantPool:
             self._check_idle("save")
             tenant, folder = self._tenant(name), local_path(directory)
             tenant.check_between_steps("save")
-        save_tenant(self.model, name, folder, self.optimizer(name), tenant.record(), self._base)
+        save_tenant(self.model, name, folder, tenant.optimizer, tenant.record(), self._base)
         return folder
 
     @torch.inference_mode(False)
@@ -390,8 +358,7 @@ class TenantPool:
             tenant, folder = self._tenant(name), local_path(directory)
             tenant.check_between_steps("load")
         most = None if tenant.needs is None else tenant.needs.state
-        record = load_tenant(self.model, name, folder, self.optimizer(name), self._base, most) or {}
-        tenant.resume(record)
+        tenant.resume(load_tenant(self.model, name, folder, tenant.optimizer, self._base, most) or {})
         self._forwards.trained.discard(name)
 
     # ------------------------------------------------------------------ steps
@@ -416,7 +383,8 @@ class TenantPool:
                 not positive.
         """
         self.recover()
-        waiting = self._unsummed()
+        trained = self._forwards.trained
+        waiting = [tenant for tenant in self._tenants.values() if tenant.name in trained or tenant.has_unsummed]
         there = [tenant.name for tenant in self._tenants.values() if tenant in waiting or tenant.has_sums]
         call = f"step({name!r}, max_norm={max_norm}) with gradients of {there}"
         gathers = name in self._tenants and self._tenants[name].gathers
@@ -425,8 +393,10 @@ class TenantPool:
             tenant = self._tenant(name)
             if max_norm is not None and not max_norm > 0:
                 raise ValueError(f"max_norm={max_norm}: give a positive number, or None for no clipping.")
-        finish(waiting, self._state.mesh)
-        self._forwards.trained.difference_update(each.name for each in waiting)
+        sums = iter(_summed([factor for other in waiting for factor in other.factors], self._state.mesh))
+        for other in waiting:
+            other.add_sums([next(sums) for _ in other.factors])
+        trained.difference_update(other.name for other in waiting)
         norm = tenant.step(max_norm)
         self._zero(tenant)
         return norm
@@ -440,11 +410,6 @@ class TenantPool:
     def _zero(self, tenant: Tenant) -> None:
         tenant.drop_gradients()
         self._forwards.trained.discard(tenant.name)
-
-    def _unsummed(self) -> list[Tenant]:
-        """Return the tenants whose gradients have not been summed over ranks, the same on every rank."""
-        trained = self._forwards.trained
-        return [each for each in self._tenants.values() if each.name in trained or each.has_unsummed]
 
     def recover(self) -> None:
         """Drop all gradients of tenants whose backward ended with an error; `step` and the next forward call it.

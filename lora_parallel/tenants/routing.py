@@ -33,60 +33,39 @@ from lora_parallel.tenants.state import Cut, gather
 class Factor:
     """Hold one factor, `lora_A` or `lora_B`, of a tenant's adapter on one layer."""
 
-    parameter: nn.Parameter
-    """Parameter that the optimizer gets."""
-
-    rows: Tensor | None
-    """Rows that this rank computes with, int64 [rows], of a factor that is stored whole; None: all of its rows."""
-
-    partial: bool
-    """True if the gradient on one rank is a partial sum over tp."""
-
-    cut: Cut | None = None
-    """Layout of the factor's chunks over dp_shard; None if it is not sharded over dp_shard."""
-
+    parameter: nn.Parameter  # the parameter that the optimizer gets
+    rows: Tensor | None  # rows that this rank computes with, int64 [rows], of a factor that is stored whole; None: all
+    partial: bool  # True if the gradient on one rank is a partial sum over tp
+    cut: Cut | None = None  # layout of the chunks over dp_shard; None if it is not sharded over dp_shard
+    # gathered copies that are still alive, for instance in the graph of a forward
     gathered: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
-    """Gathered copies of the factor that are still alive, for instance in the graph of a forward."""
-
+    # Gradient of the values that forwards computed with, before its sum over ranks. `parameter.grad` is another one:
+    # that of loss terms of the parameter itself, such as a penalty.
     waiting: Tensor | None = None
-    """Gradient of the values that forwards computed with, before its sum over ranks; None if there is none.
-
-    `parameter.grad` is another gradient: that of terms of a loss that use the parameter itself, such as a penalty.
-    """
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the parameter."""
-        return local(self.parameter).device
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the part that this tp rank has, before it is sharded over dp_shard."""
         return tuple(local(self.parameter).shape) if self.cut is None else self.cut.shape
 
-    def compute(self, gathered: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
-        """Return the values that this rank computes with; their gradient is multiplied by `weight` on its way back.
+    def zeros(self) -> Tensor:
+        """Return zeros in place of a gradient of the part that this tp rank has."""
+        return torch.zeros(self.shape, dtype=self.parameter.dtype, device=local(self.parameter).device)
 
-        Args:
-            gathered: The gathered values, if the factor is sharded over dp_shard; else None.
-            weight: The share of the tenant's samples that is on this rank (`Route.weights`).
-            dtype: Dtype to compute in; None: the stored one.
-        """
-        held: Tensor = self.parameter if gathered is None else gathered
+    def compute(self, gathered: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
+        """Return the values (`gathered`, if sharded over dp_shard) to compute with; `weight` scales their gradient."""
+        values: Tensor = self.parameter if gathered is None else gathered
         if gathered is None and torch.is_grad_enabled():
-            held = self.lend(local(self.parameter))
-        elif isinstance(held, DTensor):
-            held = held.to_local()
-        held = scale_gradient(held, weight)
+            values = self.lend(local(self.parameter))
+        elif isinstance(values, DTensor):
+            values = values.to_local()
+        values = scale_gradient(values, weight)
         if self.rows is not None:
-            held = held.index_select(0, self.rows.to(held.device))
-        return held if dtype is None else held.to(dtype)
+            values = values.index_select(0, self.rows.to(values.device))
+        return values if dtype is None else values.to(dtype)
 
     def lend(self, whole: Tensor) -> Tensor:
-        """Return `whole`, the part of the factor that this tp rank has, prepared to compute with.
-
-        A hook on it adds its gradient to `waiting`, whenever a backward brings one.
-        """
+        """Return `whole`, the part of the factor that this tp rank has, whose gradient a hook adds to `waiting`."""
         whole.requires_grad_().register_post_accumulate_grad_hook(self._keep)
         if self.cut is not None:
             self.gathered.add(whole)
@@ -103,15 +82,10 @@ class Factor:
         return self.waiting is not None or self.parameter.grad is not None
 
     def take_gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients, and drop them here.
-
-        Returns:
-            The gradient of this tp rank's part, to be summed over ranks (`waiting`); and the gradient of the parameter
-            itself, which is complete on every rank. None where there is no such gradient.
-        """
-        found = self.waiting, self.parameter.grad
+        """Return and drop `waiting`, to be summed over ranks, and the parameter's gradient, complete on every rank."""
+        gradients = self.waiting, self.parameter.grad
         self.drop_gradients()
-        return found
+        return gradients
 
     def drop_gradients(self) -> None:
         """Drop both gradients."""
@@ -125,43 +99,23 @@ class Factor:
 
 
 def gathered_factors(factors: Sequence[Factor], mesh: DeviceMesh) -> dict[Factor, Tensor]:
-    """Gather factors that are sharded over dp_shard, to compute with. Collective.
-
-    Returns:
-        The gathered values of each factor: the part that this tp rank has. Their gradients go to `Factor.waiting`.
-    """
+    """Gather factors that are sharded over dp_shard to compute with; gradients go to `Factor.waiting`. Collective."""
     cuts = [factor.cut for factor in factors if factor.cut is not None]
     gathered = gather([factor.parameter for factor in factors], cuts, mesh)
     return {factor: factor.lend(whole) for factor, whole in zip(factors, gathered, strict=True)}
 
 
 class Calls:
-    """Keep a number of the calls made so far, which is equal on all ranks as long as they make the same calls.
-
-    Args:
-        device: Type of the device that messages between ranks go by.
-        tenants: Returns the names of the pool's tenants, for error messages.
-    """
+    """Keep a number of the calls made so far, which is equal on all ranks as long as they make the same calls."""
 
     def __init__(self, device: str, tenants: Callable[[], Sequence[str]]) -> None:
         self._device, self._tenants = device, tenants
         self._before = 0
-        self._alone: list[str] = []
-        """Calls noted by `apart` since the last `together`."""
+        self._alone: list[str] = []  # calls noted by `apart` since the last `together`
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
-        """Run checks without collectives, and check that every rank makes the same call after the same calls.
-
-        Sends one message of two numbers, however many tenants there are.
-
-        Args:
-            call: The call with its arguments, as text.
-
-        Raises:
-            ValueError: A rank makes another call, or has made other calls before; on every rank that makes a call.
-            Exception: A check in the block failed on some rank; on every rank.
-        """
+        """Run checks without collectives; raise an error on every rank if one fails or ranks make other calls."""
         error: Exception | None = None
         try:
             yield
@@ -186,10 +140,7 @@ class Calls:
 
     @contextmanager
     def apart(self, call: str) -> Iterator[None]:
-        """Note a call without a message to the other ranks.
-
-        The next `together` finds out if a rank has made another call.
-        """
+        """Note a call without a message: the next `together` finds out if a rank has made another call."""
         yield
         self._before = number_of(f"{self._before} {call}")
         self._alone.append(call)
@@ -204,70 +155,37 @@ def number_of(text: str) -> int:
 class TenantTokens:
     """Hold the places of one tenant's n tokens in the input of a layer, flattened to [tokens, features]."""
 
-    place: Tensor
-    """Index of each token in the flattened input, int64 [n]."""
-
-    row: Tensor
-    """Number of each token's sample, among the tenant's samples on all data-parallel ranks, int32 [n]."""
-
-    token: Tensor
-    """Number of each token within its sample, int32 [n].
-
-    Where a model feeds the layer its rows flattened, each token counts as a sample of its own: `row` numbers the tokens
-    of all samples, and `token` is 0.
-    """
+    index: Tensor  # of each token in the flattened input, int64 [n]
+    row: Tensor  # number of each token's sample, among the tenant's on all data-parallel ranks, int32 [n]
+    token: Tensor  # number of each token within its sample, int32 [n]
 
 
 @dataclass
 class Route:
     """Hold what all layers share in the forwards of one context: the tenants, their samples and their weights."""
 
-    tenants: tuple[str, ...]
-    """Tenants that have samples on at least one rank."""
-
+    tenants: tuple[str, ...]  # tenants that have samples on at least one rank
+    # Tenant of each sample of this rank's batch. None: all are of one tenant, and each data-parallel rank has as many.
     names: tuple[str, ...] | None
-    """Tenant of each sample of this rank's batch.
-
-    None: all samples belong to one tenant, and every data-parallel rank has the same number of them.
-    """
-
-    lengths: tuple[int, ...] | None
-    """Number of tokens of each sample, where samples are segments of packed rows; else None."""
-
+    lengths: tuple[int, ...] | None  # number of tokens of each sample, where samples are segments of packed rows
+    # share of each tenant's samples on this rank: the weight of its mean in the mean over ranks
     weights: dict[str, float]
-    """Share of each tenant's samples that is on this rank: the weight of this rank's mean in the mean over ranks."""
-
+    # number of each tenant's first sample on this rank, counted over all data-parallel ranks
     first_sample: dict[str, int]
-    """Number of each tenant's first sample on this rank, counted over all data-parallel ranks."""
-
-    removed: Callable[[], list[str]]
-    """Function that returns those of `tenants` that have been removed from the pool since the route was made."""
-
-    gathered: dict[Factor, Tensor] = field(default_factory=dict)
-    """Gathered values of each factor whose adapter is sharded over dp_shard: the part that this tp rank has."""
-
+    removed: Callable[[], list[str]]  # returns those of `tenants` that have been removed from the pool since
+    gathered: dict[Factor, Tensor] = field(default_factory=dict)  # gathered values of factors sharded over dp_shard
     _tokens_by_shape: dict[tuple[int, ...], dict[str, TenantTokens]] = field(default_factory=dict)
 
     def tokens(
         self, shape: Sequence[int], device: torch.device, layer: str, widths: set[int]
     ) -> dict[str, TenantTokens]:
-        """Return the tokens of each tenant in the input of a layer.
-
-        Tenants without samples on this rank are left out.
-
-        Args:
-            shape: Shape of the layer's input without its last dim: [rows, tokens, ...], or [all tokens].
-            device: Device of the layer's input.
-            layer: Name of the layer, for messages.
-            widths: Numbers of tokens that a row of this forward is known to have.
-
-        Raises:
-            ValueError: The input does not fit the number of samples that were named, or their lengths.
-        """
+        """Return the tokens of each tenant on this rank, in a layer's input of `shape` [rows, tokens, ...] or [all]."""
         assert self.names is not None
         key = tuple(shape)
         if key not in self._tokens_by_shape:
-            if self.lengths is None and len(key) == 1 and widths and key[0] not in self._flat(widths):
+            # An input in one dim has all tokens of all rows, or one (pooled) of each row.
+            flat = {len(self.names) * width for width in (1, *widths)}
+            if self.lengths is None and len(key) == 1 and widths and key[0] not in flat:
                 raise ValueError(
                     f"route: {layer} is fed {key[0]} tokens in one dim, which are not those of {len(self.names)} rows "
                     f"of {' or '.join(map(str, sorted(widths)))}: nobody knows whose they are. Leave it out of "
@@ -275,11 +193,6 @@ class Route:
                 )
             self._tokens_by_shape[key] = self._place(key, device, layer)
         return self._tokens_by_shape[key]
-
-    def _flat(self, widths: set[int]) -> set[int]:
-        """Return the lengths that an input in one dim may have: all tokens of all rows, or one (pooled) of each row."""
-        assert self.names is not None
-        return {len(self.names) * width for width in (1, *widths)}
 
     @torch.inference_mode(False)  # a training forward in the same context must be able to use these tensors
     def _place(self, shape: tuple[int, ...], device: torch.device, layer: str) -> dict[str, TenantTokens]:
@@ -296,22 +209,19 @@ class Route:
                 f"route: the lengths of the segments add up to {sum(lengths)} tokens, and {layer} is fed {total}."
             )
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        flattened = self.lengths is None and len(shape) == 1
-        found = {}
+        tokens_of = {}
         for tenant in self.tenants:
             mine = [index for index, name in enumerate(self.names) if name == tenant]
             if not mine:
                 continue
-            row = [
-                torch.full((lengths[i],), self.first_sample[tenant] + n, dtype=torch.int32) for n, i in enumerate(mine)
-            ]
-            token = [torch.arange(lengths[i], dtype=torch.int32) for i in mine]
-            if flattened:
-                row = [sample * lengths[0] + place for sample, place in zip(row, token, strict=True)]
-                token = [torch.zeros_like(each) for each in token]
-            place = [torch.arange(starts[i], starts[i + 1]) for i in mine]
-            found[tenant] = TenantTokens(*(torch.cat(each).to(device) for each in (place, row, token)))
-        return found
+            first = self.first_sample[tenant]
+            index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mine])
+            row = torch.cat([torch.full((lengths[i],), first + n, dtype=torch.int32) for n, i in enumerate(mine)])
+            token = torch.cat([torch.arange(lengths[i], dtype=torch.int32) for i in mine])
+            if self.lengths is None and len(shape) == 1:  # the model flattens its rows: each token counts as a sample
+                row, token = row * lengths[0] + token, torch.zeros_like(token)
+            tokens_of[tenant] = TenantTokens(index.to(device), row.to(device), token.to(device))
+        return tokens_of
 
 
 @dataclass
@@ -319,23 +229,12 @@ class Forward:
     """Hold the state of one forward of the model in a route."""
 
     route: Route
+    # number of this forward among each tenant's training forwards, in the model's own training forward
     counts: dict[str, int]
-    """Number of this forward among each tenant's training forwards; empty in evaluation and outside of the model's own
-    forward.
-    """
-
-    trains: bool = False
-    """True if gradients were enabled when the model's forward began."""
-
-    widths: set[int] = field(default_factory=set)
-    """Numbers of tokens that a row is known to have, by the inputs of the model and of layers that keep rows apart."""
-
-    agrees: bool = False
-    """True while the model's own forward is computed with named samples: every rank then reaches `end`."""
-
-    training: dict[str, bool] = field(default_factory=dict)
-    """Training mode of each layer that took part: True for training, by the layer's name."""
-
+    trains: bool = False  # True if gradients were enabled when the model's forward began
+    widths: set[int] = field(default_factory=set)  # numbers of tokens that a row is known to have
+    agrees: bool = False  # True while the model's own forward is computed with named samples: every rank reaches `end`
+    training: dict[str, bool] = field(default_factory=dict)  # training mode of each layer that took part, by its name
     _problem: Exception | None = None
 
     def tokens(self, shape: Sequence[int], device: torch.device, layer: str) -> dict[str, TenantTokens] | None:
@@ -349,20 +248,13 @@ class Forward:
             return None
 
     def refuse(self, error: Exception) -> None:
-        """Raise `error`, or keep it for `end` if all ranks come there.
-
-        If the error were raised at once, the other ranks would wait for this one in the next collective.
-        """
+        """Raise `error`, or keep it for `end` if all ranks come there: other ranks would wait for one that raises."""
         if not self.agrees or in_backward():
             raise error
         self._problem = self._problem or error
 
     def end(self, device: str) -> None:
-        """Raise on every rank if any rank has kept an error with `refuse`. Collective.
-
-        Args:
-            device: Type of the device that messages between ranks go by.
-        """
+        """Raise on every rank if any rank has kept an error with `refuse`. Collective."""
         if not self.agrees:
             return
         self.agrees = False
@@ -379,89 +271,45 @@ def route_samples(
     mesh: DeviceMesh,
     removed: Callable[[Sequence[str]], Callable[[], list[str]]],
 ) -> Route:
-    """Make the route of a batch: its tenants, and each one's weight and first sample on this rank. Collective.
-
-    Args:
-        tenants: All tenants of the pool.
-        names: The tenant of each sample of this rank's batch.
-        lengths: The number of tokens of each sample, if rows are packed; else None.
-        mesh: The model's mesh.
-        removed: Given tenants, returns a function that returns those of them that have been removed since.
-    """
-    counts = _count_samples(tenants, names, lengths, mesh)
-    mine, total = dp_rank(mesh), counts.sum(0)
-    there = [name for name, number in zip(tenants, total.tolist(), strict=True) if number]
-    index = {name: number for number, name in enumerate(tenants)}
-    return Route(
-        tuple(there),
-        tuple(names),
-        lengths if lengths is None else tuple(lengths),
-        {name: int(counts[mine, index[name]]) / int(total[index[name]]) for name in there},
-        {name: int(counts[:mine, index[name]].sum()) for name in there},
-        removed(there),
-    )
-
-
-def _count_samples(
-    tenants: Sequence[str], names: Sequence[str], lengths: Sequence[int] | None, mesh: DeviceMesh
-) -> Tensor:
-    """Count the samples of each tenant on each data-parallel rank, int64 [data-parallel ranks, tenants]. Collective.
-
-    Args:
-        tenants: All tenants of the pool.
-        names: The tenant of each sample of this rank's batch.
-        lengths: The number of tokens of each sample, if rows are packed; else None.
-        mesh: The model's mesh.
-
-    Raises:
-        ValueError: The tp ranks of one data-parallel rank name different samples.
-    """
+    """Make the route of a batch: its tenants, and each one's weight and first sample on this rank. Collective."""
     digest = number_of(f"{list(names)} {None if lengths is None else list(lengths)}")
-    own = [list(names).count(name) for name in tenants]
-    everyone = gather_numbers([digest, *own], mesh.device_type)
-    tp = mesh["tp"].size()
-    everyone = everyone.view(-1, tp, everyone.shape[1])
+    everyone = gather_numbers([digest, *(list(names).count(name) for name in tenants)], mesh.device_type)
+    everyone = everyone.view(-1, mesh["tp"].size(), everyone.shape[1])
     for rank, peers in enumerate(everyone):
         if len(peers[:, 0].unique()) > 1:
             raise ValueError(
                 f"route: the tp ranks of data-parallel rank {rank} name other samples: give them the same batch."
             )
-    return everyone[:, 0, 1:]
+    counts = everyone[:, 0, 1:]  # [data-parallel ranks, tenants]
+    mine, total = dp_rank(mesh), counts.sum(0)
+    index = {name: number for number, name in enumerate(tenants) if total[number]}
+    return Route(
+        tuple(index),
+        tuple(names),
+        lengths if lengths is None else tuple(lengths),
+        {name: int(counts[mine, index[name]]) / int(total[index[name]]) for name in index},
+        {name: int(counts[:mine, index[name]].sum()) for name in index},
+        removed(list(index)),
+    )
 
 
 class ForwardTracker:
-    """Follow the forwards and backwards of a model by hooks, and tell its layers which forward they take part in.
-
-    When a gradient reaches the output of a module, layers that are recomputed after it belong to the forward that made
-    this output. All modules have a hook, since a loss may be computed from a hidden state.
-
-    Args:
-        model: The model.
-        device: Type of the device that messages between ranks go by.
-        count: Counts a training forward in a route, and returns its number for each tenant of the route.
-    """
+    """Follow the forwards and backwards of a model by hooks, and tell its layers which forward they take part in."""
 
     def __init__(self, model: nn.Module, device: str, count: Callable[[Route], dict[str, int]]) -> None:
         self._device, self._count = device, count
-        self.route: Route | None = None
-        """Route of the context that is open; None outside of any."""
-
+        self.route: Route | None = None  # of the context that is open; None outside of any
         self._forward: Forward | None = None
+        # Forwards whose backward has begun, by the number of the backward pass: of passes that are running (several, if
+        # a hook starts one inside another) and of those that ended with an error.
         self._begun: dict[int, list[Forward | None]] = {}
-        """Forwards whose backward has begun, by the number of the backward pass.
-
-        Holds the passes that are running (several, if a hook starts one inside another) and those that ended with an
-        error.
-        """
-
+        # Tenants of forwards whose backward has begun, until their gradients are summed or dropped: the same on all
+        # ranks, also if a backward reached a tenant's layers on some ranks only.
         self.trained: set[str] = set()
-        """Tenants of forwards whose backward has begun, until their gradients are summed or dropped.
-
-        The set is the same on all ranks, also if a backward reached a tenant's layers on some ranks only.
-        """
-
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         model.register_forward_hook(self._forward_ends)
+        # When a gradient reaches the output of a module, layers that are recomputed after it belong to the forward that
+        # made this output. All modules have a hook, since a loss may be computed from a hidden state.
         for module in list(model.modules()):
             module.register_forward_hook(self._made)
 
@@ -475,15 +323,7 @@ class ForwardTracker:
             self.route = self._forward = None
 
     def current(self, layer: str) -> Forward | None:
-        """Return the forward that is computed, or that a backward recomputes; None outside of any route.
-
-        Args:
-            layer: The name of the layer that asks, for messages.
-
-        Raises:
-            RuntimeError: The layer runs in a reentrant checkpoint, so that its forward cannot be found out when it is
-                recomputed; or a tenant of the recomputed forward has been removed.
-        """
+        """Return the forward that is computed, or that a backward recomputes; None outside of any route."""
         if not in_backward():
             if self._forward is not None and self._forward.trains and not torch.is_grad_enabled():
                 raise RuntimeError(f"{layer} is computed without gradients in a training forward. {_REENTRANT}")
@@ -500,24 +340,20 @@ class ForwardTracker:
         return forward
 
     def died(self) -> set[str]:
-        """Return the tenants of backward passes that ended with an error, and forget these passes.
-
-        Inside a backward the result is empty.
-        """
+        """Return the tenants of backward passes that ended with an error, and forget these; none inside a backward."""
         if in_backward():
             return set()
-        forwards = [each for begun in self._begun.values() for each in begun if each is not None]
-        names = {name for each in forwards for name in each.route.tenants}
+        forwards = [forward for begun in self._begun.values() for forward in begun if forward is not None]
         self._begun.clear()
-        return names
+        return {name for forward in forwards for name in forward.route.tenants}
 
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward() or self.route is None:
             return
         rows = len(self.route.names or ())
-        fed = [x for x in tensors_in([args, kwargs]) if x.dim() in (2, 3) and x.shape[0] == rows]  # not images
+        inputs = tensors_in([args, kwargs])
+        widths = {x.shape[1] for x in inputs if x.dim() in (2, 3) and x.shape[0] == rows}  # not of images
         counts = self._count(self.route) if model.training else {}
-        widths = {x.shape[1] for x in fed}
         self._forward = Forward(self.route, counts, torch.is_grad_enabled(), widths, self.route.names is not None)
 
     def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -30,12 +30,7 @@ from lora_parallel.distributed.dtensors import gather_on_rank_zero, local
 from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
 from lora_parallel.distributed.torch_private import strided_shard
 
-STATE = "tenant_state-{}.pt"
-"""File name of the training state, with a digest of the adapter file that it belongs to.
-
-During a save the new state stands beside the old one until the adapter has been replaced. So the adapter in the folder
-has its state even if the save is interrupted.
-"""
+STATE = "tenant_state-{}.pt"  # file name of the training state, with a digest of the adapter file that it belongs to
 
 _FORMAT = 1
 
@@ -43,34 +38,27 @@ _FORMAT = 1
 def save_tenant(
     model: nn.Module, name: str, folder: Path, optimizer: Optimizer, record: Mapping[str, Any], base: Mapping[str, str]
 ) -> None:
-    """Write an adapter as PEFT does, and beside it `record` and the optimizer's state. Collective.
-
-    Args:
-        model: The model of the pool.
-        name: The name of the tenant.
-        folder: An adapter folder, new or written before.
-        optimizer: The optimizer of the tenant.
-        record: Other values to save: the tenant's counts of steps and forwards, and its seed.
-        base: Base fingerprints, by the names of the weights.
-    """
+    """Write an adapter as PEFT does, and beside it `record` (counters, seed) and the optimizer's state. Collective."""
     gathered = replace(gather_adapter(model, name, save_embedding_layers=False), name="default")
     names = _names(model, gathered.names)
     with agreed():
         state = optimizer_state(optimizer, names)
     config = peft_configs(model)[name]
-    flat = {f"{parameter}\0{key}": each for parameter, of in state.tensors.items() for key, each in of.items()}
-    tensors = gather_on_rank_zero(flat)
+    states = state.tensors.items()
+    tensors = gather_on_rank_zero({f"{param}\0{key}": tensor for param, of in states for key, tensor in of.items()})
     with agreed():
         if is_rank_zero():
             written = ""
 
             def beside(path: Path) -> None:
                 nonlocal written
-                kept = {"format": _FORMAT, "dropout": _dropout(config), "base": dict(base), **record}
                 file = _state_of(path)
+                kept = {"format": _FORMAT, "dropout": _dropout(config), "base": dict(base), **record}
                 torch.save({**kept, "optimizer": state.record, "tensors": tensors}, file)
                 written = file.name
 
+            # The new state stands beside the old one until the adapter has been replaced, so that the adapter in the
+            # folder has its state even if the save is interrupted.
             gathered.write(folder, beside)
             for old in folder.glob(STATE.format("*")):
                 if old.name != written:
@@ -80,25 +68,10 @@ def save_tenant(
 def load_tenant(
     model: nn.Module, name: str, folder: Path, optimizer: Optimizer, base: Mapping[str, str], most: int | None
 ) -> dict[str, Any] | None:
-    """Fill an adapter and its optimizer from a folder. Collective.
+    """Fill an adapter and its optimizer from a folder; return the state that was saved beside it. Collective.
 
-    Nothing is changed unless everything in the folder fits. Every error is raised on every rank.
-
-    Args:
-        model: The model of the pool.
-        name: The name of the tenant.
-        folder: An adapter folder.
-        optimizer: The optimizer of the tenant.
-        base: Base fingerprints, by the names of the weights.
-        most: The bytes that the optimizer's state may take on this rank; None: no limit.
-
-    Returns:
-        The state that was saved beside the adapter. None if there is none: the optimizer's state is then cleared, so
-        that training starts with a new one.
-
-    Raises:
-        FileNotFoundError, ValueError: The folder holds no adapter like the tenant's, or one of another base; its files
-            are damaged, or come from different saves; or the optimizer's state takes more than `most`.
+    Nothing is changed unless everything in the folder fits; every error is raised on every rank. Without a saved state
+    the result is None, and the optimizer's state is cleared, so that training starts with a new one.
     """
     with agreed():
         path = _state_of(folder) if (folder / WEIGHTS).is_file() else None
@@ -157,10 +130,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _damaged(path: Path) -> Iterator[None]:
-    """Turn errors in a block that reads `path` into a ValueError that calls the file damaged.
-
-    A ValueError whose message names `path` is passed on as it is.
-    """
+    """Turn errors in a block that reads `path` into a ValueError that calls the file damaged."""
     try:
         yield
     except Exception as error:
@@ -185,25 +155,15 @@ def _digest_of(file: Path) -> str:
 
 
 def _names(model: nn.Module, keys: Mapping[str, str]) -> dict[nn.Parameter, str]:
-    """Map each parameter of an adapter to its name in the adapter file, which is the same for every tenant.
-
-    Args:
-        model: The model of the pool.
-        keys: The name in the file, by the name of the parameter in the model.
-    """
+    """Map each parameter of an adapter to its name in the adapter file, which is the same for every tenant."""
     return {model.get_parameter(inside): key for key, inside in keys.items()}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Describe how the part of a parameter that one tp rank has is cut into chunks over dp_shard.
+    """Describe how the part of a parameter that one tp rank has is cut into chunks over dp_shard."""
 
-    Chunks are cut along the dim that is the longest in the whole parameter.
-    """
-
-    shape: tuple[int, ...]
-    """Shape of the part that a tp rank has."""
-
+    shape: tuple[int, ...]  # shape of the part that a tp rank has
     dim: int
     ranks: int
 
@@ -219,17 +179,12 @@ class Cut:
 
 
 def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
-    """Cut the part of a parameter that this tp rank has into chunks over dp_shard.
-
-    Returns:
-        A parameter that holds this rank's chunk, a DTensor placed as FSDP2 places it on top of tensor parallelism; and
-        the description of the chunks.
-    """
-    held, ranks = local(parameter), mesh["dp_shard"].size()
-    dim = max(range(held.dim()), key=lambda each: parameter.shape[each])  # the same on all tp ranks
-    how = Cut(tuple(held.shape), dim, ranks)
-    mine = how.of(held, mesh.get_local_rank("dp_shard")).clone(memory_format=torch.contiguous_format)
-    placements: list[Placement] = [Shard(dim)]
+    """Return a parameter with this rank's dp_shard chunk of the part that this tp rank has, and the chunks' layout."""
+    part = local(parameter)
+    dim = max(range(part.dim()), key=lambda axis: parameter.shape[axis])  # the longest; the same on all tp ranks
+    chunks = Cut(tuple(part.shape), dim, mesh["dp_shard"].size())
+    mine = chunks.of(part, mesh.get_local_rank("dp_shard")).clone(memory_format=torch.contiguous_format)
+    placements: list[Placement] = [Shard(dim)]  # as FSDP2 places it on top of tensor parallelism
     axes = mesh["dp_shard"]
     if isinstance(parameter, DTensor):
         (over_tp,) = parameter.placements
@@ -239,28 +194,24 @@ def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
     sharded = DTensor.from_local(
         mine, axes, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return nn.Parameter(sharded), how
+    return nn.Parameter(sharded), chunks
 
 
 @torch.no_grad()
 def gather(parameters: Sequence[nn.Parameter], cuts: Sequence[Cut], mesh: DeviceMesh) -> list[Tensor]:
-    """Gather the chunks of parameters from all ranks of dp_shard, in one message for each dtype. Collective.
-
-    Returns:
-        The part of each parameter that this tp rank has.
-    """
-    found: dict[int, Tensor] = {}
+    """Return the parts of parameters that this tp rank has, in one message for each dtype over dp_shard. Collective."""
+    gathered: dict[int, Tensor] = {}
+    ranks = mesh["dp_shard"].size()
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         some = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
-        ranks = mesh["dp_shard"].size()
         sizes = [[torch.Size(cuts[index].part(rank)).numel() for index in some] for rank in range(ranks)]
-        longest = max(sum(each) for each in sizes)
+        longest = max(map(sum, sizes))
         mine = torch.cat([local(parameters[index]).reshape(-1) for index in some])
         padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         everyone = padded.new_empty(ranks * longest)
         dist.all_gather(list(everyone.split(longest)), padded, group=mesh.get_group("dp_shard"))
         chunks = [everyone[rank * longest :][: sum(of_rank)].split(of_rank) for rank, of_rank in enumerate(sizes)]
-        for place, index in enumerate(some):
-            parts = [chunks[rank][place].view(cuts[index].part(rank)) for rank in range(ranks)]
-            found[index] = torch.cat(parts, cuts[index].dim)
-    return [found[index] for index in range(len(parameters))]
+        for position, index in enumerate(some):
+            parts = [chunks[rank][position].view(cuts[index].part(rank)) for rank in range(ranks)]
+            gathered[index] = torch.cat(parts, cuts[index].dim)
+    return [gathered[index] for index in range(len(parameters))]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,85 +32,11 @@ from lora_parallel.tenants.layer import TenantLayer, adapted_layers
 from lora_parallel.tenants.routing import Factor
 
 
-class OptimizerGuard:
-    """Step a tenant's optimizer with the gradients that a pool has finished, and refuse steps by anybody else.
-
-    While gradients wait in the pool, clipping the tenant's parameters from outside is refused as well, since it would
-    miss these gradients.
-
-    Args:
-        tenant: The name of the tenant.
-        made: The object that the user's function made of the parameters, which should be an optimizer.
-        parameters: The parameters of the tenant.
-        waits: A method that returns True if gradients wait for the tenant's step.
-
-    Raises:
-        ValueError: `made` is no optimizer of these parameters, or its step computes the loss anew.
-    """
-
-    def __init__(self, tenant: str, made: Any, parameters: Sequence[nn.Parameter], waits: Callable[[], bool]) -> None:
-        _check_made(made, parameters)
-        self.optimizer: Optimizer = made
-        self._tenant, self._parameters, self._steps = tenant, parameters, False
-        self._waits, this = weakref.WeakMethod(waits), weakref.ref(self)  # no reference cycle: removal frees at once
-
-        def check_driven(*_: Any) -> None:
-            if (guard := this()) is not None:
-                guard._check_driven()
-
-        made.register_step_pre_hook(check_driven)
-        for parameter in parameters:
-            refuse_clipping_if(parameter, lambda: None if (guard := this()) is None else guard._not_clipped())
-
-    @property
-    def gathers(self) -> bool:
-        """Return True if a step of the optimizer gathers parameters, so that all ranks step it at the same time."""
-        sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
-        return sharded and steps_on(self.optimizer) is StepsOn.FULL
-
-    def step(self, gradients: Sequence[Tensor | None], max_norm: float | None) -> Tensor | None:
-        """Step the optimizer with `gradients`; without any gradient it takes no step.
-
-        Args:
-            gradients: The gradient of each parameter, or None. They are not changed, so that a failed step can be
-                tried again.
-            max_norm: Clip the gradients to this norm first; None: do not clip.
-
-        Returns:
-            The norm of the gradients before clipping; None without `max_norm`.
-        """
-        self._steps = True
-        try:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient if gradient is None or max_norm is None else gradient.clone()
-            norm = None if max_norm is None else clip_grad_norm_(self._parameters, max_norm)
-            if any(gradient is not None for gradient in gradients):
-                self.optimizer.step()
-        finally:
-            self._steps = False
-            for parameter in self._parameters:
-                parameter.grad = None  # the caller still has the gradients if the step failed
-        return norm
-
-    def _check_driven(self) -> None:
-        if not self._steps:
-            raise RuntimeError(
-                f"the optimizer of the tenant {self._tenant!r} was told to step, but gradients are in the pool: call "
-                f"pool.step({self._tenant!r})."
-            )
-
-    def _not_clipped(self) -> str | None:
-        waits = self._waits()
-        if self._steps or waits is None or not waits():
-            return None
-        return f"gradients of {self._tenant!r} wait in the pool: clip with pool.step({self._tenant!r}, max_norm=...)."
-
-
 def _check_made(made: Any, parameters: Sequence[nn.Parameter]) -> None:
     if not isinstance(made, Optimizer):
         raise ValueError(f"optimizer(...) gave a {type(made).__name__}: let it return a torch.optim.Optimizer.")
-    held = {parameter for group in made.param_groups for parameter in group["params"]}
-    if not held or not held <= set(parameters):
+    stepped = {parameter for group in made.param_groups for parameter in group["params"]}
+    if not stepped or not stepped <= set(parameters):
         raise ValueError(
             f"optimizer(...) gave a {type(made).__name__} of other parameters than it was given: let it make a new one "
             "of these, or of some of them, each time that it is called (with a budget that is twice)."
@@ -127,14 +53,13 @@ def settings_of(optimizer: Optimizer) -> str:
     """Describe the class and the plain settings of an optimizer as text, which must be the same on every rank."""
     plain = (bool, int, float, str, Tensor, type(None))
     groups = [
-        {key: each for key, each in group.items() if all(isinstance(leaf, plain) for leaf in tree_leaves(each))}
+        {key: value for key, value in group.items() if all(isinstance(leaf, plain) for leaf in tree_leaves(value))}
         for group in [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     ]
     return f"{type(optimizer).__name__}({groups})"
 
 
-Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""A function that makes an optimizer of parameters."""
+Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # makes an optimizer of parameters
 
 
 @dataclass(frozen=True)
@@ -142,8 +67,7 @@ class MemoryNeeds:
     """Hold the most bytes that a tenant takes at one time on this rank."""
 
     total: int
-    state: int
-    """Bytes of `total` that the state of the tenant's optimizer takes."""
+    state: int  # bytes of `total` that the state of the tenant's optimizer takes
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -154,16 +78,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def memory_needs(factors: Sequence[Factor], optimizer: Optimizers) -> MemoryNeeds:
     """Compute the most bytes that a tenant takes at one time on this rank.
 
-    Counted are its parameters; the state of their optimizer; their gradients that have been summed over ranks; the
-    gradients of a later backward that wait for their sum; and, for an adapter that is sharded over dp_shard, the values
-    that a step gathers. The size of the optimizer's state is found by one step on parameters without values.
-
-    Args:
-        factors: The tenant's factors, placed as they will be; they need no values.
-        optimizer: Makes an optimizer of parameters.
-
-    Raises:
-        ValueError: The optimizer fails on parameters without values.
+    Counted are its parameters; the state of their optimizer, by one step on parameters without values; their gradients
+    that have been summed over ranks; those of a later backward that wait for their sum; and, for an adapter that is
+    sharded over dp_shard, the values that a step gathers.
     """
     bare = [nn.Parameter(torch.empty_like(local(factor.parameter), device="meta")) for factor in factors]
     try:
@@ -177,25 +94,15 @@ def memory_needs(factors: Sequence[Factor], optimizer: Optimizers) -> MemoryNeed
             f"the optimizer cannot be tried on parameters without values ({type(error).__name__}: {error}), so that "
             "nobody knows what it takes: leave the pool's budget out."
         ) from error
-    held = sum(parameter.nbytes for parameter in bare)
+    shards = sum(parameter.nbytes for parameter in bare)
     whole = sum(prod(factor.shape) * factor.parameter.dtype.itemsize for factor in factors)
     gathered = whole if any(factor.cut is not None for factor in factors) else 0
-    return MemoryNeeds(state + 2 * held + whole + gathered, state)
+    return MemoryNeeds(state + 2 * shards + whole + gathered, state)
 
 
 def check_fits(name: str, needs: MemoryNeeds, others: Sequence[MemoryNeeds | None], budget: int) -> None:
-    """Check that a new tenant fits into the budget beside the other tenants.
-
-    Args:
-        name: The name of the new tenant.
-        needs: The memory that the new tenant takes.
-        others: The memory that each tenant of the pool takes.
-        budget: The bytes that all tenants together may take on a rank.
-
-    Raises:
-        ValueError: The new tenant takes more than is left of the budget.
-    """
-    left = budget - sum(each.total for each in others if each is not None)
+    """Raise ValueError if a new tenant does not fit into the budget beside the other tenants."""
+    left = budget - sum(other.total for other in others if other is not None)
     if needs.total > left:
         raise ValueError(
             f"the tenant {name!r} takes up to {needs.total:,} bytes on a rank (adapter, gradients, optimizer "
@@ -210,25 +117,47 @@ class Tenant:
 
     name: str
     config: LoraConfig
-    seed: int
-    """Seed of the tenant's dropout."""
-
+    seed: int  # of the tenant's dropout
     steps: int = 0
-    needs: MemoryNeeds | None = None
-    """Memory that the tenant takes of the pool's budget; None if the pool has no budget."""
-
+    needs: MemoryNeeds | None = None  # memory that the tenant takes of the pool's budget; None if there is none
     layers: list[TenantLayer] = field(default_factory=list)
-    guard: OptimizerGuard | None = None
+    optimizer: Optimizer = field(init=False)
+    # gradient of each factor that has been summed over all ranks since the last step
     finished: list[Tensor | None] = field(default_factory=list)
-    """Gradient of each factor that has been summed over all ranks since the last step, or None."""
+    forwards: int = 0  # training forwards that the tenant has taken part in; its dropout depends on it
 
-    forwards: int = 0
-    """Number of training forwards that the tenant has taken part in; the tenant's dropout depends on it."""
+    _steps_now: bool = False
+
+    def set_optimizer(self, made: Any) -> None:
+        """Step `made`, the optimizer of the parameters, by `step` alone; refuse steps and clipping by anybody else."""
+        _check_made(made, self.parameters)
+        self.optimizer, self.finished = made, [None] * len(self.parameters)
+        this = weakref.ref(self)  # no reference cycle: removal frees at once
+
+        def check_driven(*_: Any) -> None:
+            if (tenant := this()) is not None:
+                tenant._check_driven()
+
+        made.register_step_pre_hook(check_driven)
+        for parameter in self.parameters:
+            refuse_clipping_if(parameter, lambda: None if (tenant := this()) is None else tenant._not_clipped())
+
+    def _check_driven(self) -> None:
+        if not self._steps_now:
+            raise RuntimeError(
+                f"the optimizer of the tenant {self.name!r} was told to step, but gradients are in the pool: call "
+                f"pool.step({self.name!r})."
+            )
+
+    def _not_clipped(self) -> str | None:
+        if self._steps_now or not self.waits():
+            return None
+        return f"gradients of {self.name!r} wait in the pool: clip with pool.step({self.name!r}, max_norm=...)."
 
     @property
     def has_sums(self) -> bool:
         """Return True if gradients that have been summed over ranks wait for the tenant's step."""
-        return any(each is not None for each in self.finished)
+        return any(gradient is not None for gradient in self.finished)
 
     def waits(self) -> bool:
         """Return True if gradients wait for the tenant's step, whether or not they have been summed over ranks."""
@@ -239,27 +168,23 @@ class Tenant:
         """Return the factors of the adapter: `lora_A` and `lora_B` of each layer, in the order of the layers."""
         return [factor for layer in self.layers for factor in layer.factors[self.name]]
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the adapter, in the order of the factors."""
+        return [factor.parameter for factor in self.factors]
+
     def memory(self) -> dict[str, int]:
         """Count the bytes that this rank holds of the tenant: adapter, gathered copies, gradients, optimizer state."""
-        parameters = [factor.parameter for factor in self.factors]
-        waiting = [each for factor in self.factors for each in (factor.parameter.grad, factor.waiting)]
-        gradients = [each for each in (*self.finished, *waiting) if each is not None]
+        waiting = [gradient for factor in self.factors for gradient in (factor.parameter.grad, factor.waiting)]
         return {
-            "adapter": sum(local(each).nbytes for each in parameters),
+            "adapter": sum(local(parameter).nbytes for parameter in self.parameters),
             "gathered": sum(whole.nbytes for factor in self.factors for whole in factor.gathered),
-            "gradients": sum(local(each).nbytes for each in gradients),
+            "gradients": sum(local(grad).nbytes for grad in (*self.finished, *waiting) if grad is not None),
             "optimizer": state_bytes(self.optimizer),
         }
 
     def check_between_steps(self, what: str) -> None:
-        """Check that no gradient of the tenant waits for a step, since it would be lost.
-
-        Args:
-            what: The call that would lose it, for the message.
-
-        Raises:
-            ValueError: A gradient waits for a step.
-        """
+        """Raise ValueError if a gradient of the tenant waits for a step, since the call `what` would lose it."""
         if self.waits():
             raise ValueError(
                 f"{what}: gradients of {self.name!r} wait for a step and would be lost: call step or zero_grad."
@@ -296,75 +221,62 @@ class Tenant:
         self.drop_gradients()
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The tenant's optimizer."""
-        assert self.guard is not None
-        return self.guard.optimizer
-
-    @property
     def gathers(self) -> bool:
         """Return True if a step gathers parameters, so that all ranks step at the same time."""
-        return self.guard is not None and self.guard.gathers
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        return sharded and steps_on(self.optimizer) is StepsOn.FULL
 
     def step(self, max_norm: float | None) -> Tensor | None:
-        """Step the optimizer with the summed gradients, clipped to `max_norm`; return the norm before clipping."""
-        assert self.guard is not None
-        norm = self.guard.step(self.finished, max_norm)
+        """Step with the summed gradients, if there are any, clipped to `max_norm`; return the norm before clipping."""
+        self._steps_now = True
+        try:
+            for parameter, gradient in zip(self.parameters, self.finished, strict=True):
+                # Clipping changes a copy, so that a failed step can be tried again.
+                parameter.grad = gradient if gradient is None or max_norm is None else gradient.clone()
+            norm = None if max_norm is None else clip_grad_norm_(self.parameters, max_norm)
+            if self.has_sums:
+                self.optimizer.step()
+        finally:
+            self._steps_now = False
+            for parameter in self.parameters:
+                parameter.grad = None
         self.steps += self.has_sums
         return norm
 
 
 def describe_config(config: Any) -> str:
-    """Describe a config by its values that are not the defaults, as text that is the same in every process.
-
-    Sets are sorted, since their order differs between processes.
-    """
+    """Describe a config by its values that are not the defaults, as text that is the same in every process."""
     if not isinstance(config, LoraConfig):
         return repr(config)
+    # The order of a set differs between processes.
     ordered = {key: sorted(value) if isinstance(value, set) else value for key, value in _said(config).items()}
     return f"LoraConfig({', '.join(f'{key}={value!r}' for key, value in sorted(ordered.items()))})"
 
 
 def check_name(name: Any, base: nn.Module) -> None:
-    """Check that PEFT can use a tenant's name for its modules and in the names of parameters.
-
-    Raises:
-        ValueError: The name has other characters than letters, digits, "_" and "-", or is a name inside the model too.
-    """
+    """Raise ValueError if PEFT cannot use a tenant's name for its modules and in the names of parameters."""
     if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name, re.ASCII):
         raise ValueError(f"a tenant's name is {name!r}: give letters, digits, underscores and hyphens.")
-    inside = {part for each, _ in base.named_parameters() for part in each.split(".")}
+    inside = {part for parameter, _ in base.named_parameters() for part in parameter.split(".")}
     if name in inside or name.startswith("lora_") or hasattr(nn.ModuleDict(), name):
         raise ValueError(f"a tenant's name is {name!r}, which is a name inside of the model too: give another.")
 
 
+# fields of a LoraConfig that tenants support; a config that sets any other field is refused
 _TAKEN = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
-    *(
-        "task_type",
-        "peft_type",
-        "peft_version",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
+    *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+    "inference_mode",
 }
-"""Fields of a LoraConfig that tenants support; a config that sets any other field is refused."""
 
-_FILLED_IN = {"target_parameters", "modules_to_save"}
-"""Fields that PEFT fills with an empty value for some models, instead of None."""
+_FILLED_IN = {"target_parameters", "modules_to_save"}  # PEFT fills them with an empty value for some models
 
 _LINEAR = "tenants are plain LoRA on linear layers: name those in target_modules."
 
 
 def check_lora_config(config: Any) -> None:
-    """Check that a config asks for plain LoRA with random initial values.
-
-    Raises:
-        ValueError: The config sets a field that tenants do not support, or computes initial values from base weights.
-    """
+    """Raise ValueError if a config asks for more than plain LoRA, or for initial values from base weights."""
     if not isinstance(config, LoraConfig):
         raise ValueError(f"config is a {type(config).__name__}: give a peft.LoraConfig.")
     for key, asked in _said(config).items():
@@ -384,40 +296,17 @@ def _said(config: LoraConfig) -> dict[str, Any]:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Check that an adapter can be stored in a dtype.
-
-    Raises:
-        ValueError: The dtype is neither None nor a floating-point dtype of 16 bits or more.
-    """
+    """Raise ValueError if an adapter cannot be stored in a dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise ValueError(f"dtype={dtype!r}: give a floating-point torch.dtype of 16 bits or more, or None for PEFT's.")
 
 
 def seed_of(init_seed: Any) -> int:
-    """Return a seed as a Python int.
-
-    Raises:
-        ValueError: The seed is no whole number, or `torch.manual_seed` does not take it.
-    """
+    """Return a seed as a Python int; raise ValueError if `torch.manual_seed` does not take it."""
     whole = hasattr(init_seed, "__index__") and not isinstance(init_seed, (bool, torch.Tensor))
     if not whole or not -(2**63) <= index(init_seed) < 2**64:  # what torch.manual_seed takes
         raise ValueError(f"init_seed={init_seed!r}: give a whole number of 64 bits.")
     return index(init_seed)
-
-
-def _lengths_of(lengths: Sequence[Any]) -> list[int]:
-    """Return numbers of tokens as Python ints.
-
-    Raises:
-        ValueError: A number is not whole, or negative.
-    """
-    try:
-        found = [index(each) for each in lengths]
-    except TypeError:
-        found = [-1]
-    if any(each < 0 for each in found):
-        raise ValueError(f"route has the lengths {list(lengths)}: give the tokens of each sample, whole numbers.")
-    return found
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -426,11 +315,7 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_rows_apart(layers: Mapping[str, nn.Module]) -> None:
-    """Check that none of these batch norm layers is in training, where it mixes rows and updates its statistics.
-
-    Raises:
-        ValueError: A layer is in training.
-    """
+    """Raise ValueError if one of these batch norm layers is in training, where it mixes the rows of a batch."""
     for where, layer in layers.items():
         if layer.training:
             raise ValueError(
@@ -440,19 +325,7 @@ def check_rows_apart(layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_layers(adapted: Any, name: str, config: LoraConfig) -> None:
-    """Check that PEFT has put an adapter on linear layers only, and on each that the config targets.
-
-    The config alone does not tell: the layers that it selects depend on the model.
-
-    Args:
-        adapted: The copy of the base on meta with the adapter, from `adapter_init.shaped`.
-        name: The name of the adapter.
-        config: The config as the user gave it.
-
-    Raises:
-        ValueError: A target is missing from the base or excluded; a field that PEFT has filled in is not supported; or
-            the adapter is on a layer that is not linear, or that the model has under several names.
-    """
+    """Raise ValueError unless the adapter is on linear layers only, and on each that the config targets."""
     layers = adapted_layers(adapted)
     if isinstance(config.target_modules, (list, set, tuple)):
         lacking = [t for t in config.target_modules if not any(f".{where}".endswith(f".{t}") for where in layers)]
@@ -477,12 +350,7 @@ def check_layers(adapted: Any, name: str, config: LoraConfig) -> None:
 
 
 def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
-    """Check that a model can be the base of a pool; return the model's state, and its copy without values.
-
-    Raises:
-        ValueError: The model was not parallelized, has adapters or a pool, cannot be copied, or uses sequence or
-            context parallelism.
-    """
+    """Return a model's state and its copy without values; raise ValueError if it cannot be the base of a pool."""
     state = state_of(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
@@ -507,43 +375,18 @@ def check_base(model: nn.Module) -> tuple[ParallelState, nn.Module]:
     return state, state.bare
 
 
-def check_budget(budget: Any) -> None:
-    """Check that a budget is a positive number of bytes, or None.
-
-    Raises:
-        ValueError: The budget is anything else.
-    """
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
-        raise ValueError(f"budget={budget!r}: give a positive number of bytes, or None for no limit.")
-
-
 def check_samples(names: Sequence[str], lengths: Sequence[int] | None) -> list[int] | None:
-    """Check the arguments of `TenantPool.route`; return the lengths as Python ints, or None.
-
-    Raises:
-        ValueError: There are no names, not as many lengths as names, or lengths that are no numbers of tokens.
-    """
+    """Check the arguments of `TenantPool.route`; return the lengths as Python ints, or None."""
     if isinstance(names, str) or not len(names):
         raise ValueError(f"route({names!r}) names no samples: give a list with the tenant of each row.")
     if lengths is None:
         return None
-    counted = _lengths_of(lengths)
+    try:
+        counted = [index(length) for length in lengths]
+    except TypeError:
+        counted = [-1]
+    if any(length < 0 for length in counted):
+        raise ValueError(f"route has the lengths {list(lengths)}: give the tokens of each sample, whole numbers.")
     if len(counted) != len(names):
         raise ValueError(f"route names {len(names)} samples, and gives {len(counted)} lengths: one for each.")
     return counted
-
-
-def check_one_active(model: nn.Module) -> None:
-    """Check that exactly one of the tenants on a base is active.
-
-    Raises:
-        ValueError: No tenant is active, or several are, whose sum would be merged.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    tenants = sorted({name for layer in layers for name in layer.lora_A})
-    active = sorted({name for layer in layers for name in layer.active_adapters} & {*tenants})
-    if layers and len(active) != 1:
-        raise ValueError(
-            f"export_merged: the tenants {active} are active, of {tenants}: call it inside of pool.train(name), which "
-            "makes one of them active."
-        )

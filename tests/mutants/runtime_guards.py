@@ -100,14 +100,14 @@ BREAKAGES = [
         "guard",
         "Rows of a fused weight are loaded from a state dict as other rows.",
         f"{REFUSED}::test_rows_that_were_selected_cannot_be_loaded_whole",
-        """if partition_of(module.get_submodule(holder), key) is not None and not _same(given, parameter):""",
+        """if partition_of(module.get_submodule(holder), key) is not None and not _same(loaded, parameter):""",
         """if False:""",
     ),
     Mutant(
         "guard",
         "Each rank computes with its own slice of parameters that the caller gives by functional_call.",
         "tests/lora_parallel/runtime/test_substitutes.py::test_parameters_of_ones_own_are_refused",
-        """if held is not None and id(held) not in gathered:""",
+        """if substitute is not None and id(substitute) not in gathered:""",
         """if False:""",
     ),
     Mutant(

@@ -114,7 +114,7 @@ BREAKAGES = [
         "guard",
         "A tenant's optimizer steps without the gradients that wait in the pool, and nothing trains.",
         REFUSED,
-        """if not self._steps:
+        """if not self._steps_now:
             raise""",
         """if False:
             raise""",
@@ -123,7 +123,7 @@ BREAKAGES = [
         "guard",
         "A tenant's gradients are not clipped where the script clips them.",
         REFUSED,
-        """if self._steps or waits is None or not waits():""",
+        """if self._steps_now or not self.waits():""",
         """if True:""",
     ),
     Mutant(
