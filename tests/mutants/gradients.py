@@ -126,7 +126,7 @@ BREAKAGES = [
         "guard",
         "torch.autograd.grad of a parameter under FSDP2 gives no gradient.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
-        """if each in self._elsewhere:""",
+        """if parameter in self._elsewhere:""",
         """if False:""",
     ),
     Mutant(

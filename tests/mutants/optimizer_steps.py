@@ -54,7 +54,7 @@ BREAKAGES = [
         "pass",
         "With an adapter that prepare injects, all of it has the settings of the optimizer's first group.",
         f"{STALE}::test_an_injected_adapter_is_in_the_groups_of_its_layers",
-        """taken[found].append(parameter)""",
+        """taken[of_group].append(parameter)""",
         """taken[0].append(parameter)""",
     ),
     Mutant(
