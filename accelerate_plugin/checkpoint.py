@@ -77,10 +77,7 @@ def _train_state(accelerator: Accelerator) -> TrainState:
 
 
 def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serialization: bool = True, **others: Any) -> str:
-    """Write adapters, optimizers, schedulers, samplers, registered objects and random states, on every rank.
-
-    Collective.
-    """
+    """Write all that a run needs to resume, as a folder that appears under its name once it is whole. Collective."""
     naming = accelerator.project_configuration.automatic_checkpoint_naming
     with agreed():
         if others or not safe_serialization:
@@ -144,14 +141,13 @@ def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
             raise ValueError(
                 f"{path} holds a model, and none was prepared: call accelerator.prepare(model, optimizer, ...) first."
             )
-        for what, mine in (
-            ("schedulers", accelerator._schedulers),
-            ("samplers", accelerator._dataloaders),
-            ("custom", accelerator._custom_objects),
+        for key, name, mine in (
+            ("schedulers", "schedulers", accelerator._schedulers),
+            ("samplers", "dataloaders", accelerator._dataloaders),
+            ("custom", "objects registered for checkpointing", accelerator._custom_objects),
         ):
-            if len(extra[what]) != len(mine):
-                name = {"samplers": "dataloaders", "custom": "objects registered for checkpointing"}.get(what, what)
-                raise ValueError(f"{path} holds {len(extra[what])} {name}, this Accelerator has {len(mine)}.")
+            if len(extra[key]) != len(mine):
+                raise ValueError(f"{path} holds {len(extra[key])} {name}, this Accelerator has {len(mine)}.")
         for scheduler, saved in zip(accelerator._schedulers, extra["schedulers"], strict=True):
             check_schedule(scheduler.scheduler, saved)
         for loader, saved in zip(accelerator._dataloaders, extra["samplers"], strict=True):

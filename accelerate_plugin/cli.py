@@ -125,8 +125,7 @@ def _launch_options(arguments: list[str]) -> argparse.Namespace:
             "accelerators distributed_type: FSDP runs on the CPU, over gloo."
         )
     overriding = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
-    said = {name: getattr(options, name) for name in (*overriding, "mixed_precision")}
-    said = {name: value for name, value in said.items() if value is not None}
+    said = {name: vars(options)[name] for name in (*overriding, "mixed_precision") if vars(options)[name] is not None}
     said |= {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
     content = check_file(path, said)
     if not options.module and not Path(script).is_file():

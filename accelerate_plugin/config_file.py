@@ -244,18 +244,16 @@ def _options() -> list[str]:
 def _launched_with() -> Path | None:
     if "WORLD_SIZE" not in os.environ:
         return None
-    process: psutil.Process | None = psutil.Process()
-    for _ in range(3):
-        try:
-            process = process.parent() if process is not None else None
+    process = psutil.Process()
+    with suppress(psutil.Error):  # no permission to look at a process, for instance the first one of a container
+        for _ in range(3):
+            process = process.parent()
             if process is None:
                 return None
-            rest = _launcher_arguments(process.cmdline())
-            if rest is not None:
-                found = config_file_of(rest)
-                return Path(process.cwd()) / found if found is not None else None
-        except psutil.Error:  # no permission to look at the process, for instance the first one of a container
-            return None
+            arguments = _launcher_arguments(process.cmdline())
+            if arguments is not None:
+                path = config_file_of(arguments)
+                return Path(process.cwd()) / path if path is not None else None
     return None
 
 

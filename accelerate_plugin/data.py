@@ -72,10 +72,7 @@ def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) 
 
 
 def resumable(loader: Any) -> Any:
-    """Make a dataloader that Accelerate has prepared shuffle with rank 0's seed, and resumable in mid-epoch.
-
-    Collective.
-    """
+    """Make a dataloader that Accelerate has prepared shuffle with rank 0's seed and resume in mid-epoch. Collective."""
     dealer = _dealer(loader)
     sampler = getattr(dealer, "sampler", None)
     if isinstance(sampler, SeedableRandomSampler):

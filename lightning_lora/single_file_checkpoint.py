@@ -35,10 +35,7 @@ PACKED = "lora_parallel_files"
 
 
 def save_in_one_file(path: Path, state: TrainState, extra: Mapping[str, Any], entries: dict[str, Any]) -> None:
-    """Write a checkpoint as the file `path`, with Lightning's own `entries` beside.
-
-    Collective; rank 0 writes the file.
-    """
+    """Write a checkpoint as one file, with Lightning's `entries` beside; rank 0 writes it. Collective."""
     scratch = Scratch(path)
     folder = scratch.path / path.name
     rank = dist.get_rank()
