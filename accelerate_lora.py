@@ -1,4 +1,4 @@
-"""Start the console script `accelerate-lora` without importing torch before a command needs it.
+"""Start the console script `accelerate-lora`; `--help` and `--version` do not import torch.
 
 A module by itself: importing `accelerate_plugin`, or anything in it, imports torch and changes Accelerate.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec, module_from_spec
 
 __all__ = ["main"]
 
@@ -35,7 +34,6 @@ A first run, on four GPUs of one machine:
 
 Documentation: docs/accelerate.md
 """
-_COMMANDS = ("config", "launch", "check", "plan")
 _DISTRIBUTIONS = ("lightning-lora", "torch", "peft", "transformers", "accelerate", "lightning", "trl")
 
 
@@ -46,9 +44,7 @@ def main() -> None:
         print(USAGE, end="")
     elif command == "--version":
         print("\n".join(f"{name} {_version(name)}" for name in _DISTRIBUTIONS))
-    elif command in _COMMANDS:
-        if command in ("check", "launch") and "lora_parallel" not in sys.modules:
-            _check_early(command, arguments)
+    elif command in ("config", "launch", "check", "plan"):
         from accelerate_plugin import cli
 
         cli.main(command, arguments)
@@ -56,27 +52,6 @@ def main() -> None:
         said = f"{command!r} is no command of accelerate-lora.\n\n" if command else ""
         print(f"{said}{USAGE}", end="", file=sys.stderr)
         sys.exit(2)
-
-
-def _check_early(command: str, arguments: list[str]) -> None:
-    """Refuse a configuration file that cannot work without importing torch, which takes seconds.
-
-    The module that does it is imported without what `import accelerate_plugin` and `import lora_parallel` do.
-    """
-    packages = ("lora_parallel", "accelerate_plugin")
-    for name in packages:
-        spec = find_spec(name)
-        assert spec is not None
-        sys.modules[name] = module_from_spec(spec)
-    try:
-        from accelerate_plugin.config_file import check_early, check_launch_early
-
-        (check_early if command == "check" else check_launch_early)(arguments)
-    except (ValueError, OSError) as error:
-        sys.exit(f"accelerate-lora {command}: {error}")
-    finally:
-        for name in [each for each in sys.modules if each.split(".")[0] in packages]:
-            del sys.modules[name]
 
 
 def _version(name: str) -> str:

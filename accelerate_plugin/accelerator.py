@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accelerate_plugin import checkpoint, detect
+from accelerate_plugin import checkpoint
 from accelerate_plugin.data import (
     check_dispatch,
     deal_as_dispatched,
@@ -38,9 +38,11 @@ from accelerate_plugin.data import (
 from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import (
     LoRAParallelism,
+    asked_by_environment,
     current_parallelism,
     parallelism_of,
     parallelism_within_batch,
+    requested_parallelism,
     world_size,
 )
 from accelerate_plugin.plugin import LoRAParallelPlugin
@@ -60,10 +62,7 @@ from lora_parallel.integration import clip_grad_value_ as clip_value_
 
 
 class AcceleratorOverrides(Accelerator):
-    """Mix overrides into the class of an Accelerator that trains with `lora_parallel`.
-
-    The comment at each method gives the reason. `_make_ours` changes the class of the Accelerator.
-    """
+    """Override methods of an Accelerator that trains with `lora_parallel`; the comment at each gives the reason."""
 
     replaced_config: DataLoaderConfiguration | None = None
     """Replaces a `dataloader_config` that leaves `dispatch_batches` to Accelerate; None if there was none."""
@@ -85,8 +84,6 @@ class AcceleratorOverrides(Accelerator):
         """Return True on the last of all processes."""
         return bool(PartialState().is_last_process)
 
-    # ------------------------------------------------------------------ preparation
-
     # Accelerate's _prepare_tp shards nothing, and its _prepare_fsdp2 finds the parameters of an optimizer by their data
     # pointer, which meta tensors share.
     @collective_call("accelerator.prepare")
@@ -106,9 +103,9 @@ class AcceleratorOverrides(Accelerator):
             [each for each in prepared if isinstance(each, AcceleratedOptimizer)],
         )
         prepared = [self._prepare_one(each) if isinstance(each, LRScheduler) else each for each in prepared]
-        ours = {id(each) for each in (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)}
+        kept = {id(each) for each in (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)}
         for each in prepared:
-            if id(each) in ours:
+            if id(each) in kept:
                 each._is_accelerate_prepared = True
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
@@ -144,8 +141,6 @@ class AcceleratorOverrides(Accelerator):
         note_last_rows(self.gradient_state.active_dataloader)
         return super().gather_for_metrics(input_data, use_gather_object)
 
-    # ------------------------------------------------------------------ gradients
-
     # Accelerate's method calls FSDP2's set_requires_gradient_sync, which does not know of gradients that are partial
     # sums over tp.
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -166,11 +161,7 @@ class AcceleratorOverrides(Accelerator):
 
     # Accelerate's method joins what DDP reduces: the other processes would wait in FSDP2's collectives for ever.
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing and warns of it, as stock Accelerate's does under FSDP.
-
-        Raises:
-            ValueError: Some would get fewer batches, since `even_batches` is False here or in the Accelerator.
-        """
+        """Return a context that warns and changes nothing, as under FSDP; refuse batches that some processes lack."""
         even = self.even_batches if even_batches is None else even_batches
         if not even and self._parallelism.dp_size > 1:
             raise ValueError(
@@ -179,25 +170,18 @@ class AcceleratorOverrides(Accelerator):
             )
         return super().join_uneven_inputs(joinables, even_batches)
 
-    # ------------------------------------------------------------------ values of all data-parallel processes
-
     # Accelerate's method adds up, and would miss a trigger that only a peer of one batch has set.
     def check_trigger(self) -> bool:
         """Return True if any process has set the trigger, and reset the trigger."""
-        nothing = torch.tensor(0, device=self.device)
-        mine: Tensor = nothing if self.flag_tensor is None else self.flag_tensor  # type: ignore[has-type]
-        self.flag_tensor = nothing
+        unset = torch.tensor(0, device=self.device)
+        mine: Tensor = unset if self.flag_tensor is None else self.flag_tensor  # type: ignore[has-type]
+        self.flag_tensor = unset
         return operations.reduce(mine, "max").item() >= 1
-
-    # ------------------------------------------------------------------ on disk
 
     # Accelerate's method gathers the frozen base too, and supports parameters on one mesh only.
     @collective_call("accelerator.get_state_dict")
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return full copies of the trained parameters and the adapters on the main process's CPU. Collective.
-
-        Other processes get meta tensors of the same names and shapes.
-        """
+        """Return trained parameters and adapters, whole on the main process's CPU and on meta elsewhere. Collective."""
         reshard(model)
         trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         trained |= adapter_parameters(model)
@@ -210,11 +194,7 @@ class AcceleratorOverrides(Accelerator):
     # Accelerate's method gathers and writes the frozen base.
     @collective_call("accelerator.save_model")
     def save_model(
-        self,
-        model: nn.Module,
-        save_directory: Any,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write a model's adapters in PEFT's format, or the whole model if it has no adapters. Collective."""
         if state_of(model) is None:
@@ -249,7 +229,8 @@ Original = Callable[..., Any]
 def prepare_backend(original: Original, self: PartialState, *args: Any, **kwargs: Any) -> Any:
     """Choose the backend gloo for several processes on a machine without accelerators; Accelerate chooses none."""
     backend, distributed_type = original(self, *args, **kwargs)
-    if distributed_type is DistributedType.NO and world_size() > 1 and _asked() and not detect.has_accelerator():
+    asked = world_size() > 1 and (_choosing or asked_by_environment())
+    if distributed_type is DistributedType.NO and asked and not torch.accelerator.is_available():
         return "gloo", DistributedType.MULTI_CPU
     return backend, distributed_type
 
@@ -258,17 +239,8 @@ _choosing = False
 """True while an Accelerator that trains with `lora_parallel` is being made."""
 
 
-def _asked() -> bool:
-    return _choosing or detect.asked_by_environment()
-
-
 def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    """Make an Accelerator train with `lora_parallel` if its arguments or the environment ask for it.
-
-    Raises:
-        TypeError, ValueError: The arguments or the environment ask for something that is not supported, or for other
-            settings than an earlier Accelerator of this process.
-    """
+    """Make an Accelerator train with `lora_parallel` if its arguments or the environment ask for it."""
     global _choosing
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     if current_parallelism() is not None and not isinstance(bound.arguments.get("fsdp_plugin"), LoRAParallelPlugin):
@@ -277,7 +249,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
         original(*bound.args, **bound.kwargs)
         check_dispatch(self)
         return
-    chosen = detect.requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
+    chosen = requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
     if chosen is None:
         original(self, *args, **kwargs)
         return
@@ -300,11 +272,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
 
 
 def _make_ours(accelerator: Accelerator) -> None:
-    """Change the class of an Accelerator to a subclass with `AcceleratorOverrides` between it and Accelerator itself.
-
-    The class may be a subclass of Accelerator that the user wrote. Its methods come first, and what they call by
-    `super()` is ours.
-    """
+    """Put `AcceleratorOverrides` into an Accelerator's class, after the methods of a class that the user wrote."""
     kind = type(accelerator)
     if not issubclass(kind, AcceleratorOverrides):
         bases = (AcceleratorOverrides,) if kind is Accelerator else (kind, AcceleratorOverrides)
@@ -315,18 +283,14 @@ def _make_ours(accelerator: Accelerator) -> None:
 
 
 def _unpickled(kind: type[Accelerator]) -> Accelerator:
-    """Return an Accelerator without attributes, whose class `_make_ours` has changed: pickle fills it."""
+    """Return an Accelerator without attributes, which pickle fills."""
     accelerator = object.__new__(kind)
     _make_ours(accelerator)
     return accelerator
 
 
 def state_init(original: Original, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-    """Make Accelerate's state, then adapt it if it has a `LoRAParallelism`.
-
-    The state's type is then FSDP, also on a CPU and in a single process. `num_processes` counts data-parallel
-    processes, and `process_index` numbers them: peers of one batch have the same, and draw from the same seed.
-    """
+    """Make Accelerate's state, which is FSDP's and counts data-parallel processes if it has a `LoRAParallelism`."""
     original(self, *args, **kwargs)
     parallelism = self.__dict__.get("parallelism_config")
     if not isinstance(parallelism, LoRAParallelism):
@@ -344,9 +308,9 @@ def split_between_processes(
 ) -> AbstractContextManager[Any]:
     """Split inputs between data-parallel processes: peers of one batch get the same ones."""
     parallelism = parallelism_within_batch()
-    place: Any = self
+    state: Any = self
     if parallelism is not None:
-        place = SimpleNamespace(
+        state = SimpleNamespace(
             num_processes=parallelism.dp_size, process_index=parallelism.dp_rank, device=self.device
         )
-    return original(place, inputs, apply_padding)
+    return original(state, inputs, apply_padding)

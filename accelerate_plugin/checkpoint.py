@@ -33,16 +33,13 @@ from lora_parallel.integration import (
     write_checkpoint,
 )
 
-_COUNTS = ("last_epoch", "_step_count", "T_cur", "T_i")
-_RATES = ("base_lrs", "_last_lr")
+log = logging.getLogger(__name__)
+
+_WRITER = "Accelerator"
 
 
 def check_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Check that a saved state comes from a scheduler of the same kind.
-
-    Raises:
-        ValueError: The saved state has other keys than that of `scheduler`.
-    """
+    """Check that a saved state comes from a scheduler of the same kind."""
     differing = sorted(scheduler.state_dict().keys() ^ saved.keys())
     if differing:
         raise ValueError(
@@ -52,22 +49,16 @@ def check_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def resume_schedule(scheduler: Any, saved: Mapping[str, Any], scale: Fraction) -> None:
-    """Load the state of a scheduler, and convert its counts of steps to the unit of this run.
-
-    Args:
-        scheduler: A scheduler of torch, made as for this run from its start. Its lengths and factors are kept: they are
-            in the unit of this run, and the saved ones may not be.
-        saved: The `state_dict` of the scheduler that was saved.
-        scale: The number of steps in this run that correspond to one step in the run that saved.
-    """
+    """Load the state of a scheduler of torch; `scale` steps of this run correspond to one that is saved."""
     here = scheduler.state_dict()
     by_steps = "last_epoch" in saved and "num_bad_epochs" not in saved  # ReduceLROnPlateau does not count steps
+    # Lengths and factors are kept: they are in the unit of this run, and the saved ones may not be.
     scheduler.load_state_dict(_scaled(here, saved, scale) if by_steps and scale != 1 else saved)
 
 
 def _scaled(here: Mapping[str, Any], saved: Mapping[str, Any], scale: Fraction) -> dict[str, Any]:
-    mixed = {**here, **{key: saved[key] for key in _RATES if key in saved}}
-    for key in _COUNTS:
+    mixed = {**here, **{key: saved[key] for key in ("base_lrs", "_last_lr") if key in saved}}
+    for key in ("last_epoch", "_step_count", "T_cur", "T_i"):
         if key in saved:
             start = int(key == "_step_count")  # _step_count counts the step in the constructor too
             mixed[key] = start + round((saved[key] - start) * scale)
@@ -75,11 +66,6 @@ def _scaled(here: Mapping[str, Any], saved: Mapping[str, Any], scale: Fraction) 
         parts = zip(here["_schedulers"], saved["_schedulers"], strict=True)
         mixed["_schedulers"] = [_scaled(mine, theirs, scale) for mine, theirs in parts]
     return mixed
-
-
-log = logging.getLogger(__name__)
-
-_WRITER = "Accelerator"
 
 
 def _train_state(accelerator: Accelerator) -> TrainState:
@@ -91,21 +77,7 @@ def _train_state(accelerator: Accelerator) -> TrainState:
 
 
 def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serialization: bool = True, **others: Any) -> str:
-    """Write adapters, optimizers, schedulers, samplers and random states. Collective.
-
-    The checkpoint also holds the states of registered objects. A checkpoint that is at `output_dir` already is replaced
-    once the new one is complete; with automatic naming no checkpoint is replaced. All errors are raised on every rank.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        TypeError: An argument is not supported.
-        ValueError: The state of a registered object holds values that are not plain, no `output_dir` is given, or the
-            checkpoint that automatic naming would make exists already.
-        FileExistsError: Something other than a checkpoint is at `output_dir`.
-        OSError: The checkpoint cannot be written.
-    """
+    """Write all that a run needs to resume, as a folder that appears under its name once it is whole. Collective."""
     naming = accelerator.project_configuration.automatic_checkpoint_naming
     with agreed():
         if others or not safe_serialization:
@@ -130,11 +102,11 @@ def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serializat
             "custom": [each.state_dict() for each in accelerator._custom_objects],
             "step": accelerator.step,
         }
-        for index, each in enumerate(extra["custom"]):
-            kind = type(accelerator._custom_objects[index]).__name__
+        for registered, values in zip(accelerator._custom_objects, extra["custom"], strict=True):
+            kind = type(registered).__name__
             check_loadable(
                 f"the state_dict of {kind}, registered for checkpointing, holds what",
-                without_numpy(each),
+                without_numpy(values),
                 "use plain values.",
             )
     if not state.models and accelerator.is_main_process:
@@ -151,15 +123,7 @@ def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serializat
 
 
 def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
-    """Load a checkpoint, on the mesh that wrote it or on any other. Collective.
-
-    Models and optimizers are changed only once the checkpoint is known to fit. All errors are raised on every rank.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint at `input_dir`, or none that automatic naming made.
-        ValueError: The checkpoint is incomplete, has another format, or belongs to another base, adapter, optimizer or
-            set of registered objects; or no `input_dir` is given.
-    """
+    """Load a checkpoint, on the mesh that wrote it or on any other; nothing is changed unless it fits. Collective."""
     with agreed():
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
             there = _numbered(Path(accelerator.project_dir) / "checkpoints")
@@ -177,14 +141,13 @@ def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
             raise ValueError(
                 f"{path} holds a model, and none was prepared: call accelerator.prepare(model, optimizer, ...) first."
             )
-        for what, mine in (
-            ("schedulers", accelerator._schedulers),
-            ("samplers", accelerator._dataloaders),
-            ("custom", accelerator._custom_objects),
+        for key, name, mine in (
+            ("schedulers", "schedulers", accelerator._schedulers),
+            ("samplers", "dataloaders", accelerator._dataloaders),
+            ("custom", "objects registered for checkpointing", accelerator._custom_objects),
         ):
-            if len(extra[what]) != len(mine):
-                name = {"samplers": "dataloaders", "custom": "objects registered for checkpointing"}.get(what, what)
-                raise ValueError(f"{path} holds {len(extra[what])} {name}, this Accelerator has {len(mine)}.")
+            if len(extra[key]) != len(mine):
+                raise ValueError(f"{path} holds {len(extra[key])} {name}, this Accelerator has {len(mine)}.")
         for scheduler, saved in zip(accelerator._schedulers, extra["schedulers"], strict=True):
             check_schedule(scheduler.scheduler, saved)
         for loader, saved in zip(accelerator._dataloaders, extra["samplers"], strict=True):
@@ -227,11 +190,9 @@ def _rows_of_an_update(accelerator: Accelerator, loader: int) -> int | None:
 
 
 def _scale(accelerator: Accelerator, saved: Mapping[str, Any]) -> Fraction:
-    """Return the factor that converts the saved step count of a prepared scheduler to a step count of this run.
-
-    The scheduler counts one step per process and update, and a process may contribute another number of rows in this
-    run. For example, half as many processes need twice the rows each for the same global batch.
-    """
+    """Return the factor that converts the saved step count of a prepared scheduler to a step count of this run."""
+    # The scheduler counts one step per process and update, and a process may contribute another number of rows in this
+    # run: half as many processes need twice the rows each for the same global batch.
     if accelerator.split_batches or not accelerator.step_scheduler_with_optimizer:
         return Fraction(1)
     here = _rows_of_an_update(accelerator, saved["loader"])
@@ -242,7 +203,7 @@ def _scale(accelerator: Accelerator, saved: Mapping[str, Any]) -> Fraction:
 
 def _numbered(folder: Path) -> list[Path]:
     """List the checkpoints that automatic naming made, oldest first."""
-    named = (
-        [(re.fullmatch(r"checkpoint_(\d+)", each.name), each) for each in folder.iterdir()] if folder.is_dir() else []
+    found = [*folder.iterdir()] if folder.is_dir() else []
+    return sorted(
+        (path for path in found if re.fullmatch(r"checkpoint_\d+", path.name)), key=lambda path: int(path.name[11:])
     )
-    return [each for _, each in sorted((int(match[1]), each) for match, each in named if match)]

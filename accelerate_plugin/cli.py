@@ -24,7 +24,6 @@ from accelerate_plugin.commands import check_set_up, plan
 from accelerate_plugin.config_file import (
     CONFIG_FILES,
     LAUNCHERS,
-    OVER_THE_FILE,
     check_file,
     check_machines,
     check_share,
@@ -32,22 +31,13 @@ from accelerate_plugin.config_file import (
     mesh_sections,
     one_of,
     own_keys,
-    read_arguments,
     whole,
 )
 from lora_parallel import ParallelConfig
 
 
 def main(command: str, arguments: list[str]) -> None:
-    """Run a command of `accelerate-lora`.
-
-    Args:
-        command: "launch", "config", "plan" or "check".
-        arguments: What follows the command on the command line.
-
-    Raises:
-        SystemExit: The command cannot do what it was asked; the text says why.
-    """
+    """Run a command of `accelerate-lora`, or end the process with a text that says why it cannot."""
     try:
         {"launch": launch, "config": config, "plan": plan, "check": check}[command](arguments)
     except (ValueError, OSError) as error:
@@ -58,21 +48,8 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def launch(arguments: list[str]) -> None:
-    """Run `accelerate launch` for a script that `accelerate_plugin.launch` runs.
-
-    Args:
-        arguments: The arguments that `accelerate launch` would get.
-
-    Raises:
-        ValueError: The configuration file does not say `distributed_type: FSDP`, has keys that `accelerate launch`
-            drops, or asks for what cannot work; `--cpu` was given; or a configuration file was given as the script.
-        FileNotFoundError: There is no configuration file, or no script.
-    """
+    """Run `accelerate launch` with these arguments for a script that `accelerate_plugin.launch` runs."""
     options = _launch_options(arguments)
-    if not options.module and not Path(options.training_script).is_file():
-        raise FileNotFoundError(
-            f"{options.training_script} is not there{_instead(options.training_script, options.training_script_args)}."
-        )
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
@@ -80,11 +57,8 @@ def launch(arguments: list[str]) -> None:
 
 
 def _instead(command: str, arguments: list[str]) -> str:
-    """Return the end of an error message: the module to launch in place of a console script, if that is what it is.
-
-    The commands of a package that launch processes themselves, such as `trl sft`, have modules of their own for what
-    they launch.
-    """
+    """Return the end of an error message: the module to launch in place of a console script, if that is what it is."""
+    # The commands of a package that launch processes, such as `trl sft`, have modules for what they launch.
     for entry in entry_points(group="console_scripts", name=command):
         module = entry.module
         if module.startswith(LAUNCHERS):
@@ -97,21 +71,40 @@ def _instead(command: str, arguments: list[str]) -> str:
 
 
 def check(arguments: list[str]) -> None:
-    """Check a configuration file, or a script with one, in this process alone.
-
-    Args:
-        arguments: The command line after `check`.
-
-    Raises:
-        ValueError, FileNotFoundError: The set-up cannot work.
-        SystemExit: It cannot work with this script.
-    """
+    """Check a configuration file, or a script with one, in this process alone."""
     given = read_arguments(arguments)
     words = ["--config_file", given.config_file] if given.config_file is not None else []
     words += ["--num_processes", str(given.num_processes)] if given.num_processes is not None else []
-    options = _launch_options([*words, given.script or given.target])
-    script = [*(["-m"] if given.module else []), given.script, *given.rest] if given.script else []
-    check_set_up(options, script, given.seq)
+    script = [*(["-m"] if given.module else []), given.target, *given.rest]
+    check_set_up(_launch_options([*words, *script]), script if given.script else [], given.seq)
+
+
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse what follows `check` on the command line; `script` is empty for a file alone, `rest` is the script's."""
+    parser = argparse.ArgumentParser(
+        prog="accelerate-lora check",
+        usage="accelerate-lora check CONFIG.yaml [--num_processes N]\n"
+        "       accelerate-lora check --config_file CONFIG.yaml [options] [-m] SCRIPT [ARGUMENTS OF THE SCRIPT]",
+        description="Check a configuration file, and print its mesh. With a script of Accelerate, Trainer, TRL, "
+        "Lightning or torchrun: run it in one process up to where its model is sharded, as rank 0 of the mesh without "
+        "the others and without reading weights, and print which rank holds what. Options stand before the script. The "
+        "exit code is 1 if the set-up cannot work.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="CONFIG.yaml or SCRIPT")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of the script").required = False
+    parser.add_argument("--config_file", help="the configuration file, if a script is checked (Accelerate's default)")
+    parser.add_argument("--num_processes", type=int, help="processes in all (as the file says)")
+    parser.add_argument("--seq", type=int, help="tokens of a row: predict the memory of a step, of a language model")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module: package.module")
+    given = parser.parse_args(arguments)
+    given.script = given.target
+    if given.target.endswith(CONFIG_FILES) and not given.module:
+        parser.parse_args([*given.rest, given.target], given)  # its options stand behind it too
+        if given.rest or given.config_file is not None or given.seq is not None:
+            parser.error(f"{given.target} is a configuration file, which is checked with --num_processes alone.")
+        given.script, given.config_file = "", given.target
+    return given
 
 
 def _launch_options(arguments: list[str]) -> argparse.Namespace:
@@ -131,7 +124,12 @@ def _launch_options(arguments: list[str]) -> argparse.Namespace:
             "--cpu starts one process and drops fsdp_config and parallelism_config: leave it out. On a machine without "
             "accelerators distributed_type: FSDP runs on the CPU, over gloo."
         )
-    content = check_file(path, _said(options))
+    overriding = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+    said = {name: vars(options)[name] for name in (*overriding, "mixed_precision") if vars(options)[name] is not None}
+    said |= {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
+    content = check_file(path, said)
+    if not options.module and not Path(script).is_file():
+        raise FileNotFoundError(f"{script} is not there{_instead(script, options.training_script_args)}.")
     if content.get("mixed_precision") is False and options.mixed_precision is None:
         options.mixed_precision = "no"  # YAML reads an unquoted no as false, which Accelerate cannot handle
     for key, value in own_keys(content).items():
@@ -139,25 +137,11 @@ def _launch_options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _said(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the command line of `accelerate launch` that take the place of the file's."""
-    said = {name: getattr(options, name) for name in OVER_THE_FILE if getattr(options, name) is not None}
-    return said | {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
-
-
 # ---------------------------------------------------------------------- config
 
 
 def config(arguments: list[str]) -> None:
-    """Ask for the settings that matter, and write them to a configuration file.
-
-    Args:
-        arguments: Options of the command line. A question that an option answers is not asked.
-
-    Raises:
-        ValueError: An answer cannot work.
-        FileExistsError: The file exists already, and `--force` was not given.
-    """
+    """Write a configuration file, and ask for the settings that matter and that no option gives."""
     given = _parser().parse_args(arguments)
     path = Path(given.config_file)
     if path.is_dir():
@@ -181,9 +165,7 @@ def config(arguments: list[str]) -> None:
     check_share(given.num_processes, given.num_machines)
     if given.num_machines > 1:
         ask("machine_rank", "Which of them is this one (0 is the first)?", 0, partial(whole, least=0))
-        ask(
-            "main_process_ip", "What is the address of machine 0, as the others reach it?", "", lambda _, answer: answer
-        )
+        ask("main_process_ip", "What is the address of machine 0, as the others reach it?", "", lambda _, text: text)
         ask("main_process_port", "On which free port of it do the processes meet?", 29500)
     _check_used(given)
     check_machines(vars(given))
@@ -244,24 +226,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write(path: Path, given: argparse.Namespace) -> None:
-    processes, tp, cp, pp = given.num_processes, given.tp_size, given.cp_size, given.pp_size
-    replicate = given.dp_replicate_size
     pipeline = {name: getattr(given, f"pp_{name}") for name in ("size", "microbatches", "schedule", "stages_per_rank")}
-    sections = mesh_sections(
-        {"dp_replicate": replicate, "dp_shard": _shards(given, replicate), "cp": cp, "tp": tp},
-        pipeline if pp > 1 else {},
-        given.activation_checkpointing == "yes",
-        given.require_adapters == "yes",
-    )
+    sizes = {
+        "dp_replicate": given.dp_replicate_size,
+        "dp_shard": _shards(given, given.dp_replicate_size),
+        "cp": given.cp_size,
+        "tp": given.tp_size,
+    }
+    machines: dict[str, Any] = {"num_machines": given.num_machines, "same_network": True}
+    if given.num_machines > 1:
+        machines |= {name: getattr(given, name) for name in _OF_SEVERAL_MACHINES} | {"rdzv_backend": "static"}
     content = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=DistributedType.FSDP,
         mixed_precision=given.mixed_precision,
         use_cpu=False,
         debug=False,
-        num_processes=processes,
-        **_machines(given),
-        **sections,
+        num_processes=given.num_processes,
+        **machines,
+        **mesh_sections(
+            sizes,
+            pipeline if given.pp_size > 1 else {},
+            given.activation_checkpointing == "yes",
+            given.require_adapters == "yes",
+        ),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")
@@ -270,11 +258,7 @@ def _write(path: Path, given: argparse.Namespace) -> None:
 
 
 def _shards(given: argparse.Namespace, replicate: int) -> int:
-    """Return the number of processes that a copy of the model is sharded over, of `replicate` copies.
-
-    Raises:
-        ValueError: The sizes do not divide the number of processes, or leave nothing to shard over.
-    """
+    """Return the number of processes that each of `replicate` copies of the model is sharded over."""
     processes, tp, cp, pp = given.num_processes, given.tp_size, given.cp_size, given.pp_size
     fixed = tp * cp * pp * replicate
     if min(processes, tp, cp, pp, replicate) < 1 or processes % fixed:
@@ -297,11 +281,7 @@ _OF_A_PIPELINE = {"pp_microbatches": 1, "pp_schedule": "1f1b", "pp_stages_per_ra
 
 
 def _check_used(given: argparse.Namespace) -> None:
-    """Check that no option was given that the file would not have, and that a pipeline has a schedule.
-
-    Raises:
-        ValueError: One was, or the options of the pipeline cannot work.
-    """
+    """Check that no option was given that the file would not have, and that a pipeline has a schedule."""
     for name in _OF_SEVERAL_MACHINES if given.num_machines == 1 else ():
         if getattr(given, name) is not None:
             raise ValueError(f"--{name} is for several machines, and num_machines is 1: leave it out.")
@@ -309,12 +289,3 @@ def _check_used(given: argparse.Namespace) -> None:
         if getattr(given, name) != default:
             raise ValueError(f"--{name} is for a pipeline, and pp_size is 1: leave it out, or give --pp_size.")
     ParallelConfig(pp=given.pp_size, **{name: getattr(given, name) for name in _OF_A_PIPELINE})
-
-
-def _machines(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of Accelerate that say how processes of several machines find each other."""
-    machines = given.num_machines
-    if machines == 1:
-        return {"num_machines": 1, "same_network": True}
-    settings = {name: getattr(given, name) for name in _OF_SEVERAL_MACHINES}
-    return {"num_machines": machines, **settings, "rdzv_backend": "static", "same_network": True}

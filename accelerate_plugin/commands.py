@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from accelerate_plugin import launch
 from accelerate_plugin.config_file import mesh_sections
-from accelerate_plugin.detect import requested_parallelism
+from accelerate_plugin.parallelism import requested_parallelism
 from lora_parallel import MemoryPlan, MeshCost, plan_memory
 from lora_parallel.integration import (
     SetUpIsPossible,
@@ -43,16 +43,9 @@ _OWN_FOLDERS = [Path(__file__).parents[1] / name for name in ("accelerate_plugin
 
 
 def check_set_up(options: argparse.Namespace, script: list[str], sequence_length: int | None) -> None:
-    """Check what `accelerate launch` would start. This process takes the place of rank 0, and should end afterwards.
+    """Check what `accelerate launch` would start; this process takes the place of rank 0, and should end afterwards.
 
-    Args:
-        options: The options of `accelerate launch`, with a configuration file.
-        script: The arguments of `accelerate_plugin.launch`; empty to check the file alone.
-        sequence_length: Tokens of a row of the step whose memory is predicted; None to predict none.
-
-    Raises:
-        ValueError: The set-up cannot work.
-        SystemExit: The script ended before a model was sharded, or the set-up of its model cannot work.
+    `script` has the arguments of `accelerate_plugin.launch`, or is empty to check the file alone.
     """
     _become_rank_zero(options)
     processes = int(options.num_processes)
@@ -72,11 +65,8 @@ def check_set_up(options: argparse.Namespace, script: list[str], sequence_length
 
 
 def _become_rank_zero(options: argparse.Namespace) -> None:
-    """Put into this process's environment what `accelerate launch` would put into that of rank 0.
-
-    `_validate_launch_command` completes the options from the file. It is private, and there is no public way to learn
-    what a file means but to launch a process.
-    """
+    """Put into this process's environment what `accelerate launch` would put into that of rank 0."""
+    # It is private, and the only way to learn what a file means but to launch a process.
     from accelerate.commands.launch import _validate_launch_command
 
     options, _, _ = _validate_launch_command(options)
@@ -89,10 +79,7 @@ def _become_rank_zero(options: argparse.Namespace) -> None:
 
 
 def _sharded_by(script: list[str]) -> nn.Module:
-    """Run a script up to where its first model has been sharded, and return the model.
-
-    An error that this library raises ends the process with a line, one of the script's own with its traceback.
-    """
+    """Run a script until its first model is sharded, and return it; an error of this library ends the process."""
     said = f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared."
     try:
         with end_after_set_up(), _joined():
@@ -123,10 +110,8 @@ def _joined() -> Iterator[None]:
 
 
 def _print_prediction(model: nn.Module, processes: int, sequence_length: int) -> None:
-    """Print the predicted peak of a step, with a forward of one row on each data-parallel rank.
-
-    What the script does to recompute activations by itself is not known here; the options of the file are.
-    """
+    """Print the predicted peak of a step, with a forward of one row on each data-parallel rank."""
+    # What the script does to recompute activations by itself is not known here; the options of the file are.
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         raise ValueError(f"--seq is for models of transformers; this is a {type(model).__name__}: leave it out.")
@@ -169,14 +154,7 @@ _MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_proces
 
 
 def plan(arguments: list[str]) -> None:
-    """Print a plan for a model.
-
-    Args:
-        arguments: The command line after `plan`.
-
-    Raises:
-        ValueError, OSError: An argument cannot work, there is no config, or each mesh is refused.
-    """
+    """Print a plan for a model, from the command line after `plan`."""
     given = _parser().parse_args(arguments)
     if given.plot is not None:
         _check_picture(Path(given.plot))
@@ -199,7 +177,8 @@ def plan(arguments: list[str]) -> None:
         optimizer=given.optimizer,
     )
     if given.json:
-        print(json.dumps({**found.to_json(), "recommended": _json_of(found)}, indent=2))
+        recommended = None if found.recommended is None else found.meshes.index(found.recommended)
+        print(json.dumps({**found.to_json(), "recommended": recommended}, indent=2))
     else:
         _print(found, None if given.all else _SHOWN)
     if all(each.refused for each in found.meshes):
@@ -267,19 +246,18 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
         console.print(table)
     if shown is not None and len(costs) > shown:
         console.print(f"{len(costs) - shown} more meshes: --all prints them.")
-    refusals = {each.refused: _mesh_text(each.sizes) for each in plan.meshes if each.refused}
-    for text, mesh in refusals.items():
+    for text, mesh in {each.refused: _mesh_text(each.sizes) for each in plan.meshes if each.refused}.items():
         console.print(f"not possible, {mesh}: {text}", style="dim")
     if not costs:
         return
-    if plan.recommended is None:
+    best = plan.recommended
+    if best is None:
         least = min(each.total for each in costs)
         console.print(
             f"No mesh fits. The smallest needs {_gib(least)} GiB of {memory:g} GiB, of which 8 % are left free: take "
             "more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
         )
         return
-    best = plan.recommended
     console.print(f"\nRecommended: {_mesh_text(best.sizes)} {_options_text(best.options)}".rstrip(), style="bold")
     for title, text in snippets(plan).items():
         console.print(f"\n{title}", style="bold")
@@ -299,16 +277,11 @@ def cost_text(cost: MeshCost) -> list[str]:
 
 
 def _options_text(options: Mapping[str, Any]) -> str:
-    short = {"activation_checkpointing": "recompute"}
-    return ", ".join(short.get(name, name) for name, value in options.items() if value)
+    return ", ".join({"activation_checkpointing": "recompute"}.get(name, name) for name, on in options.items() if on)
 
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f}" if size >= 2**30 / 10 else f"{size / 2**30:.2f}"
-
-
-def _json_of(plan: MemoryPlan) -> Any:
-    return None if plan.recommended is None else plan.meshes.index(plan.recommended)
 
 
 # ------------------------------------------------------- what a user writes for it
@@ -319,88 +292,64 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     best = plan.recommended
     assert best is not None
     sizes, options = best.sizes, {name: value for name, value in best.options.items() if value}
-    pipeline = sizes["pp"] > 1
-    batch = best.rows * (best.microbatches if pipeline else 1)
-    accumulation = 1 if pipeline else best.microbatches
-    trainer = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
-    machines = _machines(plan)
+    batch, accumulation = best.rows, best.microbatches
+    pipeline = {"size": sizes["pp"], "microbatches": best.microbatches} if sizes["pp"] > 1 else {}
+    if pipeline:
+        batch, accumulation = batch * accumulation, 1
+    machines = max(1, plan.gpus // plan.hardware.gpus_per_node)
+    python = _python(plan, best, machines, options, accumulation)
+    recompute = options.pop("activation_checkpointing", False)
     flags = f"accelerate-lora config --config_file mesh.yaml --num_processes {plan.gpus} --num_machines {machines}"
     flags += f" --tp_size {sizes['tp']} --dp_replicate_size {sizes['dp_replicate']} --mixed_precision no"
     flags += f" --cp_size {sizes['cp']}" if sizes["cp"] > 1 else ""
-    if pipeline:
-        flags += f" --pp_size {sizes['pp']} --pp_microbatches {best.microbatches}"
-    recompute = options.pop("activation_checkpointing", False)
+    flags += "".join(f" --pp_{name} {value}" for name, value in pipeline.items())
     flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
     flags += " --require_adapters no" if plan.trains_all else ""
     if machines > 1:
         flags += "".join(f" --{name} {value}" for name, value in _MEETING.items()) + f"   # rank 0..{machines - 1}"
     if options:  # which no key of the file stands for
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({given}))"
-    return {
-        "Commands": f"{flags}\naccelerate-lora launch --config_file mesh.yaml train.py {trainer}",
-        "mesh.yaml": yaml.safe_dump(_yaml(plan), sort_keys=False)
-        .replace("machine_rank: 0", f"machine_rank: 0  # 0..{machines - 1}, on each machine its own")
-        .rstrip(),
-        "Python": _python(plan),
-    }
-
-
-def _yaml(plan: MemoryPlan) -> dict[str, Any]:
-    best = plan.recommended
-    assert best is not None
-    machines = _machines(plan)
-    meeting = {**_MEETING, "rdzv_backend": "static", "same_network": True} if machines > 1 else {}
-    pipeline = {"size": best.sizes["pp"], "microbatches": best.microbatches} if best.sizes["pp"] > 1 else {}
-    recompute = bool(best.options.get("activation_checkpointing", False))
-    return {
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({arguments}))"
+    trainer = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
+    content = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": DistributedType.FSDP.value,
         "mixed_precision": "no",
         "num_machines": machines,
-        **meeting,
+        **({**_MEETING, "rdzv_backend": "static", "same_network": True} if machines > 1 else {}),
         "num_processes": plan.gpus,
-        **mesh_sections(best.sizes, pipeline, recompute, not plan.trains_all),
+        **mesh_sections(sizes, pipeline, bool(recompute), not plan.trains_all),
+    }
+    return {
+        "Commands": f"{flags}\naccelerate-lora launch --config_file mesh.yaml train.py {trainer}",
+        "mesh.yaml": yaml.safe_dump(content, sort_keys=False)
+        .replace("machine_rank: 0", f"machine_rank: 0  # 0..{machines - 1}, on each machine its own")
+        .rstrip(),
+        "Python": python,
     }
 
 
-def _machines(plan: MemoryPlan) -> int:
-    return max(1, plan.gpus // plan.hardware.gpus_per_node)
-
-
-def _python(plan: MemoryPlan) -> str:
-    best = plan.recommended
-    assert best is not None
-    sizes = best.sizes
-    given = {
-        "tensor_parallel_size": sizes["tp"],
-        "replicate_size": sizes["dp_replicate"],
-        "context_parallel_size": sizes["cp"],
-        "pipeline_parallel_size": sizes["pp"],
-        "pipeline_microbatches": best.microbatches if sizes["pp"] > 1 else 1,
+def _python(plan: MemoryPlan, best: MeshCost, machines: int, options: dict[str, Any], accumulation: int) -> str:
+    sizes: dict[str, Any] = {
+        "tensor_parallel_size": best.sizes["tp"],
+        "replicate_size": best.sizes["dp_replicate"],
+        "context_parallel_size": best.sizes["cp"],
+        "pipeline_parallel_size": best.sizes["pp"],
+        "pipeline_microbatches": best.microbatches if best.sizes["pp"] > 1 else 1,
     }
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value > 1}
-    changed |= {name: value for name, value in best.options.items() if value}
-    changed |= {"require_adapters": False} if plan.trains_all else {}
-    strategy = f"LoRAParallelStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
-    accumulation = 1 if sizes["pp"] > 1 else best.microbatches
+    arguments = {name: size for name, size in sizes.items() if size > 1} | options
+    arguments |= {"require_adapters": False} if plan.trains_all else {}
     trainer = f"Trainer(devices={min(plan.gpus, plan.hardware.gpus_per_node)}"
-    machines = _machines(plan)
     trainer += f", num_nodes={machines}" if machines > 1 else ""
     trainer += f", accumulate_grad_batches={accumulation}" if accumulation > 1 else ""
     return (
         "from lightning import Trainer\nfrom lightning_lora import LoRAParallelStrategy\n\n"
-        f"{trainer}, strategy={strategy})"
+        f"{trainer}, strategy=LoRAParallelStrategy({', '.join(f'{k}={v!r}' for k, v in arguments.items())}))"
     )
 
 
 def _check_picture(path: Path) -> None:
-    """Check, before the work, that a picture can be drawn and written.
-
-    Raises:
-        ValueError: matplotlib is missing, or does not know such a file.
-        OSError: There can be no file in this place.
-    """
+    """Check, before the work, that a picture can be drawn and written."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -421,16 +370,10 @@ def _plot(plan: MemoryPlan, path: Path) -> None:
     names = [f"{_mesh_text(each.sizes)}\n{_options_text(each.options)}".strip() for each in costs]
     figure, axis = plt.subplots(figsize=(9, 1.2 + 0.5 * len(costs)), layout="constrained")
     left = [0.0] * len(costs)
-    parts = {
-        "weights": [each.weights for each in costs],
-        "adapters": [each.trained for each in costs],
-        "optimizer": [each.states for each in costs],
-        "activations, gradients": [each.activations for each in costs],
-        "logits": [each.logits for each in costs],
-    }
-    for name, sizes in parts.items():
-        widths = [size / 2**30 for size in sizes]
-        axis.barh(names, widths, left=left, label=name)
+    fields = {"weights": "weights", "trained": "adapters", "states": "optimizer"}
+    for field, label in {**fields, "activations": "activations, gradients", "logits": "logits"}.items():
+        widths = [getattr(each, field) / 2**30 for each in costs]
+        axis.barh(names, widths, left=left, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axis.axvline(plan.hardware.gpu_memory, color="black", linestyle="--", label="a GPU's memory")
     axis.set(xlabel="GiB on the GPU that holds most", title=f"{plan.model}, {plan.training}, {plan.gpus} GPUs")

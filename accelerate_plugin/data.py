@@ -38,14 +38,7 @@ _DISPATCHED = (
 
 
 def check_dispatch(accelerator: Accelerator) -> None:
-    """Let each process read the batches that it needs, where several see one batch; refuse `dispatch_batches=True`.
-
-    Where Accelerate's default would dispatch the batches of a stream, processes take the rows of each batch that they
-    would have been given.
-
-    Raises:
-        ValueError: `dispatch_batches` is True.
-    """
+    """Refuse `dispatch_batches=True` where several processes see one batch, and leave no dispatching to Accelerate."""
     if parallelism_within_batch() is None:
         return
     config = accelerator.dataloader_config
@@ -56,27 +49,14 @@ def check_dispatch(accelerator: Accelerator) -> None:
 
 
 def dispatcher_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a dataloader that dispatches batches, where several processes see one batch.
-
-    Accelerators make none then. Accelerate's function `prepare_data_loader` makes one of an iterable dataset, unless it
-    is told not to.
-
-    Raises:
-        ValueError: Several processes see one batch.
-    """
+    """Refuse a dataloader that dispatches batches, where several processes see one batch."""
     if parallelism_within_batch() is not None:
         raise ValueError(_DISPATCHED)
     original(self, *args, **kwargs)
 
 
 def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) -> None:
-    """Make a dataloader shuffle the same way on every process; called before Accelerate prepares it. Collective.
-
-    Args:
-        data_loader: The dataloader of the user or of Trainer.
-        dp_rank: The data-parallel rank of this process.
-        seedable: True if Accelerate will replace the sampler by a `SeedableRandomSampler`.
-    """
+    """Make a dataloader shuffle the same way on every process, before Accelerate prepares it. Collective."""
     init = data_loader.worker_init_fn
     if isinstance(init, partial) and init.func is seed_worker:
         # Trainer seeds workers by process. Seed them by data-parallel process instead, so that tensor-parallel peers
@@ -92,14 +72,7 @@ def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) 
 
 
 def resumable(loader: Any) -> Any:
-    """Make a dataloader that Accelerate has prepared shuffle with the seed of rank 0, and resumable in mid-epoch.
-
-    Of an iterable dataset that has a length it also knows how many rows of the last batch are none of the dataset's, so
-    that `gather_for_metrics` leaves them out; Accelerate counts the rows of this process's share. Collective.
-
-    Returns:
-        The dataloader, changed in place.
-    """
+    """Make a dataloader that Accelerate has prepared shuffle with rank 0's seed and resume in mid-epoch. Collective."""
     dealer = _dealer(loader)
     sampler = getattr(dealer, "sampler", None)
     if isinstance(sampler, SeedableRandomSampler):
@@ -107,7 +80,7 @@ def resumable(loader: Any) -> Any:
     elif type(sampler) is RandomSampler:
         dealer.sampler = _Resumable(sampler)
     shard = loader.dataset
-    if isinstance(shard, IterableDatasetShard):
+    if isinstance(shard, IterableDatasetShard):  # Accelerate counts its rows by this process's share
         with suppress(TypeError, AttributeError):  # it has no length, or the loader no batches
             shard.total_dataset_length = len(shard.dataset)
             loader.batch_sampler.num_processes = shard.num_processes
@@ -115,10 +88,7 @@ def resumable(loader: Any) -> Any:
 
 
 def _dealer(loader: Any) -> Any:
-    """Return the innermost batch sampler of a dataloader.
-
-    Accelerate's samplers that give each process its share are wrapped around it.
-    """
+    """Return a dataloader's innermost batch sampler, inside of those of Accelerate that give each process its share."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -157,11 +127,7 @@ def batch_size(loader: Any) -> int | None:
 
 
 def sampler_state(accelerator: Accelerator, loader: Any) -> dict[str, Any] | None:
-    """Return the state with which a dataloader repeats its shuffling from the start of the current epoch.
-
-    Returns:
-        The epoch and the seed, or the state of the generator; None if the dataloader does not shuffle.
-    """
+    """Return the state from which a dataloader shuffles its current epoch again; None if it does not shuffle."""
     sampler = getattr(_dealer(loader), "sampler", None)
     active = accelerator.gradient_state.active_dataloader is loader
     if isinstance(sampler, SeedableRandomSampler):
@@ -174,15 +140,7 @@ def sampler_state(accelerator: Accelerator, loader: Any) -> dict[str, Any] | Non
 
 
 def check_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
-    """Check that a dataloader shuffles in the same way as the saved one.
-
-    Args:
-        loader: The dataloader.
-        saved: The result of `sampler_state` for the saved dataloader.
-
-    Raises:
-        ValueError: The two shuffle in different ways, or only one of them shuffles.
-    """
+    """Check that a dataloader shuffles in the same way as the one whose `sampler_state` was saved."""
     sampler = getattr(_dealer(loader), "sampler", None)
     kind = "seed" if isinstance(sampler, SeedableRandomSampler) else "generator"
     present = isinstance(sampler, (SeedableRandomSampler, _Resumable))
@@ -205,11 +163,9 @@ def restore_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
 
 
 def whole_stream(data_loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a dataloader whose rows Accelerate will share out batch by batch, as it does without `datasets`.
-
-    Accelerate gives each process some of the files of a `datasets.IterableDataset` if it has enough of them, and the
-    rows of a step are then others than in one process.
-    """
+    """Return a dataloader whose rows Accelerate will share out batch by batch, as it does without `datasets`."""
+    # Accelerate gives each process some of the files of a `datasets.IterableDataset` if it has enough of them, and the
+    # rows of a step are then others than in one process.
     if not is_datasets_available():
         return data_loader
     from datasets import IterableDataset as DatasetsStream
@@ -235,11 +191,7 @@ class _Stream(IterableDataset[Any]):
 
 
 def deal_as_dispatched(loader: Any) -> Any:
-    """Make a prepared dataloader fill up a short last batch only to a multiple of the data-parallel processes.
-
-    Returns:
-        The dataloader, changed in place; as it is, if its dataset is not iterable.
-    """
+    """Make a dataloader of a stream fill up a short last batch only to a multiple of the data-parallel processes."""
     shard = loader.dataset
     if type(shard) is IterableDatasetShard:
         shard.__class__ = _DispatchedShard
@@ -248,10 +200,7 @@ def deal_as_dispatched(loader: Any) -> Any:
 
 
 def note_last_rows(loader: Any) -> None:
-    """Tell Accelerate how many rows of the last batch are the stream's, once the stream has ended.
-
-    `gather_for_metrics` leaves out the others, also where the stream has no length.
-    """
+    """Tell Accelerate how many rows of a stream's last batch are the stream's, for `gather_for_metrics`."""
     shard = getattr(loader, "dataset", None)
     if isinstance(shard, _DispatchedShard) and loader.end_of_dataloader and shard.last_rows:
         loader.remainder = int(shard.last_rows)
@@ -308,10 +257,8 @@ def gather_objects(original: Callable[..., Any], object: Any) -> Any:
 
 
 def reduce_tensors(original: Callable[..., Any], func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply a function to all tensors of `data`; the one that reduces gets one tensor for each batch.
-
-    `reduce` itself is imported by name, also before this package is. What it calls, `recursively_apply`, is not.
-    """
+    """Apply a function to all tensors of `data`; the one that reduces gets one tensor for each batch."""
+    # `reduce` itself is imported by name, also before this package is. What it calls, `recursively_apply`, is not.
     parallelism, reduction = parallelism_within_batch(), kwargs.get("reduction")
     name = f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', '')}"
     reduces = name.startswith("accelerate.utils.operations.reduce.<locals>.")

@@ -16,26 +16,19 @@ from typing import Any
 from accelerate.commands import launch as accelerate_launch
 from torch.distributed.launcher.api import elastic_launch
 
-from accelerate_plugin import detect
 from accelerate_plugin.config_file import LAUNCHERS
+from accelerate_plugin.parallelism import asked_by_environment
 
 _USAGE = "usage: accelerate launch --config_file CONFIG -m accelerate_plugin.launch [-m] SCRIPT [ARGUMENTS]"
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script or a module as Python would.
-
-    Args:
-        arguments: The script, or "-m" and a module; then the arguments of the script or module.
-
-    Raises:
-        SystemExit: There is no script, or the configuration asks for neither FSDP nor tensor parallelism.
-    """
+    """Run a script, or a module after "-m", as Python would, with the rest of the arguments."""
     as_module = arguments[:1] == ["-m"]
     script, rest = (arguments[as_module:] or [""])[0], arguments[1 + as_module :]
     if not script or script.startswith("-"):
         sys.exit(_USAGE)
-    if not detect.asked_by_environment():
+    if not asked_by_environment():
         sys.exit(_nothing_asked())
     sys.argv = [script, *rest]
     with _refusing_launches():
@@ -53,10 +46,7 @@ def main(arguments: list[str]) -> None:
 
 @contextmanager
 def _refusing_launches() -> Iterator[None]:
-    """Make a script raise an error where it would launch processes itself, as the commands of some packages do.
-
-    Each process of this launch would start as many of its own, which wait for each other at the same address.
-    """
+    """Make a script raise an error where it would launch processes itself, as the commands of some packages do."""
     before = accelerate_launch.launch_command, elastic_launch.__call__
     accelerate_launch.launch_command = elastic_launch.__call__ = _refuse  # type: ignore[method-assign]
     try:

@@ -1,31 +1,32 @@
-"""Extend Accelerate's `ParallelismConfig` by the mesh that the engine works on: `LoRAParallelism`."""
+"""Find out whether a run is to train with `lora_parallel`, and on which mesh: `LoRAParallelism`.
+
+The environment that `accelerate launch` sets, or the arguments of an Accelerator, ask for it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from datetime import timedelta
 from functools import wraps
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 from torch.distributed.device_mesh import DeviceMesh
 
+from accelerate_plugin.config_file import check_version, own_settings
 from accelerate_plugin.plugin import LoRAParallelPlugin
 from lora_parallel import ParallelConfig, build_mesh
 from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_sizes, same_batch_groups
 
 
 class LoRAParallelism(ParallelismConfig):
-    """Hold the `parallelism_config` of an Accelerator that trains with `lora_parallel`.
-
-    Args:
-        plugin: The plugin with the user's settings.
-        config: The config of the engine; its sizes fit the number of processes.
-    """
+    """Extend Accelerate's `ParallelismConfig` by the user's plugin and the engine's config."""
 
     def __init__(self, plugin: LoRAParallelPlugin, config: ParallelConfig) -> None:
         sizes = mesh_sizes(config, world_size())
@@ -46,23 +47,13 @@ class LoRAParallelism(ParallelismConfig):
         given: ParallelismConfig | None,
         mixed_precision: str,
         timeout_seconds: int | None,
-        compile_arguments: Mapping[str, Any] | None = None,
-        configured: Mapping[str, Any] = MappingProxyType({}),
+        compile_arguments: Mapping[str, Any] | None,
+        configured: Mapping[str, Any],
     ) -> LoRAParallelism:
         """Combine the settings of the plugin with those of Accelerate's own configuration.
 
-        Args:
-            plugin: The plugin; a size of None leaves the choice to `given`.
-            given: An explicit `parallelism_config`, or the one that the environment describes, or None.
-            mixed_precision: Accelerate's mixed precision: "no", "bf16", ...
-            timeout_seconds: The timeout of the process group, if the user set one; else None.
-            compile_arguments: The arguments of `torch.compile`; None to compile nothing.
-            configured: Settings of the configuration file or the environment that Accelerate does not know:
-                "pp_size", and options of the engine.
-
-        Raises:
-            ValueError: The plugin and `given` name different sizes; a setting, an axis or the precision is not
-                supported; or the product of the sizes is not the world size.
+        `given` is the `parallelism_config` of the arguments or of the environment; `configured` are the settings that
+        Accelerate does not know: "pp_size" and options of the engine.
         """
         sizes: dict[str, Any] = {}
         options = {name: value for name, value in configured.items() if name != "pp_size"}
@@ -95,10 +86,7 @@ class LoRAParallelism(ParallelismConfig):
         return build_mesh(self.config, device_type)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Check nothing, since `choose` has checked the sizes.
-
-        Accelerate's own method refuses meshes of one process, and those with tensor parallelism only.
-        """
+        """Check nothing: `choose` has, and Accelerate's method refuses one process and tensor parallelism alone."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -133,11 +121,7 @@ class LoRAParallelism(ParallelismConfig):
         return all(dist.get_rank(group) == 0 for group in same_batch_groups(self.mesh))
 
     def one_per_batch(self, gathered: Any) -> Any:
-        """Return one value for each batch, in the order of data-parallel ranks.
-
-        Args:
-            gathered: The values of all processes in the order of their ranks: a list, or a tensor [processes, ...].
-        """
+        """Return one value for each batch, by data-parallel rank, from the values of all processes by rank."""
         return gathered[: self.total_size // self.pp_size : self.non_data_parallel_size // self.pp_size]
 
     @property
@@ -172,22 +156,17 @@ def parallelism_within_batch() -> LoRAParallelism | None:
     return parallelism if parallelism is not None and parallelism.non_data_parallel_size > 1 else None
 
 
-def collective_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that announces a method of Trainer as `collective_call` does.
-
-    Only methods of a Trainer whose Accelerator trains with `lora_parallel` are announced.
-
-    Args:
-        name: The method, as the user knows it.
-    """
+def replaces(name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a method of Trainer, whose own runs if its Accelerator trains without `lora_parallel`."""
+    # With a name the method is collective, and announced by it as `collective_call` does.
 
     def decorate(instead: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(instead)
-        def method(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
             if parallelism_of(self.accelerator) is None:
-                return instead(own, self, *args, **kwargs)
-            with collective_call(name):
-                return instead(own, self, *args, **kwargs)
+                return original(self, *args, **kwargs)
+            with collective_call(name) if name is not None else nullcontext():
+                return instead(self, *args, **kwargs)
 
         return method
 
@@ -197,3 +176,84 @@ def collective_method(name: str) -> Callable[[Callable[..., Any]], Callable[...,
 def world_size() -> int:
     """Return the number of processes, also before there is a process group."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def asked_by_environment() -> bool:
+    """Return True if `accelerate launch` was configured for FSDP, or for tensor, context or pipeline parallelism."""
+    return _flag("ACCELERATE_USE_FSDP") or (
+        _flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+        and any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) > 1 for axis in ("TP", "CP", "PP"))
+    )
+
+
+def asks_for_pipeline() -> bool:
+    """Return True if the configuration, or the plugin of an earlier Accelerator, asks for pipeline parallelism."""
+    size = _given.pp_size if _given is not None else None
+    return asked_by_environment() and (size or own_settings().get("pp_size", 1)) > 1
+
+
+def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
+    """Return the parallelism that an Accelerator's arguments and the environment ask for; None if for none."""
+    plugin = arguments.get("fsdp_plugin")
+    given = arguments.get("parallelism_config")
+    if given is None and arguments.get("torch_tp_plugin") is not None:
+        given = ParallelismConfig(tp_size=arguments["torch_tp_plugin"].tp_size)
+    if given is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        given = ParallelismConfig()
+    if plugin is None and not asked_by_environment() and (given is None or max(given.tp_size, given.cp_size) < 2):
+        return None
+    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
+        return None  # Accelerate has an error for it
+    for name, argument in (("DEEPSPEED", "deepspeed_plugin"), ("MEGATRON_LM", "megatron_lm_plugin")):
+        if _flag(f"ACCELERATE_USE_{name}") or arguments.get(argument) is not None or arguments.get(f"{argument}s"):
+            raise ValueError(
+                f"both {name} and FSDP are asked for: LoRA under FSDP2 and tensor parallelism does without {name}. "
+                f"Remove {argument}, or the {name.lower()}_config of the configuration."
+            )
+    configured = own_settings()
+    global _given
+    if isinstance(plugin, LoRAParallelPlugin):
+        _given = plugin
+    elif plugin is None and _flag("ACCELERATE_USE_FSDP"):
+        if "FSDP_VERSION" in os.environ or _given is None:
+            check_version(int(os.environ.get("FSDP_VERSION", "1")))
+        else:
+            plugin = _given
+    own = LoRAParallelPlugin.of(plugin) if plugin is not None else LoRAParallelPlugin()
+    precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return LoRAParallelism.choose(
+        own, given, str(precision).lower(), _timeout(arguments), _compile(arguments), configured
+    )
+
+
+_given: LoRAParallelPlugin | None = None
+"""Plugin of this process's last Accelerator that was given a `LoRAParallelPlugin`, for a Trainer that is made later.
+
+A Trainer resets Accelerate's state, and all that the environment keeps of the plugin is ACCELERATE_USE_FSDP.
+"""
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def _timeout(arguments: dict[str, Any]) -> int | None:
+    for handler in arguments.get("kwargs_handlers") or ():
+        if isinstance(handler, InitProcessGroupKwargs) and isinstance(handler.timeout, timedelta):
+            return max(1, int(handler.timeout.total_seconds()))
+    return None
+
+
+def _compile(arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of `torch.compile` that are asked for; None if nothing is to be compiled."""
+    plugin = arguments.get("dynamo_plugin") or TorchDynamoPlugin(backend=arguments.get("dynamo_backend"))
+    if plugin.backend == DynamoBackend.NO or plugin.disable:
+        return None
+    # Not by plugin.to_kwargs(), which leaves out what the environment says too.
+    settings = {name: getattr(plugin, name) for name in ("mode", "fullgraph", "dynamic", "options")}
+    given = {"backend": plugin.backend.value.lower(), **{name: each for name, each in settings.items() if each}}
+    if given.get("mode") == "default":
+        del given["mode"]  # torch.compile takes no options beside a mode
+    if plugin.dynamic is False and "ACCELERATE_DYNAMO_USE_DYNAMIC" not in os.environ:
+        given["dynamic"] = False  # `accelerate launch` says so where nobody has; there it would be a graph a length
+    return given

@@ -22,8 +22,9 @@ from typing import Any
 from accelerate import Accelerator
 from packaging.version import Version
 
-from accelerate_plugin import accelerator, arguments, data, detect, models, trainer
+from accelerate_plugin import accelerator, data, trainer
 from accelerate_plugin.accelerator import AcceleratorOverrides
+from accelerate_plugin.parallelism import asked_by_environment
 from lora_parallel.integration import defer_from_pretrained
 
 _OLDEST = {"accelerate": "1.15", "transformers": "5.17"}
@@ -35,14 +36,12 @@ class Patch:
 
     owner: str
     """Module and class of the method, as in "accelerate.accelerator:Accelerator"; of a function the module."""
-
     name: str
     instead: Callable[..., Any]
     """Function that is called with the replaced method and with that method's arguments."""
-
     reason: str
-    parameters: str
-    """Names of the method's parameters, with spaces between; `check` finds out whether they are still the same."""
+    parameters: str = ""
+    """Names of the method's parameters, with spaces between, if `instead` does not name them."""
 
     @property
     def target(self) -> Any:
@@ -51,28 +50,19 @@ class Patch:
         return getattr(found, name) if name else found
 
     def check(self) -> None:
-        """Check that the method has the parameters that the replacement was written for.
+        """Raise ImportError unless the method has the parameters that the replacement was written for."""
+        check_parameters(self.target, self.name, self.parameters or _parameters(self.instead))
 
-        Raises:
-            ImportError: The method has other parameters, or does not exist.
-        """
-        check_parameters(self.target, self.name, self.parameters)
+
+def _parameters(function: Callable[..., Any]) -> str:
+    return " ".join(name for name in inspect.signature(function).parameters if name != "original")
 
 
 def check_parameters(owner: Any, name: str, parameters: str) -> None:
-    """Check that a method of Accelerate or transformers has the parameters that its replacement was written for.
-
-    Args:
-        owner: The class of the method, or the module of a function.
-        name: The name of the method.
-        parameters: The names of the expected parameters, with spaces between.
-
-    Raises:
-        ImportError: The method has other parameters, or does not exist.
-    """
+    """Raise ImportError unless a method of a class, or a function of a module, has these parameters."""
     home = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__name__}"
     original = inspect.unwrap(_function(owner.__dict__.get(name, None) or _absent))
-    found = " ".join(inspect.signature(original).parameters)
+    found = _parameters(original)
     if original is not _absent and found == parameters:
         return
     package = home.split(".")[0]
@@ -95,31 +85,27 @@ def _function(attribute: Any) -> Callable[..., Any]:
 _STANDS_IN = "_stands_in_for_accelerate"
 
 
-_STATE, _ACCELERATOR, _OPERATIONS, _TRAINER, _ARGUMENTS = (
-    "accelerate.state",
-    "accelerate.accelerator:Accelerator",
-    "accelerate.utils.operations",
-    "transformers.trainer:Trainer",
-    "transformers.training_args:TrainingArguments",
-)
+_PARTIAL, _STATE = "accelerate.state:PartialState", "accelerate.state:AcceleratorState"
+_OPERATIONS, _DISPATCHER = "accelerate.utils.operations", "accelerate.data_loader:DataLoaderDispatcher"
+_ARGUMENTS, _TRAINER = "transformers.training_args:TrainingArguments", "transformers.trainer:Trainer"
+_SIGTERM = "transformers.trainer_jit_checkpoint:JITCheckpointCallback"
 
 PATCHES = (
     Patch(
-        f"{_STATE}:PartialState",
+        _PARTIAL,
         "_prepare_backend",
         accelerator.prepare_backend,
         "processes that torchrun started on a machine without accelerators are not joined",
         "self cpu sagemaker_dp backend",
     ),
     Patch(
-        f"{_STATE}:PartialState",
+        _PARTIAL,
         "split_between_processes",
         accelerator.split_between_processes,
         "it gives peers of one batch different inputs",
-        "self inputs apply_padding",
     ),
     Patch(
-        f"{_STATE}:AcceleratorState",
+        _STATE,
         "__init__",
         accelerator.state_init,
         "FSDP is for machines with accelerators only, and num_processes counts tensor-parallel peers",
@@ -127,7 +113,7 @@ PATCHES = (
         "parallelism_config _from_accelerator kwargs",
     ),
     Patch(
-        _ACCELERATOR,
+        "accelerate.accelerator:Accelerator",
         "__init__",
         accelerator.accelerator_init,
         "the mesh is made in here, from a parallelism_config that a plugin cannot give",
@@ -136,20 +122,8 @@ PATCHES = (
         "gradient_accumulation_plugin step_scheduler_with_optimizer kwargs_handlers dynamo_backend dynamo_plugin "
         "deepspeed_plugins parallelism_config",
     ),
-    Patch(
-        _OPERATIONS,
-        "_gpu_gather",
-        data.gather_tensors,
-        "it repeats the tensors of peers of one batch",
-        "tensor",
-    ),
-    Patch(
-        _OPERATIONS,
-        "_gpu_gather_object",
-        data.gather_objects,
-        "it repeats the objects of peers of one batch",
-        "object",
-    ),
+    Patch(_OPERATIONS, "_gpu_gather", data.gather_tensors, "it repeats the tensors of peers of one batch"),
+    Patch(_OPERATIONS, "_gpu_gather_object", data.gather_objects, "it repeats the objects of peers of one batch"),
     Patch(
         _OPERATIONS,
         "recursively_apply",
@@ -158,40 +132,21 @@ PATCHES = (
         "func data args test_type error_on_other_type kwargs",
     ),
     Patch(
-        "accelerate.data_loader:DataLoaderDispatcher",
+        _DISPATCHER,
         "__init__",
         data.dispatcher_init,
         "it gives peers of one batch different batches",
         "self dataset split_batches skip_batches use_stateful_dataloader _drop_last _non_blocking slice_fn "
         "torch_device_mesh iteration kwargs",
     ),
-    Patch(
-        _ARGUMENTS,
-        "__post_init__",
-        arguments.arguments_post_init,
-        "bf16 is refused on a machine without accelerators unless use_cpu is set",
-        "self",
-    ),
-    Patch(
-        _ARGUMENTS,
-        "world_size",
-        arguments.world_size,
-        "it counts all processes, and batches are counted with it",
-        "self",
-    ),
-    Patch(
-        _ARGUMENTS,
-        "main_process_first",
-        arguments.main_process_first,
-        "no process goes first where world_size is 1",
-        "self local desc",
-    ),
+    Patch(_ARGUMENTS, "__post_init__", trainer.arguments_post_init, "bf16 without accelerators needs use_cpu"),
+    Patch(_ARGUMENTS, "world_size", trainer.arguments_world_size, "it counts all processes, and batches by them"),
+    Patch(_ARGUMENTS, "main_process_first", trainer.main_process_first, "none goes first where world_size is 1"),
     Patch(
         _TRAINER,
         "create_accelerator_and_postprocess",
-        models.create_accelerator,
+        trainer.create_accelerator,
         "TRL shards a reference model by itself",
-        "self",
     ),
     Patch(
         _TRAINER,
@@ -205,104 +160,43 @@ PATCHES = (
         "_has_mixed_mesh_grads",
         trainer.has_mixed_mesh_grads,
         "Trainer would clip by itself, and knows no mesh whose axes a gradient is replicated over",
-        "self model",
     ),
-    Patch(
-        _TRAINER,
-        "get_tp_size",
-        trainer.get_tp_size,
-        "Trainer divides by it what the Accelerator has counted by data-parallel process already",
-        "self",
-    ),
-    Patch(
-        _TRAINER,
-        "get_cp_size",
-        trainer.get_cp_size,
-        "Trainer divides by it what the Accelerator has counted by data-parallel process already",
-        "self",
-    ),
-    Patch(
-        _TRAINER,
-        "store_flos",
-        trainer.store_flos,
-        "it sums over all processes, in float32",
-        "self",
-    ),
-    Patch(
-        _TRAINER,
-        "log",
-        trainer.log,
-        "a callback cannot add to an entry before those of report_to have sent it",
-        "self logs start_time",
-    ),
+    Patch(_TRAINER, "get_tp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
+    Patch(_TRAINER, "get_cp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
+    Patch(_TRAINER, "store_flos", trainer.store_flos, "it sums over all processes, in float32"),
+    Patch(_TRAINER, "log", trainer.log, "a callback cannot add to an entry before those of report_to have sent it"),
     Patch(
         _TRAINER,
         "save_model",
         trainer.save_model,
         "with SHARDED_STATE_DICT it writes nothing, with FULL_STATE_DICT it gathers the base",
-        "self output_dir _internal_call",
     ),
-    Patch(
-        _TRAINER,
-        "_save_checkpoint",
-        trainer.save_checkpoint,
-        "it writes in place, and resuming takes the newest folder, half-written or not",
-        "self model trial",
-    ),
+    Patch(_TRAINER, "_save_checkpoint", trainer.save_checkpoint, "it writes in place, and half of one is resumed"),
     Patch(
         _TRAINER,
         "_save_optimizer_and_scheduler",
         trainer.save_optimizer_and_scheduler,
         "save_fsdp_model writes the base; save_fsdp_optimizer knows one mesh",
-        "self output_dir",
     ),
-    Patch(
-        _TRAINER,
-        "_load_from_checkpoint",
-        trainer.load_from_checkpoint,
-        "load_fsdp_model looks for a base",
-        "self resume_from_checkpoint model",
-    ),
+    Patch(_TRAINER, "_load_from_checkpoint", trainer.load_from_checkpoint, "load_fsdp_model looks for a base"),
     Patch(
         _TRAINER,
         "_load_optimizer_and_scheduler",
         trainer.load_optimizer_and_scheduler,
         "load_fsdp_optimizer loads onto the mesh that saved",
-        "self checkpoint",
     ),
-    Patch(
-        _TRAINER,
-        "_load_rng_state",
-        trainer.load_rng_state,
-        "random states are by process, and other meshes have other processes",
-        "self checkpoint",
-    ),
-    Patch(
-        _TRAINER,
-        "_load_best_model",
-        trainer.load_best_model,
-        "load_fsdp_model looks for a base",
-        "self",
-    ),
+    Patch(_TRAINER, "_load_rng_state", trainer.load_rng_state, "random states are by process, of one mesh alone"),
+    Patch(_TRAINER, "_load_best_model", trainer.load_best_model, "load_fsdp_model looks for a base"),
+    Patch(_SIGTERM, "on_step_end", trainer.on_step_end, "each process saves at the place where its own flag is set"),
     *(
-        Patch(
-            "transformers.trainer_jit_checkpoint:JITCheckpointCallback",
-            name,
-            trainer.on_step_end if name == "on_step_end" else trainer.at_other_places,
-            "each process saves by itself, at the place where its own flag is set",
-            "self args state control kwargs",
-        )
-        for name in ("on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_epoch_end")
+        Patch(_SIGTERM, name, trainer.at_other_places, "each process saves at the place where its own flag is set")
+        for name in ("on_step_begin", "on_pre_optimizer_step", "on_epoch_end")
     ),
 )
 
 
 def check() -> None:
-    """Check versions and method signatures.
-
-    Raises:
-        ImportError: A version is too old or a signature changed.
-    """
+    """Raise ImportError if a version is too old or a signature changed."""
     for package, oldest in _OLDEST.items():
         if Version(version(package)) < Version(oldest):
             raise ImportError(f"accelerate_plugin needs {package} >= {oldest}, and {version(package)} is installed.")
@@ -310,37 +204,25 @@ def check() -> None:
         patch.check()
     for name, override in vars(AcceleratorOverrides).items():
         if inspect.isfunction(override):
-            check_parameters(Accelerator, name, " ".join(inspect.signature(override).parameters))
+            check_parameters(Accelerator, name, _parameters(override))
 
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Apply all patches within the context, and defer `from_pretrained` if the environment asks for FSDP or tp.
-
-    A deferred model has no weights until it is prepared; each process then reads its own shard.
-
-    Raises:
-        ImportError: A version is too old or a signature changed.
-    """
+    """Apply all patches within the context, and defer `from_pretrained` if the environment asks for FSDP or tp."""
+    # A deferred model has no weights until it is prepared; each process then reads its own shard.
     with ExitStack() as stack:
-        before: list[tuple[Any, str, Any]] = []
         check()
         for patch in PATCHES:
             original = patch.target.__dict__[patch.name]
             if hasattr(_function(original), _STANDS_IN):  # replaced already when the package was imported
                 continue
-            before.append((patch.target, patch.name, original))
+            stack.callback(setattr, patch.target, patch.name, original)
             standing_in = _standing_in(_function(original), patch.instead)
             setattr(patch.target, patch.name, property(standing_in) if isinstance(original, property) else standing_in)
-        stack.callback(_put_back, before)
-        if detect.asked_by_environment():
+        if asked_by_environment():
             stack.enter_context(defer_from_pretrained())
         yield
-
-
-def _put_back(before: list[tuple[Any, str, Any]]) -> None:
-    for each in reversed(before):
-        setattr(*each)
 
 
 def _standing_in(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,8 +235,6 @@ def _standing_in(original: Callable[..., Any], instead: Callable[..., Any]) -> C
 
 
 _active = ExitStack()
-
-
 atexit.register(_active.close)
 
 

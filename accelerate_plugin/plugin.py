@@ -54,74 +54,34 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
     ) -> None:
         """Keep the settings; no process group or mesh is made yet.
 
+        `lora_parallel.ParallelConfig` documents the options; its `tp` is `tp_size` here, and so on. None takes what
+        Accelerate's configuration says (`parallelism_config_pp_size` and the like), or else the engine's default.
+
         Args:
-            tp_size: Number of processes that share each layer and see the same batch; None: as configured, else 1.
-            dp_shard_size: Number of processes that a copy of the model is sharded over; "auto": all processes that the
-                other sizes leave; None: as configured, else "auto".
-            dp_replicate_size: Number of copies of the sharded model (HSDP); None: as configured, else 1.
             lora_config: Adapter to inject into a model that has none and trains.
-            tp_plan: "auto" for the model's own plan and what can be derived, or a mapping {glob of module names: style}
-                laid over it; None: as configured (`parallelism_config_tp_plan`), else "auto".
-            sequence_parallel: Give each tp rank a chunk of the tokens between the layers that tensor parallelism
-                splits.
-            loss_parallel: Keep the logits of training in slices over the vocabulary, one on each tp rank, and compute
-                the cross entropy from them.
-            block_classes: Class names of the modules that become one FSDP unit each; "auto": the block classes that
-                the model names itself; None: `fsdp_transformer_layer_cls_to_wrap`, else "auto".
-            reshard_after_forward: Free a block's gathered weights between forward and backward; None: as configured,
-                else True.
-            activation_checkpointing: Recompute each block's activations in backward; None: as configured, else False.
-            cpu_offload: Keep the sharded weights, the adapters and their optimizer's state in the CPU's memory; None:
-                as configured (`fsdp_offload_params`), else False. True is refused until it has run on a GPU.
-            require_adapters: Refuse to train a model without adapters, or one whose base trains; None: as configured
-                (`parallelism_config_require_adapters`), else True.
             autocast_adapter_dtype: Keep injected adapters of a 16-bit base in float32, as PEFT does.
-            reduce_dtype: Reduce gradients over data-parallel processes at least in this dtype.
-            seed: Seed of injected adapters and of LoRA dropout.
-            timeout_seconds: Seconds after which a collective that a peer has not joined is an error; None: the timeout
-                of `InitProcessGroupKwargs`, else 1800.
-            cp_size: Number of processes that each compute a chunk of the tokens of one batch (context parallelism);
-                None: as configured, else 1.
-            cp_method: How attention gets all tokens under context parallelism (see `ParallelConfig.cp_method`);
-                None: as configured (`parallelism_config_cp_method`), else "ulysses".
-            pp_size: Number of processes that each hold some of the model's blocks and see the same batch (pipeline
-                parallelism); None: as configured (`parallelism_config_pp_size`), else 1.
-            pp_microbatches: Number of micro-batches that the rows of a batch are divided into; None: as configured
-                (`parallelism_config_pp_microbatches`), else 1.
-            pp_schedule: Order in which a process computes micro-batches (see `ParallelConfig.pp_schedule`); None: as
-                configured (`parallelism_config_pp_schedule`), else "1f1b".
-            pp_stages_per_rank: Number of stages that each process holds, more than 1 with "interleaved" only; None: as
-                configured (`parallelism_config_pp_stages_per_rank`), else 1.
-            pp_split: Names of the blocks that begin a stage, from the second stage on; "auto" balances the stages.
 
         Raises:
             TypeError, ValueError: A value cannot work, or asks for something that is not supported.
         """
         if lora_config is not None and not isinstance(lora_config, PeftConfig):
             raise TypeError(f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig.")
-        for name, value in (
-            ("tp_size", tp_size),
-            ("cp_size", cp_size),
-            ("pp_size", pp_size),
-            ("dp_replicate_size", dp_replicate_size),
-        ):
-            if value is not None:
-                check_positive(name, value)
+        sizes = {"tp_size": tp_size, "cp_size": cp_size, "pp_size": pp_size, "dp_replicate_size": dp_replicate_size}
+        for name, size in sizes.items():
+            if size is not None:
+                check_positive(name, size)
         super().__init__(
             fsdp_version=2,
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             cpu_offload=cpu_offload,
-            # The state-dict type says how Accelerate would save a base. Adapters are saved in PEFT's format with any
-            # type; with the sharded type Trainer refuses save_only_model.
-            state_dict_type="FULL_STATE_DICT",
+            state_dict_type="FULL_STATE_DICT",  # of a base; with the sharded type Trainer refuses save_only_model
             cpu_ram_efficient_loading=False,  # each rank reads its own shard: there is nothing to broadcast
         )
         _check_unused(self)
         self.pp_size, self.cp_size, self.tp_size = pp_size, cp_size, tp_size
         self.dp_shard_size, self.dp_replicate_size = dp_shard_size, dp_replicate_size
-        self.lora_config = lora_config
-        self.autocast_adapter_dtype = autocast_adapter_dtype
+        self.lora_config, self.autocast_adapter_dtype = lora_config, autocast_adapter_dtype
         self.timeout_seconds = timeout_seconds
         configurable = {
             "cp_method": cp_method,
@@ -148,11 +108,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
 
     @classmethod
     def of(cls, plugin: FullyShardedDataParallelPlugin) -> LoRAParallelPlugin:
-        """Return a `LoRAParallelPlugin` with the settings of an FSDP plugin of Accelerate.
-
-        Args:
-            plugin: The plugin of the user, of a Trainer or of the environment. A `LoRAParallelPlugin` is returned as it
-                is.
+        """Return a `LoRAParallelPlugin` with the settings of an FSDP plugin of Accelerate, or `plugin` if it is one.
 
         Raises:
             ValueError: The plugin asks for FSDP1, or for something that is not supported.
@@ -190,8 +146,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             configured: Options of the configuration file or the environment, by the engine's names.
 
         Raises:
-            ValueError: The precision is neither "no" nor "bf16", the plugin and the configuration contradict each
-                other, or the engine refuses an option.
+            ValueError: An option is not supported, or the plugin and the configuration contradict each other.
         """
         check_precision(mixed_precision)
         for name, value in configured.items():

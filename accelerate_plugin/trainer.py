@@ -1,20 +1,31 @@
-"""Replace methods of transformers' Trainer and of its callbacks where it trains with `lora_parallel`.
+"""Replace methods of transformers' Trainer, of its arguments and of its callbacks where it trains with `lora_parallel`.
 
-`patches.py` replaces each method by the function of its name here, whose argument `original` is the replaced method.
-Trainer supports FSDP and tensor parallelism, but not both together. When it saves and loads a sharded model it follows
-the state-dict type: it gathers the base, or writes nothing at all.
+`patches.py` replaces each method by the function of its name here, whose argument `original` is the replaced method; a
+function under `@replaces` has none, and runs only where the Accelerator trains with `lora_parallel`.
 
-The signal sets a flag in a process some seconds later, by a timer, and Trainer's callback looks at the flag at four
-places of a step. The flags of two processes may be set at different places, and a signal may reach one of them only. So
-all processes ask each other as a step ends, and nowhere else.
+- Arguments are made before the Accelerator, so they ask the environment.
+- Trainer supports FSDP and tensor parallelism, but not both together. When it saves and loads a sharded model it
+  follows the state-dict type: it gathers the base, or writes nothing at all.
+- TRL's trainers with a reference model wrap it by `trl.models.utils.prepare_fsdp`, which calls `fully_shard` by itself.
+  Each module of TRL has imported that function by name, so it is replaced in the modules of the trainer's classes.
+- SIGTERM sets a flag in a process some seconds later, by a timer, and Trainer's callback looks at the flag at four
+  places of a step. The flags of two processes may be set at different places, and a signal may reach one of them only.
+  So all processes ask each other as a step ends, and nowhere else.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -23,7 +34,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from accelerate_plugin.accelerator import Original
 from accelerate_plugin.models import innermost
-from accelerate_plugin.parallelism import collective_method, parallelism_of, parallelism_within_batch
+from accelerate_plugin.parallelism import (
+    LoRAParallelism,
+    asked_by_environment,
+    asks_for_pipeline,
+    current_parallelism,
+    parallelism_of,
+    parallelism_within_batch,
+    replaces,
+    requested_parallelism,
+)
 from lora_parallel.integration import (
     Contents,
     MeshMeter,
@@ -49,48 +69,129 @@ from lora_parallel.integration import (
     write_pretrained,
 )
 
+_logger = logging.getLogger(__name__)
+
 _WRITER = "Trainer of transformers"
 TRAIN_STATE = "train_state"
 """Name of the folder, inside a checkpoint of Trainer, that the engine writes."""
 
-
-def get_tp_size(original: Original, self: Any) -> int:
-    """Return 1 as the tensor-parallel size.
-
-    Trainer divides numbers of processes by it to get those of data-parallel processes. The Accelerator counts, gathers
-    and averages over data-parallel processes already.
-    """
-    return original(self) if parallelism_of(self.accelerator) is None else 1
+_ENGINES = {
+    "use_vllm": "TRL merges the adapter into the weights that vLLM gets, and a layer that is sharded cannot merge",
+    "use_transformers_continuous_batching": "it schedules each process's texts on its own, while all processes have to "
+    "compute each layer together",
+}
+"""Map arguments of TRL's trainers that choose what generates the texts to the reason why these cannot."""
 
 
-def get_cp_size(original: Original, self: Any) -> int:
-    """Return 1 as the context-parallel size, for the reason of `get_tp_size`."""
-    return original(self) if parallelism_of(self.accelerator) is None else 1
+def arguments_post_init(original: Original, self: TrainingArguments) -> None:
+    """Set `use_cpu` on a machine without accelerators, and refuse arguments that a sharded model does not support."""
+    if asked_by_environment() and not torch.accelerator.is_available():
+        self.use_cpu = True
+    if asked_by_environment() and getattr(self, "precompute_ref_log_probs", False):
+        raise ValueError(
+            "precompute_ref_log_probs=True runs the model before it is sharded: leave it False. The reference is the "
+            "same model with its adapter off, and costs one forward more."
+        )
+    for name in ("predict_with_generate", "generate_during_eval", "num_generations"):
+        if getattr(self, name, None) and asks_for_pipeline():
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} generates texts in training or evaluation, which does not work "
+                "under pipeline parallelism: leave it out, or set pp_size to 1."
+            )
+    for name, reason in _ENGINES.items():
+        if asked_by_environment() and getattr(self, name, False):
+            raise ValueError(
+                f"{name}=True does not work with a sharded model: {reason}. Leave it False: completions are then "
+                "generated by the sharded model itself. To generate with a vLLM server all the same, give the trainer "
+                "a rollout_func that has the server load the adapter folder (docs/serving.md)."
+            )
+    original(self)
+
+
+def _asked(self: TrainingArguments) -> LoRAParallelism | None:
+    """Return the parallelism of the Accelerator that is there, or of the one that a Trainer will make."""
+    return current_parallelism() or requested_parallelism(
+        {"parallelism_config": getattr(self, "parallelism_config", None)}
+    )
+
+
+def arguments_world_size(original: Original, self: TrainingArguments) -> int:
+    """Return the number of data-parallel processes, by which Trainer and TRL multiply the rows of one process."""
+    parallelism = _asked(self)
+    return int(original(self)) if parallelism is None else int(parallelism.data_parallel_size)
+
+
+def main_process_first(
+    original: Original, self: TrainingArguments, local: bool = True, desc: str = "work"
+) -> AbstractContextManager[None]:
+    """Let the main process run a block first, also where all processes see one batch and `world_size` is 1."""
+    if _asked(self) is None:
+        return original(self, local, desc)
+    state = PartialState()
+    return state.local_main_process_first() if local else state.main_process_first()
+
+
+def create_accelerator(original: Original, self: Any) -> None:
+    """Make the Accelerator of a Trainer, which then prepares the reference model of TRL's trainers. Collective."""
+    original(self)
+    if parallelism_of(self.accelerator) is None:
+        return
+    _adopt_output_dir(self.args)
+    for kind in type(self).__mro__:
+        module = sys.modules[kind.__module__]
+        prepare = vars(module).get("prepare_fsdp")
+        if callable(prepare) and prepare.__module__ == "trl.models.utils" and not hasattr(prepare, "__wrapped__"):
+            module.prepare_fsdp = _by_accelerator(prepare)  # type: ignore[attr-defined]
+
+
+def _adopt_output_dir(arguments: TrainingArguments) -> None:
+    """Take the `output_dir` of process 0: ranks that write to several folders would write none whole. Collective."""
+    if not dist.is_initialized():
+        return
+    folders: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(folders, arguments.output_dir)  # the name holds the time or a random number, perhaps
+    others = [folder for folder in folders if folder != folders[0]]
+    if others:
+        arguments.output_dir = folders[0]
+        if dist.get_rank() == 0:
+            _logger.warning(
+                "output_dir differs between processes (%s; others have %s, for example): that of process 0 is used.",
+                folders[0],
+                others[0],
+            )
+
+
+def _by_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def prepare_fsdp(model: nn.Module, accelerator: Any) -> Any:
+        if parallelism_of(accelerator) is None:
+            return original(model, accelerator)
+        return accelerator.prepare_model(model, evaluation_mode=True).eval()
+
+    return prepare_fsdp
+
+
+@replaces()
+def one_process(self: Any) -> int:
+    """Return 1 as tensor- or context-parallel size; Trainer divides by it what is by data-parallel process already."""
+    return 1
 
 
 def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Train, after two corrections.
-
-    TRL's trainers keep the tensor-parallel size in `_tp_size` and divide counts of tokens by it: it is set to 1. The
-    checkpoint to resume from is checked here, before Trainer fails because a file of its own is missing.
-
-    Raises:
-        ValueError: The checkpoint cannot be resumed from, or a loss of sentence-transformers would gather the rows of a
-            batch from peers that all have the same.
-    """
+    """Train, after checks of the losses and of the checkpoint to resume from."""
     if parallelism_of(self.accelerator) is not None:
         _refuse_gathering_losses(getattr(self, "loss", None))
         if hasattr(self, "_tp_size"):
-            self._tp_size = 1
+            self._tp_size = 1  # TRL's trainers divide counts of tokens by it
         resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
         if isinstance(resume, str):
             with agreed():
-                _check_readable(local_path(resume))
+                _check_readable(local_path(resume))  # before Trainer fails because a file of its own is missing
     return original(self, *args, **kwargs)
 
 
-def _refuse_gathering_losses(held: Any) -> None:
-    losses = held.values() if isinstance(held, dict) else [held]
+def _refuse_gathering_losses(loss: Any) -> None:
+    losses = loss.values() if isinstance(loss, dict) else [loss]
     modules = [module for loss in losses if isinstance(loss, nn.Module) for module in loss.modules()]
     gathering = [module for module in modules if getattr(module, "gather_across_devices", False)]
     if gathering and parallelism_within_batch() is not None:
@@ -100,35 +201,28 @@ def _refuse_gathering_losses(held: Any) -> None:
         )
 
 
-def has_mixed_mesh_grads(original: Original, self: Any, model: nn.Module) -> bool:
+@replaces()
+def has_mixed_mesh_grads(self: Any, model: nn.Module) -> bool:
     """Return False, so that Trainer lets the Accelerator clip, which can clip gradients on several meshes."""
-    return parallelism_of(self.accelerator) is None and original(self, model)
+    return False
 
 
-def store_flos(original: Original, self: Any) -> None:
-    """Add up the floating-point operations that the data-parallel processes have counted, each for its own batches.
-
-    Tensor-parallel peers see the same batches, and count once. A pipeline rank has counted those of its own blocks.
-    """
-    parallelism = parallelism_of(self.accelerator)
-    if parallelism is None:
-        original(self)
-        return
-    own = sum(over_stages(float(self.current_flos), parallelism.mesh))
-    counted = torch.tensor(own, dtype=torch.float64, device=self.args.device)
-    self.state.total_flos += self.accelerator.reduce(counted, "sum").item()
+@replaces()
+def store_flos(self: Any) -> None:
+    """Add up the floating-point operations that the data-parallel processes have counted, each for its own batches."""
+    # Tensor-parallel peers see the same batches, and count once. A pipeline rank has counted those of its own blocks.
+    counted = sum(over_stages(float(self.current_flos), self.accelerator.state.parallelism_config.mesh))
+    total = torch.tensor(counted, dtype=torch.float64, device=self.args.device)
+    self.state.total_flos += self.accelerator.reduce(total, "sum").item()
     self.current_flos = 0
 
 
 # ---------------------------------------------------------------------- saving
 
 
-@collective_method("trainer.save_model")
-def save_model(original: Original, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+@replaces("trainer.save_model")
+def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """Write the adapters, with any state-dict type, and the files that Trainer writes beside a model. Collective."""
-    if parallelism_of(self.accelerator) is None:
-        original(self, output_dir, _internal_call)
-        return
     directory = output_dir if output_dir is not None else self.args.output_dir
     if state_of(self.model) is None:
         # The model is not sharded yet (before training): adapters are whole, and in memory but for copies of the base.
@@ -151,7 +245,7 @@ def save_model(original: Original, self: Any, output_dir: str | None = None, _in
 
 
 def _save_beside(self: Any, directory: str) -> None:
-    """Write what Trainer's `_save` writes beside a model, which is there already: the tokenizer, the arguments."""
+    """Write what Trainer's `_save` writes beside a model: the tokenizer, the arguments."""
     model = self.model
     kept = vars(model).get("save_pretrained")
     if kept is None:  # a module of the user's, whose state dict Trainer would write itself
@@ -173,15 +267,10 @@ class _SavedAlready(PreTrainedModel):
         """Write nothing."""
 
 
-@collective_method("Trainer's saving of a checkpoint")
-def save_checkpoint(original: Original, self: Any, model: nn.Module, trial: Any) -> None:
-    """Save a checkpoint by Trainer's own steps, in a folder beside its place that is renamed at the end. Collective.
-
-    Trainer itself writes in place; since scripts resume from the newest folder, they could find an incomplete one.
-    """
-    if parallelism_of(self.accelerator) is None:
-        original(self, model, trial)
-        return
+@replaces("Trainer's saving of a checkpoint")
+def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
+    """Save a checkpoint by Trainer's own steps, in a folder beside its place that is renamed at the end. Collective."""
+    # Trainer itself writes in place, and scripts resume from the newest folder, which could be incomplete.
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
     run = local_path(self._get_output_dir(trial=trial))
@@ -219,9 +308,9 @@ def save_checkpoint(original: Original, self: Any, model: nn.Module, trial: Any)
 
 def _note_callbacks(self: Any) -> None:
     """Put the states that callbacks export into the state that Trainer saves."""
+    kept = self.state.stateful_callbacks
     for each in [*self.callback_handler.callbacks, self.control]:
         if isinstance(each, ExportableState):
-            kept = self.state.stateful_callbacks
             name = type(each).__name__
             if isinstance(kept[name], list):
                 kept[name].append(each.state())
@@ -229,12 +318,9 @@ def _note_callbacks(self: Any) -> None:
                 kept[name] = each.state()
 
 
-@collective_method("Trainer's saving of the optimizer")
-def save_optimizer_and_scheduler(original: Original, self: Any, output_dir: str) -> None:
+@replaces("Trainer's saving of the optimizer")
+def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
     """Write everything that a run needs to resume, on any mesh, in the engine's format. Collective."""
-    if parallelism_of(self.accelerator) is None:
-        original(self, output_dir)
-        return
     extra = {"scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None}
     path = local_path(Path(output_dir) / TRAIN_STATE)
     write_checkpoint(path, _train_state(self), {"trainer": extra}, _WRITER, replace=True)
@@ -247,14 +333,9 @@ def _train_state(self: Any) -> TrainState:
 # ---------------------------------------------------------------------- loading
 
 
-@collective_method("Trainer's loading of a checkpoint")
-def load_from_checkpoint(
-    original: Original, self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
-) -> None:
+@replaces("Trainer's loading of a checkpoint")
+def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
     """Load the adapters, each process its own slices, and the count of forwards. Collective."""
-    if parallelism_of(self.accelerator) is None:
-        original(self, resume_from_checkpoint, model)
-        return
     found = _read(resume_from_checkpoint)
     state = _train_state(self)
     for commit in load_models(found, state):
@@ -262,11 +343,10 @@ def load_from_checkpoint(
     resume_counting(found, state)
 
 
-@collective_method("Trainer's loading of the optimizer")
-def load_optimizer_and_scheduler(original: Original, self: Any, checkpoint: str | None) -> None:
+@replaces("Trainer's loading of the optimizer")
+def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
     """Load the states of the optimizer and of the scheduler. Collective."""
-    if parallelism_of(self.accelerator) is None or checkpoint is None:
-        original(self, checkpoint)
+    if checkpoint is None:
         return
     found = _read(checkpoint)
     for commit in load_optimizers(found, _train_state(self)):
@@ -276,27 +356,17 @@ def load_optimizer_and_scheduler(original: Original, self: Any, checkpoint: str 
         self.lr_scheduler.load_state_dict(saved)
 
 
-@collective_method("Trainer's loading of random states")
-def load_rng_state(original: Original, self: Any, checkpoint: str | None) -> None:
-    """Load the random state of this process's data-parallel rank from a checkpoint. Collective.
-
-    A rank that the checkpoint lacks gets a state that is derived from the first rank's.
-    """
-    parallelism = parallelism_of(self.accelerator)
-    if parallelism is None or checkpoint is None:
-        original(self, checkpoint)
-        return
-    restore_random_state(_read(checkpoint).record["random"], parallelism.mesh)
+@replaces("Trainer's loading of random states")
+def load_rng_state(self: Any, checkpoint: str | None) -> None:
+    """Load the random state of this process's data-parallel rank; a rank that is new derives it. Collective."""
+    if checkpoint is not None:
+        restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.mesh)
 
 
-@collective_method("Trainer's loading of the best model")
-def load_best_model(original: Original, self: Any) -> None:
+@replaces("Trainer's loading of the best model")
+def load_best_model(self: Any) -> None:
     """Load everything that trains from the best checkpoint. Collective."""
-    if parallelism_of(self.accelerator) is None:
-        original(self)
-        return
-    best = str(self.state.best_model_checkpoint)
-    for commit in load_models(_read(best), _train_state(self)):
+    for commit in load_models(_read(self.state.best_model_checkpoint), _train_state(self)):
         commit()
 
 
@@ -351,10 +421,11 @@ class MeshCallback(TrainerCallback):
             self._meter.end_step()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pause()
+        if self._meter is not None:
+            self._meter.pause()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pause()
+        self.on_evaluate(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._close()
@@ -363,10 +434,6 @@ class MeshCallback(TrainerCallback):
         """Return the numbers of the steps since the last call. Collective."""
         return {} if self._meter is None else self._meter.read()
 
-    def _pause(self) -> None:
-        if self._meter is not None:
-            self._meter.pause()
-
     def _close(self) -> None:
         if self._meter is not None:
             self._meter.close()
@@ -374,10 +441,8 @@ class MeshCallback(TrainerCallback):
 
 
 def log(original: Original, self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
-    """Log, and add the numbers of each `MeshCallback` to the entry of a training step.
-
-    Callbacks get an entry after those of `report_to` have sent theirs, too late to add to it.
-    """
+    """Log, and add the numbers of each `MeshCallback` to the entry of a training step."""
+    # Callbacks get an entry after those of `report_to` have sent theirs, too late to add to it.
     if "loss" in logs:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MeshCallback):
@@ -387,12 +452,10 @@ def log(original: Original, self: Any, logs: dict[str, float], start_time: float
 
 def on_step_end(original: Original, self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
     """Save and stop if any process has received SIGTERM. Collective."""
-    if _works_alone(self):
-        original(self, args, state, control, **kwargs)
-        return
-    manager = self.jit_manager
-    asked = [manager.is_checkpoint_requested]
-    manager.is_checkpoint_requested = bool(largest_numbers(asked, "Trainer's step with enable_jit_checkpoint")[0])
+    if not _works_alone(self):
+        manager = self.jit_manager
+        asked = [manager.is_checkpoint_requested]
+        manager.is_checkpoint_requested = bool(largest_numbers(asked, "Trainer's step with enable_jit_checkpoint")[0])
     original(self, args, state, control, **kwargs)
 
 

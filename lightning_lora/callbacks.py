@@ -1,15 +1,11 @@
 """Log speed and memory of the whole mesh, let callbacks log, and act on signals between two steps.
 
-Lightning gives each callback the methods `log` and `log_dict` of the LightningModule: a copy of a callback would copy
-the module.
-
 Lightning acts inside its signal handlers: on SIGTERM it broadcasts from rank 0, on SLURM's signal it saves. A rank may
 get the signal in the middle of a forward, a moment after other ranks, or alone: the ranks would wait for each other in
 different collectives. So the handlers here only record the signals; after each optimizer step all ranks ask each other,
 and read the answers of the step before. What follows is Lightning's own, on every rank: for SLURM's signal its handler,
 for SIGTERM its `SIGTERMException`, at which `ModelCheckpoint(save_on_exception=True)` saves and the process exits with
-0. Private names of Lightning are used in `watch` only; `tests/lightning_lora/test_signals.py` checks that they do what
-is assumed here.
+0. Private names of Lightning are used in `watch` only; `tests/lightning_lora/test_signals.py` checks them.
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ class MeshCallbackLogic(Base):
         self.metrics: dict[str, float] = {}
         self._peak_flops, self._profile_every = peak_flops, profile_every
         self._meter: MeshMeter | None = None
-        self._step: int | None = None
-        """Number of steps done before the step that runs; None between steps."""
+        self._step: int | None = None  # number of steps done before the one that runs; None between steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         models = list(parallelized(pl_module).values()) or [pl_module]
@@ -83,7 +78,7 @@ class MeshCallbackLogic(Base):
 
 
 class Logging:
-    """Call a method of the LightningModule; so does a copy of it, and one that was pickled calls none."""
+    """Call a method of the LightningModule, as `log` of a callback; Lightning's own would copy the module with it."""
 
     def __init__(self, method: Callable[..., None]) -> None:
         self._method = method
@@ -106,15 +101,7 @@ log = logging.getLogger(__name__)
 
 
 def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
-    """Act on signals between the steps of `fit`, until the function that is returned is called.
-
-    Args:
-        trainer: The Trainer, whose signal handlers are replaced and who gets a callback.
-        lightning: The names of the Trainer's namespace.
-
-    Returns:
-        A function that takes the callback away and puts Lightning's own handlers back.
-    """
+    """Act on signals between the steps of `fit`, until the function that is returned is called."""
     connector = trainer._signal_connector
     environment = trainer._accelerator_connector.cluster_environment
     requeue = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
@@ -122,10 +109,7 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
     received = {"slurm": 0, "terminate": 0}
 
     class Signals(lightning.Callback):  # type: ignore[name-defined]
-        """Ask all ranks after each optimizer step, by one small message, for the signals that they have received.
-
-        The answer is read after the next step: no rank waits for its device then.
-        """
+        """Ask all ranks after each step, by one small message, for their signals, and read the answer a step later."""
 
         step = 0
         answer: Callable[[], list[int]] | None = None

@@ -1,8 +1,7 @@
 """Feed each rank the data of its data-parallel rank, and let a loader go on at its position on other meshes.
 
-Its state has no public form: the private names of torchdata and Lightning that this needs are used in this file only,
-and `tests/lightning_lora/test_loader_position.py` checks them.
-See torchdata/stateful_dataloader, https://github.com/meta-pytorch/data.
+A loader's state has no public form: the private names of torchdata and Lightning that this needs are used in this file
+only, and `tests/lightning_lora/test_loader_position.py` checks them. See https://github.com/meta-pytorch/data.
 """
 
 from __future__ import annotations
@@ -25,36 +24,17 @@ from lora_parallel.integration import dp_size, group_named
 
 
 def seed_workers(dataloader: object, rank: int, worker_init_function: Callable[..., Any]) -> None:
-    """Seed loader workers by data-parallel rank, so that pp, cp and tp peers draw the same augmentations.
-
-    Lightning sets a `worker_init_fn` that seeds by global rank, if there is none: Trainer after this call, Fabric
-    before it.
-
-    Args:
-        dataloader: The dataloader. It stays as it is if the user has set a `worker_init_fn`, or if it is no DataLoader.
-        rank: The data-parallel rank of this process.
-        worker_init_function: Lightning's own function for `worker_init_fn`.
-    """
+    """Seed loader workers by data-parallel rank, so that pp, cp and tp peers draw the same augmentations."""
     if not int(os.environ.get("PL_SEED_WORKERS", "0")) or not isinstance(dataloader, DataLoader):
         return
-    present = dataloader.worker_init_fn
+    present = dataloader.worker_init_fn  # Lightning's seeds by global rank: Fabric sets it before this call
     if present is None or (isinstance(present, partial) and present.func is worker_init_function):
         dataloader.worker_init_fn = partial(worker_init_function, rank=rank)
 
 
 def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
-    """Check that each data-parallel rank has at least one sample to predict.
-
-    A rank without a sample could not take part in the sharded forward. Only loaders that were passed to `predict` are
-    checked; for other loaders, Lightning's sampler raises an error on the ranks without a sample.
-
-    Args:
-        predict_loop: The Trainer's predict loop.
-        mesh: The device mesh.
-
-    Raises:
-        ValueError: A dataset has fewer samples than there are data-parallel ranks.
-    """
+    """Check that each data-parallel rank has a sample to predict: without one it could not join the sharded forward."""
+    # For loaders that were not passed to `predict` Lightning's sampler raises an error on the ranks without a sample.
     source = getattr(predict_loop, "_data_source", None)
     loaders = source.instance if source is not None else None
     for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
@@ -67,10 +47,7 @@ def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
 
 
 def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of peers would count twice.
-
-    Copies of a metric (`clone`, MetricTracker) have the same process group.
-    """
+    """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of peers would count twice."""
     metrics = [each for each in (module.modules() if module is not None else ()) if isinstance(each, Metric)]
     if not metrics:
         return
@@ -94,12 +71,7 @@ def _found(name: str) -> dist.ProcessGroup:
 
 
 class UnevenPrediction:
-    """Keep all ranks in the sharded forward until the last one has predicted its share.
-
-    Lightning never repeats samples in `predict`, so data-parallel ranks may have different numbers of batches. A rank
-    that stopped early would leave the others waiting for its shards of the weights. Instead, it runs its last batch
-    again and discards the output.
-    """
+    """Keep all ranks in the sharded forward until the last has predicted its share, by running a last batch again."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self._mesh = mesh
@@ -114,7 +86,7 @@ class UnevenPrediction:
         return predict()
 
     def finish(self) -> None:
-        """Run the last batch again until no rank has batches left. Call it once this rank has none."""
+        """Run the last batch again until no rank has batches left; to be called once this rank has none."""
         if dp_size(self._mesh) == 1:
             return
         while self._anyone(False):
@@ -132,23 +104,14 @@ _HOLDERS = {"_snapshot", "_main_snapshot", "_sampler_iter_state", "_index_sample
 """Keys in the state of a StatefulDataLoader under which the states of samplers are."""
 
 _SAMPLERS = {"sampler_state", "sampler_iter_state"}
-_ROWS = {"samples_yielded", "yielded"}
-"""Keys of the numbers of rows that a rank's sampler has given out in the epoch."""
-
-_SINCE = "_steps_since_snapshot"
-"""Key of the number of batches after the snapshot, which are fetched again at a resume."""
+_ROWS = {"samples_yielded", "yielded"}  # numbers of rows that a rank's sampler has given out in the epoch
+_SINCE = "_steps_since_snapshot"  # number of batches after the snapshot, which are fetched again at a resume
 
 
 def seed_order(dataloader: object) -> None:
-    """Let the order of rows of a shuffling StatefulDataLoader follow from the seed and the epoch alone.
-
-    Lightning's sampler takes the order from torchdata's, which draws another one each time that it is asked: first to
-    begin and then to go to the position of a checkpoint. In its place comes the sampler that Lightning gives torch's
-    DataLoader.
-
-    Args:
-        dataloader: The dataloader, with Lightning's sampler. Any other one stays as it is.
-    """
+    """Let the order of rows of a shuffling StatefulDataLoader follow from the seed and the epoch alone."""
+    # Lightning's sampler takes the order from torchdata's, which draws another one each time that it is asked: to
+    # begin, and to go to the position of a checkpoint. In its place comes the one that torch's DataLoader would get.
     torchdata: Any = sys.modules.get("torchdata.stateful_dataloader.sampler")
     batches: Any = getattr(dataloader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
@@ -161,19 +124,7 @@ def seed_order(dataloader: object) -> None:
 
 
 def moved_position(state: Any, before: int, after: int) -> Any:
-    """Return the state of a dataloader for another number of data-parallel ranks.
-
-    torchdata's samplers count the rows of one rank. A state of another form, from a loader of the user's own, is
-    returned as it is.
-
-    Args:
-        state: What the loader's `state_dict` returned.
-        before: The number of data-parallel ranks that saved it.
-        after: The number of them that go on.
-
-    Raises:
-        ValueError: The ranks do not divide the rows that were given out, or the state counts batches of one rank too.
-    """
+    """Return the state of a dataloader for another number of data-parallel ranks; torchdata counts rows of one rank."""
     if not isinstance(state, dict) or before == after:
         return state
     if _HOLDERS & state.keys() and state.get(_SINCE):

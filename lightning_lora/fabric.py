@@ -1,7 +1,4 @@
-"""Implement Fabric's strategy, for the classes in both Lightning namespaces.
-
-The code translates Fabric's calls to engine calls and holds no maths and no placement.
-"""
+"""Translate Fabric's calls to engine calls, for the strategies of both Lightning namespaces."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_lora.data import moved_position
 from lightning_lora.loading import find_roots
 from lightning_lora.namespace import is_lightning_module
-from lightning_lora.precision import PrecisionLogic
 from lightning_lora.strategy_base import BaseLogic
 from lora_parallel import clip_grad_norm_, no_sync
 from lora_parallel.integration import (
@@ -60,17 +56,9 @@ class FabricState:
 
     models: nn.Module = field(default_factory=nn.Module)
     """Module with the sharded models as children, so that each parameter has one name: key, dot, name in the model."""
-
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    """Optimizers of the sharded models, by key."""
-
     rest: dict[str, Any] = field(default_factory=dict)
     """All other entries by key, schedulers and unsharded modules included."""
-
-    @property
-    def roots(self) -> dict[str, nn.Module]:
-        """Return the parallelized models by their names in `models`."""
-        return parallelized(self.models)
 
     def rest_values(self) -> dict[str, Any]:
         """Return `rest` as it is stored: the state dict of each `Stateful` object, and other values as they are."""
@@ -78,18 +66,17 @@ class FabricState:
 
 
 def divide(state: Mapping[str, Any]) -> FabricState:
-    """Divide a dictionary whose models and optimizers were taken out of Fabric's wrappers.
-
-    Raises:
-        ValueError: The dictionary holds no sharded model, holds a model twice or under a key that cannot be its name,
-            has an optimizer of parameters that are not in its models, or has models, optimizers or DTensors inside
-            containers.
-    """
+    """Divide a dictionary whose models and optimizers were taken out of Fabric's wrappers; refuse what has no place."""
     found = FabricState()
     holders: dict[nn.Module, str] = {}
     for key, value in state.items():
         if isinstance(value, nn.Module) and parallelized(value):
-            _check_name(key)
+            # The model's parameters are stored by names that begin with the key, its adapters in a folder of that name.
+            if not isinstance(key, str) or not key or "." in key or "/" in key or hasattr(nn.Module(), key):
+                raise ValueError(
+                    f"state[{key!r}] is a model, and no model can have that name: give it a key like 'model', without "
+                    "dots and slashes, that is no attribute of a module."
+                )
             for model in parallelized(value).values():
                 if holders.setdefault(model, key) != key:
                     raise ValueError(
@@ -101,7 +88,7 @@ def divide(state: Mapping[str, Any]) -> FabricState:
             found.optimizers[key] = value
         else:
             found.rest[key] = value
-    if not found.roots:
+    if not parallelized(found.models):
         raise ValueError(
             f"the state ({', '.join(map(str, state)) or 'empty'}) holds no model that Fabric has set up: put the model "
             'that fabric.setup returned in it, for example {"model": model, "optimizer": optimizer, "step": step}.'
@@ -127,18 +114,6 @@ def kinds(state: Mapping[str, Any]) -> dict[str, str]:
         key: "model" if isinstance(value, nn.Module) else "optimizer" if isinstance(value, Optimizer) else "value"
         for key, value in state.items()
     }
-
-
-def _check_name(key: Any) -> None:
-    """Check that a model's key can be its name.
-
-    The model's parameters are stored by names that begin with the key, and its adapters in a folder of that name.
-    """
-    if not isinstance(key, str) or not key or "." in key or "/" in key or hasattr(nn.Module(), key):
-        raise ValueError(
-            f"state[{key!r}] is a model, and no model can have that name: give it a key like 'model', without dots and "
-            "slashes, that is no attribute of a module."
-        )
 
 
 _WRITER = "Fabric"
@@ -172,7 +147,7 @@ class FabricLogic(BaseLogic, Base):
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes, which Fabric sets through `_num_nodes`."""
+        """Return the number of nodes."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -200,16 +175,13 @@ class FabricLogic(BaseLogic, Base):
 
     @property
     def precision(self) -> Any:
-        plugin = self._precision
-        return plugin if isinstance(plugin, PrecisionLogic) else self._sharded(plugin)
+        return self._sharded(self._precision)
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
         self._precision = None if plugin is None else self._sharded(plugin)
 
-    @property
-    def _plugin(self) -> Any:
-        return self.precision
+    _plugin = precision
 
     @property
     def checkpoint_io(self) -> Any:
@@ -350,10 +322,10 @@ class FabricLogic(BaseLogic, Base):
                 )
             found = divide(state)
             rest = found.rest_values()
-            place = local_path(name)
+            folder = local_path(name)
         check_alike(state=kinds(state))
         write_checkpoint(
-            place,
+            folder,
             TrainState(found.models, found.optimizers),
             {"state": rest, "modules": [name for name, _ in found.models.named_children()]},
             _WRITER,
@@ -419,7 +391,7 @@ class FabricLogic(BaseLogic, Base):
 def _check_kinds(wanted: FabricState, found: Contents) -> None:
     """Check that each key of `wanted` holds the kind of object that was saved under it."""
     for kind, keys, saved in (
-        ("model that was set up", wanted.roots, found.record["models"]),
+        ("model that was set up", parallelized(wanted.models), found.record["models"]),
         ("optimizer", wanted.optimizers, found.optimizers),
     ):
         for key in keys:

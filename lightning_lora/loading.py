@@ -39,36 +39,30 @@ _TRAINED = "lora_parallel_trained"
 class _Trained:
     """Hold the part of a module's state that a checkpoint has."""
 
-    path: Any
-    """Path as the user gave it."""
-
+    path: Any  # as the user gave it
     found: Contents
     values: dict[str, Any]
     """Entries of the module's state dict: full parameters and buffers, and other states."""
-
     unpacked: Any = None
     """Temporary folder with the files of a one-file checkpoint, which lives as long as this object; else None."""
 
 
 def load_folders() -> None:
-    """Let `load_from_checkpoint` read this library's checkpoints, in every installed namespace.
-
-    A second call changes nothing.
-    """
+    """Let `load_from_checkpoint` read this library's checkpoints, in every installed namespace."""
     for package in installed_trainers():
         saving: Any = import_module(f"{package}.core.saving")
         if not hasattr(saving.pl_load, "__wrapped__"):
             saving.pl_load, saving._load_state = _reading(saving.pl_load), _filling(saving._load_state)
 
 
-def _reading(own: Any) -> Any:
-    @wraps(own)
+def _reading(original: Any) -> Any:
+    @wraps(original)
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if isinstance(path, (str, Path)) and is_checkpoint(Path(path)):
             found = open_checkpoint_folder(Path(path), TRAINER, weights_only)
             checkpoint: dict[str, Any] = found.record["trainer"]
             return {**checkpoint, "state_dict": {}, _TRAINED: _Trained(path, found, state_dict_of(found))}
-        read = own(path, map_location=map_location, weights_only=weights_only)
+        read = original(path, map_location=map_location, weights_only=weights_only)
         if not isinstance(read, dict) or PACKED not in read:
             return read
         folder = unpack(read.pop(PACKED), path)
@@ -78,23 +72,21 @@ def _reading(own: Any) -> Any:
     return load
 
 
-def _filling(own: Any) -> Any:
-    @wraps(own)
+def _filling(original: Any) -> Any:
+    @wraps(original)
     def load_state(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **kwargs: Any) -> Any:
         trained: _Trained | None = checkpoint.pop(_TRAINED, None)
         if trained is None:
-            return own(cls, checkpoint, **({} if strict is None else {"strict": strict}), **kwargs)
+            return original(cls, checkpoint, **({} if strict is None else {"strict": strict}), **kwargs)
         with warnings.catch_warnings():  # a warning of keys of the base, which the module has loaded itself
             warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
-            module = own(cls, checkpoint, strict=False, **kwargs)
+            module = original(cls, checkpoint, strict=False, **kwargs)
         tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         tensors |= dict(module.named_buffers(remove_duplicate=False))
         others = {name: value for name, value in trained.values.items() if name not in tensors}
         unknown = module.load_state_dict(others, strict=False).unexpected_keys
         try:
-            if strict is not False:
-                _check_names(trained, tensors, unknown)
-            _check_shapes(trained, tensors)
+            _check_tensors(trained, tensors, unknown, strict is not False)
             if strict is not False:
                 _check_models(trained.found, module)
         except ValueError as error:
@@ -109,19 +101,15 @@ def _filling(own: Any) -> Any:
     return load_state
 
 
-def _check_names(trained: _Trained, tensors: dict[str, Tensor], unknown: list[str]) -> None:
+def _check_tensors(trained: _Trained, tensors: dict[str, Tensor], unknown: list[str], strict: bool) -> None:
     untouched = [name for name, p in tensors.items() if p.requires_grad and name not in trained.values]
-    if unknown or untouched:
+    if strict and (unknown or untouched):
         raise ValueError(
             f"{len(unknown)} of its parameters are not in the module (first: {unknown[:1]}), {len(untouched)} that "
             f"train are not in it (first: {untouched[:1]}). Where the strategy injected the adapter (lora_config), "
             "load the base and PeftModel.from_pretrained(base, checkpoint / 'adapter')."
         )
-
-
-def _check_shapes(trained: _Trained, tensors: dict[str, Tensor]) -> None:
-    """Check that each tensor has the same shape in the checkpoint and in the module: copying would broadcast it."""
-    for name, value in trained.values.items():
+    for name, value in trained.values.items():  # copying would broadcast a tensor of another shape
         if name in tensors and tensors[name].shape != value.shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)} in it and {tuple(tensors[name].shape)} in the module: build "
@@ -130,10 +118,7 @@ def _check_shapes(trained: _Trained, tensors: dict[str, Tensor]) -> None:
 
 
 def _check_models(found: Contents, module: nn.Module) -> None:
-    """Check that the models' adapter configs and base are those of the checkpoint, in this process alone.
-
-    A run that resumes makes the same checks, on all ranks.
-    """
+    """Check, in this process alone, that the models' adapter configs and base are those of the checkpoint."""
     for name in found.record["models"]:
         model, folder = module.get_submodule(name), found.adapter_folder(name)
         configs = peft_configs(model)
@@ -145,7 +130,8 @@ def _check_models(found: Contents, module: nn.Module) -> None:
 def _check_base(found: Contents, name: str, model: nn.Module) -> None:
     stored, held = found.meta["fingerprints"][name], found.held_by(name)
     errors = []
-    for dtype in _PRECISIONS:
+    # Training may have cast the base to another dtype; this process holds it as it was loaded. None: it was not cast.
+    for dtype in (None, torch.bfloat16, torch.float64):
         try:
             return check_base(stored, base_fingerprints(model, None, dtype), model, "it", held)
         except ValueError as error:
@@ -153,30 +139,9 @@ def _check_base(found: Contents, name: str, model: nn.Module) -> None:
     raise errors[0]
 
 
-_PRECISIONS = (None, torch.bfloat16, torch.float64)
-"""Dtypes that training may have cast the base to, tried in turn, since this process holds the base as it was loaded.
-
-None: the base was not cast.
-"""
-
-
 def find_roots(module: nn.Module, inject: bool, require_adapters: bool, trains: bool = True) -> dict[str, nn.Module]:
-    """Find the models inside `module` that are to be parallelized, and return them by name.
-
-    A model is a direct child of the LightningModule, or a child of its `nn.ModuleList` or `nn.ModuleDict`, which have
-    no forward of their own. Models with adapters are parallelized; with `require_adapters=False`, all models that have
-    parameters are.
-
-    Args:
-        module: The LightningModule.
-        inject: True if an adapter is to be injected into a model that has none.
-        require_adapters: As in `ParallelConfig`.
-        trains: False for an evaluation: a module without a model, and one that would train outside of it, are accepted.
-
-    Raises:
-        ValueError: `module` is to train and holds no model with parameters, or several of which one must be chosen to
-            get the adapter; or a parameter trains that is outside of the models to parallelize.
-    """
+    """Return by name the models inside `module` to parallelize: those with adapters, or all that have parameters."""
+    # `inject`: an adapter is to be injected into a model that has none. An evaluation (not `trains`) may lack a model.
     kind = type(module).__name__
     models = {name: child for name, child in _models(module) if any(True for _ in child.parameters())}
     if not models and trains and require_adapters:
@@ -185,17 +150,12 @@ def find_roots(module: nn.Module, inject: bool, require_adapters: bool, trains: 
             "attribute, for example self.model."
         )
     adapted = {name: model for name, model in models.items() if has_adapters(model)}
-    if not require_adapters:
-        roots = models
-    elif adapted:
-        roots = adapted
-    elif inject and len(models) > 1:
+    roots = adapted if adapted and require_adapters else models
+    if require_adapters and not adapted and inject and len(models) > 1:
         raise ValueError(
             f"lora_config is given, but {kind} holds several models ({', '.join(models)}): call peft.get_peft_model on "
             "the one to adapt."
         )
-    else:
-        roots = models
     inside = {p for model in roots.values() for p in model.parameters()}
     outside = [name for name, p in module.named_parameters() if trains and p.requires_grad and p not in inside]
     if outside and require_adapters and (adapted or inject):
@@ -213,7 +173,7 @@ def find_roots(module: nn.Module, inject: bool, require_adapters: bool, trains: 
 
 def _models(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        if type(child) in (nn.ModuleList, nn.ModuleDict):
+        if type(child) in (nn.ModuleList, nn.ModuleDict):  # which have no forward of their own
             yield from _models(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child

@@ -2,9 +2,7 @@
 
 `lightning` and `pytorch_lightning` (with `lightning_fabric`) are copies of one code base, with separate classes.
 Private names of Lightning are imported here; `tests/lightning_lora/test_namespace.py` checks that each does what is
-assumed here. Four other files use private names: `loading` wraps two functions for `load_from_checkpoint`,
-`trainer_strategy` two for modules that arrive compiled, `callbacks` replaces the handlers of two signals, and `data`
-reads the states of dataloaders.
+assumed here. Four other files use private names: `loading`, `trainer_strategy`, `callbacks` and `data`.
 """
 
 from __future__ import annotations
@@ -80,12 +78,7 @@ def trainer_namespace(pytorch: str, fabric: str) -> TrainerNamespace:
 
 
 def _shared(owner: str, fabric: str) -> dict[str, Any]:
-    """Return the fields of `Namespace`.
-
-    Args:
-        owner: The package whose precision plugins and launcher the strategy uses: Trainer's or Fabric's.
-        fabric: The Fabric package.
-    """
+    """Return the fields of `Namespace`; `owner` has the precision plugins and the launcher of Trainer or of Fabric."""
     plugins = import_module(f"{owner}.plugins.precision")
     launcher = import_module(f"{owner}.strategies.launchers.subprocess_script")
     distributed = import_module(f"{fabric}.utilities.distributed")
@@ -109,8 +102,5 @@ def _shared(owner: str, fabric: str) -> dict[str, Any]:
 
 
 def is_lightning_module(module: nn.Module) -> bool:
-    """Return True if `module` is a LightningModule, by Fabric's own test.
-
-    Of a LightningModule, the step methods are called rather than the forward.
-    """
+    """Return True if `module` is a LightningModule, by Fabric's own test: its step methods are called, no forward."""
     return hasattr(module, "_fabric")

@@ -57,19 +57,14 @@ class PrecisionLogic:
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point tensors of a batch to the stored dtype, as Lightning's own plugins do."""
-        if self.stored_dtype is None:
-            return data
         dtype = self.stored_dtype
-        return apply_to_collection(
-            data, torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each
-        )
+        if dtype is None:
+            return data
+        return apply_to_collection(data, torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def convert_output(self, data: Any) -> Any:
-        """Cast floating-point tensors that a model returns to a Fabric loop to the default dtype, if that is wider.
-
-        Fabric's own plugins cast 16-bit outputs in the same way, but would also round float64 to the default dtype.
-        """
-        dtype = torch.get_default_dtype()
+        """Cast floating-point tensors that a model returns to a Fabric loop to the default dtype, if that is wider."""
+        dtype = torch.get_default_dtype()  # Fabric's own plugins would also round float64 to it
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
             narrow = tensor.is_floating_point() and torch.finfo(tensor.dtype).bits < torch.finfo(dtype).bits
@@ -90,21 +85,11 @@ class PrecisionLogic:
         finally:
             torch.set_default_dtype(before)
 
-    def module_init_context(self) -> Any:
-        """Return the context that modules are built in: `tensor_init_context`."""
-        return self.tensor_init_context()
-
-    def forward_context(self) -> Any:
-        """Return the context that forwards run in: `tensor_init_context`, for tensors that a forward makes."""
-        return self.tensor_init_context()
+    module_init_context = forward_context = tensor_init_context  # for modules, and for tensors that a forward makes
 
 
 def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
-    """Return a precision plugin for sharded training in place of the one that Trainer or Fabric chose.
-
-    Raises:
-        ValueError: Sharded training does not support the plugin's class or its precision.
-    """
+    """Return a precision plugin for sharded training in place of the one that Trainer or Fabric chose."""
     if isinstance(plugin, PrecisionLogic):
         return plugin
     known = (lightning.Precision, lightning.HalfPrecision, lightning.MixedPrecision, lightning.DoublePrecision)
@@ -124,26 +109,18 @@ def _made(base: type, flag: str) -> Any:
 
 
 def convert_base(model: nn.Module, dtype: torch.dtype | None, keep_adapters: bool) -> None:
-    """Cast parameters and persistent buffers to `dtype`, in place, before the model is sharded.
-
-    Parameters that are sharded already keep their dtype, since they were cast before. Buffers that no checkpoint holds
-    (rotary tables) stay as they are: rounding them would change every position.
-
-    Args:
-        model: The full model, in memory or on meta.
-        dtype: The dtype; None to change nothing.
-        keep_adapters: Leave adapter parameters in their own dtype if that is wider.
-    """
+    """Cast parameters and persistent buffers to `dtype`, in place, before the model is sharded."""
     if dtype is None:
         return
     adapters = set(adapter_parameters(model).values()) if keep_adapters else set()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is None or not parameter.is_floating_point() or isinstance(parameter, DTensor):
-                continue
+                continue  # what is sharded already was cast before
             if parameter in adapters and torch.finfo(parameter.dtype).bits > torch.finfo(dtype).bits:
                 continue
             parameter.data = parameter.data.to(dtype)
+        # Buffers that no checkpoint holds (rotary tables) stay as they are: rounding them would change every position.
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(dtype)

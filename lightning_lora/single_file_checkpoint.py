@@ -28,27 +28,14 @@ from lora_parallel.integration import (
     write_checkpoint,
 )
 
-TRAINER = "Trainer"
-"""Writer in meta.json of the checkpoints that Trainer's strategy writes and reads."""
+TRAINER = "Trainer"  # writer in meta.json of the checkpoints that Trainer's strategy writes and reads
 
 PACKED = "lora_parallel_files"
 """Key in the file under which the folder's files are, by their path in the folder: each a tensor, uint8 [bytes]."""
 
 
 def save_in_one_file(path: Path, state: TrainState, extra: Mapping[str, Any], entries: dict[str, Any]) -> None:
-    """Write a checkpoint as the file `path`. Collective; rank 0 writes the file.
-
-    Args:
-        path: The file; a checkpoint that exists there is replaced.
-        state: The models and optimizers to save.
-        extra: As in `write_checkpoint`.
-        entries: The entries that Lightning puts into a checkpoint file. A `state_dict` is added, with the full trained
-            parameters, the buffers and other states.
-
-    Raises:
-        FileExistsError: There is something at `path` that is no checkpoint.
-        OSError: The file cannot be written; an older checkpoint at `path` is still there. All on every rank.
-    """
+    """Write a checkpoint as one file, with Lightning's `entries` beside; rank 0 writes it. Collective."""
     scratch = Scratch(path)
     folder = scratch.path / path.name
     rank = dist.get_rank()
@@ -64,14 +51,11 @@ def save_in_one_file(path: Path, state: TrainState, extra: Mapping[str, Any], en
             if rank == 0:
                 whole = state_dict_of(open_checkpoint_folder(folder, TRAINER, weights_only=False))
                 packed = {**entries, "state_dict": whole, PACKED: _files(folder)}
-                torch.save(packed, scratch.path / _FILE)
-                scratch.place_file(_FILE)
+                torch.save(packed, scratch.path / "packed")
+                scratch.place_file("packed")
     finally:
         if rank == 0:
             scratch.discard()
-
-
-_FILE = "packed"
 
 
 def _is_packed(path: Path) -> bool:
@@ -91,17 +75,7 @@ def _files(folder: Path) -> dict[str, Tensor]:
 
 
 def unpacked(path: Path, weights_only: bool | None) -> tempfile.TemporaryDirectory[str] | None:
-    """Unpack a file that `save_in_one_file` wrote into a temporary folder; return None for any other file.
-
-    The folder is removed when the returned object is deleted.
-
-    Args:
-        path: The file.
-        weights_only: As in `torch.load`; None means True.
-
-    Raises:
-        ValueError: The file cannot be read.
-    """
+    """Unpack a file of `save_in_one_file` into a folder that lives as long as the result; None for another file."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
@@ -117,18 +91,8 @@ def unpacked(path: Path, weights_only: bool | None) -> tempfile.TemporaryDirecto
 
 
 def unpack(files: Mapping[str, Tensor], path: object) -> tempfile.TemporaryDirectory[str]:
-    """Write the files that a one-file checkpoint holds to a temporary folder.
-
-    The folder is removed when the returned object is deleted.
-
-    Args:
-        files: The checkpoint's entry `PACKED`: the bytes of each file, by its path in the folder.
-        path: The checkpoint, for the error message.
-
-    Raises:
-        ValueError: The path of a file leads out of the folder. Nothing is written then.
-    """
-    for name in files:
+    """Write the files that a one-file checkpoint holds to a temporary folder; `path` is for errors."""
+    for name in files:  # before anything is written
         parts = PurePath(name)
         if parts.is_absolute() or ".." in parts.parts:
             raise ValueError(f"{path} holds a file {name!r}, outside of its own folder: it is not to be trusted.")

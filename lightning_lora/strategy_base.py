@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftConfig
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh
 
-from lightning_lora.communication import Communication
 from lightning_lora.data import seed_order, seed_workers
 from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
@@ -24,8 +24,10 @@ from lora_parallel.integration import (
     agreed,
     check_checkpoints,
     check_positive,
+    collective_call,
     defer_from_pretrained,
     description_to_print,
+    dp_size,
     has_deferred,
     is_checked,
     mesh_sizes,
@@ -39,8 +41,31 @@ from lora_parallel.integration import (
 from lora_parallel.sizes import AXES, axis_sizes, coordinates
 
 
+class _Gather(torch.autograd.Function):
+    """Stack every rank's tensor along a new first dim, [ranks, ...], with gradients.
+
+    The all-gather of torch.distributed.nn does not support sub-groups of gloo in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
 @suggest_arguments
-class BaseLogic(Communication):
+class BaseLogic:
     """Implement the part of a strategy that is the same for Trainer and for Fabric."""
 
     lightning: ClassVar[Namespace]
@@ -52,7 +77,10 @@ class BaseLogic(Communication):
     global_rank: Any
     local_rank: Any
     node_rank: Any
+    lightning_module: Any
     _launcher: Any
+
+    _plugin: Any  # the precision plugin, for which Trainer and Fabric have different names
 
     def __init__(
         self,
@@ -80,62 +108,35 @@ class BaseLogic(Communication):
         pipeline_stages_per_rank: int = 1,
         pipeline_split: Literal["auto"] | list[str] = "auto",
     ) -> None:
-        """Check and keep the options; processes are started later.
+        """Check and keep the options, which `lora_parallel.ParallelConfig` documents; processes are started later.
+
+        Its names are shorter: `tp`, `cp`, `cp_method`, `pp` and `pp_*` for `pipeline_*`, `dp_replicate`.
 
         Args:
-            tensor_parallel_size: Number of processes that share each layer and see the same batch.
-            data_parallel_size: Number of batches that are computed at the same time, replicas included; "auto": the
-                number of processes divided by the tensor, context and pipeline parallel sizes.
-            replicate_size: Number of copies of the sharded model that the data-parallel processes form (HSDP); it must
-                divide data_parallel_size.
+            data_parallel_size: Number of batches that are computed at the same time, in replicas too; "auto": as many
+                as the other sizes leave.
             lora_config: Config of the adapter to inject into a model that has none.
-            tp_plan: "auto" for the model's own plan, or a mapping {glob of module names: style} that overrides it.
-            sequence_parallel: Give each tp rank a chunk of the tokens between layers that tensor parallelism splits.
-            loss_parallel: Keep the logits of training in slices over the vocabulary, one on each tp rank, and compute
-                the cross entropy from them.
-            block_classes: Class names of the modules that become one FSDP unit each; "auto": the model's own.
-            reshard_after_forward: Free a block's gathered weights between forward and backward.
-            activation_checkpointing: Recompute each block's activations in backward.
-            compile: Compile each block with `torch.compile`; a mapping gives its arguments: {"fullgraph": True}.
-            require_adapters: Refuse a model without adapters, and one whose base trains.
             autocast_adapter_dtype: Keep adapters in float32 with `precision="bf16-true"`, as PEFT does.
             seed: Seed of injected adapters and of LoRA dropout; None: the seed of `seed_everything`, else 0.
             process_group_backend: Backend of torch.distributed; None: nccl on GPUs, gloo on CPUs.
-            timeout_seconds: Seconds after which a collective that a peer has not joined is an error.
-            context_parallel_size: Number of processes that each compute a chunk of the tokens of one batch.
-            context_parallel_method: How attention gets all tokens. "ulysses": an all-to-all gives each process all
-                tokens of a share of the heads. "all_gather": each process gathers the keys and values of all tokens.
-            pipeline_parallel_size: Number of processes that each hold some of the model's blocks and see one batch.
-            pipeline_microbatches: Number of micro-batches that the rows of a batch are divided into.
-            pipeline_schedule: Order in which a process computes micro-batches. "1f1b": a forward and a backward in
-                turn. "gpipe": all forwards, then all backwards. "interleaved": as "1f1b", with several stages on each
-                process.
-            pipeline_stages_per_rank: Number of stages that each process holds; more than 1 with "interleaved" only.
-            pipeline_split: Names of the blocks that begin a stage, from the second stage on; "auto" balances them.
 
         Raises:
-            TypeError: A size is not an int, or `lora_config` is no PEFT config.
-            ValueError: Sizes do not fit together, or an option is not supported.
+            TypeError, ValueError: A value cannot work, sizes do not fit together, or an option is not supported.
         """
         super().__init__()
-        dp_shard: Literal["auto"] | int = "auto"
-        for name, size in (("data_parallel_size", data_parallel_size), ("replicate_size", replicate_size)):
-            check_positive(name, size, also="auto")
-        if data_parallel_size != "auto":
-            if replicate_size < 1 or data_parallel_size % replicate_size:
-                raise ValueError(
-                    f"replicate_size={replicate_size} does not divide data_parallel_size={data_parallel_size}: it says "
-                    "how many copies the data-parallel processes form."
-                )
-            dp_shard = data_parallel_size // replicate_size
+        check_positive("data_parallel_size", data_parallel_size, also="auto")
+        check_positive("replicate_size", replicate_size)
+        if data_parallel_size != "auto" and data_parallel_size % replicate_size:
+            raise ValueError(
+                f"replicate_size={replicate_size} does not divide data_parallel_size={data_parallel_size}: it says how "
+                "many copies the data-parallel processes form."
+            )
         if lora_config is not None and not isinstance(lora_config, PeftConfig):
             raise TypeError(f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig.")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
             raise ValueError(f"seed={seed!r}: give an int that is not negative, or None.")
-        self._lora_config = lora_config
-        self._autocast_adapter_dtype = autocast_adapter_dtype
-        self._seed = seed
-        self._process_group_backend = process_group_backend
+        self._lora_config, self._autocast_adapter_dtype = lora_config, autocast_adapter_dtype
+        self._seed, self._process_group_backend = seed, process_group_backend
         self._options: dict[str, Any] = {
             "tp": tensor_parallel_size,
             "cp": context_parallel_size,
@@ -145,7 +146,7 @@ class BaseLogic(Communication):
             "pp_schedule": pipeline_schedule,
             "pp_stages_per_rank": pipeline_stages_per_rank,
             "pp_split": pipeline_split,
-            "dp_shard": dp_shard,
+            "dp_shard": data_parallel_size if data_parallel_size == "auto" else data_parallel_size // replicate_size,
             "dp_replicate": replicate_size,
             "tp_plan": tp_plan,
             "sequence_parallel": sequence_parallel,
@@ -167,13 +168,7 @@ class BaseLogic(Communication):
         seed = self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
         return ParallelConfig(**self._options, seed=seed, param_dtype=self._plugin.compute_dtype)
 
-    @property
-    def _plugin(self) -> Any:
-        """Return the precision plugin, for which Trainer and Fabric have different names."""
-        raise NotImplementedError
-
     def _sharded(self, plugin: Any) -> Any:
-        """Return a precision plugin for sharded training in place of the one that Lightning chose."""
         return sharded_precision(plugin if plugin is not None else self.lightning.Precision(), self.lightning)
 
     # ------------------------------------------------------------------ processes and mesh
@@ -193,7 +188,6 @@ class BaseLogic(Communication):
 
     @property
     def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -202,7 +196,6 @@ class BaseLogic(Communication):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         mesh_sizes(self.config, self.num_nodes * self.num_processes)  # before anything is launched
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = self.lightning.SubprocessScriptLauncher(
@@ -218,12 +211,9 @@ class BaseLogic(Communication):
             rank_zero_only.rank = self.global_rank
 
     def _connect(self) -> None:
-        """Set this process's ranks; on the first call, also join the process group and build the mesh.
-
-        Several processes start from the same seed. One alone goes on with its random numbers.
-        """
+        """Set this process's ranks; on the first call, also join the process group and build the mesh."""
         asked = self.num_nodes * self.num_processes
-        if asked > 1:
+        if asked > 1:  # one alone goes on with its random numbers
             self.lightning.reset_seed()
         self.set_world_ranks()
         if self._mesh is not None:
@@ -240,6 +230,75 @@ class BaseLogic(Communication):
                 f"{dist.get_world_size()}: check it with a file, or with --num_processes, of {asked}."
             )
         self._mesh = build_mesh(self.config, self.root_device.type)
+
+    # ------------------------------------------------------------------ values of all ranks
+
+    # Data-parallel ranks alone take part, since pp, cp and tp peers hold the same values. The group of all processes
+    # counts as None: Fabric and `LightningModule.all_gather` pass it if the user gave no group.
+
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        with collective_call("barrier"):
+            if dist.get_backend() == "nccl":
+                dist.barrier(device_ids=[self.root_device.index])
+            else:
+                dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        holder = [obj]
+        dist.broadcast_object_list(holder, src)
+        return holder[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce a tensor over data-parallel ranks, or over `group`; any other object is returned as it is.
+
+        Before this Trainer's processes have started there is nothing to reduce over, and the tensor is as it was.
+
+        Args:
+            tensor: The tensor.
+            group: A process group to reduce over instead.
+            reduce_op: The operation as Lightning names it; "mean" and "avg" average, None sums.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        name = "sum" if reduce_op is None else str(reduce_op).rsplit(".", 1)[-1].lower()
+        mean = name in ("mean", "avg")
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+        operation = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, name.upper())
+        if group is not None and group is not dist.group.WORLD:
+            dist.all_reduce(tensor, operation, group=group)
+            return tensor / dist.get_world_size(group) if mean else tensor
+        if self._mesh is None:
+            return tensor
+        for axis in ("dp_replicate", "dp_shard"):
+            if self.device_mesh[axis].size() > 1:
+                dist.all_reduce(tensor, operation, group=self.device_mesh.get_group(axis))
+        return tensor / dp_size(self.device_mesh) if mean else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide together with all ranks, pp, cp and tp peers included: True if all say so, or with `all=False` any."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from the data-parallel ranks, in their order: [data-parallel size, ...].
+
+        Args:
+            tensor: This rank's tensor.
+            group: A process group to gather from instead: [group size, ...].
+            sync_grads: Let gradients flow back to the ranks that the values came from.
+        """
+        with nullcontext() if sync_grads else torch.no_grad():
+            if group is not None and group is not dist.group.WORLD:
+                return _Gather.apply(tensor, group)
+            for axis in ("dp_shard", "dp_replicate"):
+                tensor = _Gather.apply(tensor, self.device_mesh.get_group(axis))
+            return tensor.flatten(0, 1)
 
     # ------------------------------------------------------------------ data
 
@@ -260,15 +319,9 @@ class BaseLogic(Communication):
 
     @contextmanager
     def _construction(self, empty_init: bool | None) -> Iterator[None]:
-        """Enter the context that models are built in: on meta or in CPU memory, in the precision's dtype.
-
-        The context sets no default device: a model that is built in memory is in the CPU's, and moves to the device
-        shard by shard.
-
-        Args:
-            empty_init: True: build everything on meta. None: let `from_pretrained` build on meta, so that each rank
-                reads its shard only, and build everything else in memory. False: build everything in memory.
-        """
+        """Enter the context that models are built in: on meta or in CPU memory, in the precision's dtype."""
+        # None lets `from_pretrained` alone build on meta, so that each rank reads its shard only. No default device is
+        # set: a model that is built in memory is in the CPU's, and moves to the device shard by shard.
         deferral: AbstractContextManager[None] = nullcontext()
         if empty_init is not False:
             deferral = meta_init() if empty_init else defer_from_pretrained()
@@ -283,12 +336,7 @@ class BaseLogic(Communication):
         return module
 
     def compile_blocks(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Compile the blocks of the models in `module`, from which Lightning has taken `torch.compile`.
-
-        Args:
-            module: The LightningModule.
-            arguments: The arguments of `torch.compile`.
-        """
+        """Compile the blocks of the models in `module`, from which Lightning has taken `torch.compile`."""
         tell_unwrapped([type(module).__name__])
         self._options["compile"] = self._options["compile"] or arguments
 
@@ -303,20 +351,10 @@ class BaseLogic(Communication):
                 )
 
     def _shard(self, module: nn.Module, models: Mapping[str, nn.Module], trains: bool) -> None:
-        """Convert `module` to the precision's dtype, parallelize its models, and move the rest to the device.
-
-        Args:
-            module: The module that holds the models. Every rank takes rank 0's values of its other tensors.
-            models: The models inside `module`; those that are parallelized already are used as they are.
-            trains: As in `parallelize`.
-
-        Raises:
-            ValueError: A tensor of `module` outside of its models is on meta and remembers no checkpoint; raised on
-                every rank.
-        """
+        """Convert `module` to the precision's dtype, parallelize its models, and move the rest to the device."""
         inside = {id(tensor) for model in models.values() for tensor in tensors_of(model).values()}
         beside = {name: tensor for name, tensor in tensors_of(module).items() if id(tensor) not in inside}
-        adopt_rank_zero(beside, self.device_mesh)
+        adopt_rank_zero(beside, self.device_mesh)  # raises if one is on meta and remembers no checkpoint
         convert_base(module, self._plugin.stored_dtype, self._autocast_adapter_dtype)
         self.lightning.update_properties(module, dtype=self._plugin.stored_dtype)  # module.dtype of a LightningModule
         for model in models.values():

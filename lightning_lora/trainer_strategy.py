@@ -1,11 +1,8 @@
-"""Implement Trainer's strategy, for the classes in both Lightning namespaces.
+"""Translate the hooks of Lightning's Trainer to engine calls, for the strategies of both Lightning namespaces.
 
-The code translates Lightning's hooks to engine calls and holds no maths and no placement.
-
-Lightning refuses such a module for all strategies but its own, and has no hook for that. So two private functions of
-Lightning's trainer, `_maybe_unwrap_optimized` and `_verify_strategy_supports_compile`, are wrapped here and nowhere
-else. For other strategies they do what they did before; `tests/lightning_lora/test_compile.py` checks that they do what
-is assumed here.
+Lightning refuses a compiled LightningModule for all strategies but its own, and has no hook for that. So two private
+functions of its trainer, `_maybe_unwrap_optimized` and `_verify_strategy_supports_compile`, are wrapped here. For other
+strategies they do what they did before; `tests/lightning_lora/test_compile.py` checks that they do what is assumed.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from lightning_lora.callbacks import Logging, watch
 from lightning_lora.data import UnevenPrediction, check_shares, moved_position, sync_metrics
 from lightning_lora.loading import find_roots
 from lightning_lora.namespace import TrainerNamespace, installed_trainers
-from lightning_lora.precision import PrecisionLogic
 from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
 from lightning_lora.strategy_base import BaseLogic
 from lora_parallel import no_sync
@@ -56,7 +52,6 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-_LIGHTNING = ("lightning", "pytorch_lightning")
 # Lightning's callbacks that copy, prune or unfreeze weights without the strategy's knowledge.
 _REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "it copies the model and swaps weights, which sharded tensors do not allow",
@@ -97,10 +92,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     @property
     def is_distributed(self) -> bool:
-        """Return True if there are several processes; Lightning then injects a DistributedSampler into dataloaders.
-
-        A process alone gets its batches as its loader deals them.
-        """
+        """Return True if there are several processes; Lightning then injects a DistributedSampler into dataloaders."""
         return self.num_nodes * self.num_processes > 1
 
     def setup_environment(self) -> None:
@@ -112,16 +104,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     @property
     def precision_plugin(self) -> Any:
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, PrecisionLogic) else self._sharded(plugin)
+        return self._sharded(self._precision_plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         self._precision_plugin = None if plugin is None else self._sharded(plugin)
 
-    @property
-    def _plugin(self) -> Any:
-        return self.precision_plugin
+    _plugin = precision_plugin
 
     # ------------------------------------------------------------------ the model
 
@@ -133,18 +122,15 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     @collective_call("Trainer's setup")
     def setup(self, trainer: Any) -> None:
-        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == self.lightning.fitting
         with agreed():
             self._refuse_features(trainer, fits)
             if trainer.predicting:
                 check_shares(trainer.predict_loop, self.device_mesh)
-            assert self.lightning_module is not None
-            self._uncompile(self.lightning_module)
+                self._uncompile(self.lightning_module)
             self._roots = self._find_roots(fits)
             self._check_meshes(self._roots)
-        assert self.lightning_module is not None
         if is_checked():
             trainer.callbacks.clear()  # some save a checkpoint where a run is ended
         for callback in trainer.callbacks:
@@ -162,14 +148,14 @@ class TrainerStrategyLogic(BaseLogic, Base):
             self.lightning.optimizers_to_device(self.optimizers, self.root_device)
 
     def _find_roots(self, trains: bool) -> dict[str, nn.Module]:
-        assert self.lightning_module is not None
-        inject, require = self._lora_config is not None, self._options["require_adapters"]
-        return find_roots(self.lightning_module, inject, require, trains)
+        injects = self._lora_config is not None
+        return find_roots(self.lightning_module, injects, self._options["require_adapters"], trains)
 
     def _refuse_features(self, trainer: Any, fits: bool) -> None:
         for callback in trainer.callbacks if fits else ():
             for kind in type(callback).__mro__:
-                if kind.__module__.split(".")[0] in _LIGHTNING and kind.__name__ in _REFUSED_CALLBACKS:
+                package = kind.__module__.split(".")[0]
+                if package in ("lightning", "pytorch_lightning") and kind.__name__ in _REFUSED_CALLBACKS:
                     raise ValueError(
                         f"{type(self).__name__} does not support the callback {type(callback).__name__}: "
                         f"{_REFUSED_CALLBACKS[kind.__name__]}. Remove it."
@@ -188,7 +174,6 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def setup_optimizers(self, trainer: Any) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
         with agreed():
             check_not_stale(
                 self.optimizers,
@@ -198,15 +183,11 @@ class TrainerStrategyLogic(BaseLogic, Base):
         check_optimized(self._roots.values(), self._optimizers_by_name().values())
 
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate: within the context, `backward` reduces no gradients.
-
-        Lightning enters the context for all microbatches of a step but the last.
-        """
+        """Accumulate: within the context, `backward` reduces no gradients."""
         with ExitStack() as stack:
             for model in self._roots.values():
                 stack.enter_context(no_sync(model))
@@ -217,12 +198,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
             return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the optimizer's step; torch's errors about sharded tensors get a remedy.
-
-        Lightning runs the hook `on_before_optimizer_step` within the step, in which users may read gradients of sharded
-        parameters.
-        """
-        with explained():
+        """Run the optimizer's step; torch's errors about sharded tensors get a remedy."""
+        with explained():  # the hook on_before_optimizer_step, in which users may read gradients, runs in it
             return super().optimizer_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,8 +216,6 @@ class TrainerStrategyLogic(BaseLogic, Base):
     # ------------------------------------------------------------------ the end
 
     def teardown(self) -> None:
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -255,10 +230,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return False, so that Lightning reads a checkpoint before `setup`.
-
-        `setup` fills the tensors once the model is sharded.
-        """
+        """Return False, so that Lightning reads a checkpoint before `setup`, which fills the tensors it has sharded."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -266,7 +238,6 @@ class TrainerStrategyLogic(BaseLogic, Base):
         return {**self._own_tensors(), **self._train_state().other_state()}
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        assert self.lightning_module is not None
         trained = {name: p.detach() for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         return {**trained, **self._train_state().buffers()}
 
@@ -292,8 +263,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
         extra = {"trainer": checkpoint_state, "weights_only": weights_only}
         if self._save_distributed_checkpoint:
             write_checkpoint(path, state, extra, TRAINER, replace=True)
-            return
-        save_in_one_file(path, state, extra, checkpoint_state)
+        else:
+            save_in_one_file(path, state, extra, checkpoint_state)
 
     def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
         """Check that no hook has put values into `state_dict`: tensors are written from the module, not from there."""
@@ -312,7 +283,6 @@ class TrainerStrategyLogic(BaseLogic, Base):
             )
 
     def _train_state(self, optimizers: Mapping[str, Optimizer] = MappingProxyType({})) -> TrainState:
-        assert self.lightning_module is not None
         return TrainState(self.lightning_module, optimizers, mesh_without_models=self.device_mesh)
 
     def _optimizers_by_name(self) -> dict[str, Optimizer]:
@@ -343,10 +313,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
             self._fill_model()
 
     def _fill_model(self) -> None:
-        """Load the models from the checkpoint that `load_checkpoint` has opened, once.
-
-        A later run without ckpt_path continues with the values in memory.
-        """
+        """Load the models from the checkpoint that `load_checkpoint` has opened; a later run keeps its values."""
         found, self._models_from = self._models_from, None
         if found is not None:
             for commit in load_models(found, self._train_state()):
@@ -369,11 +336,9 @@ class TrainerStrategyLogic(BaseLogic, Base):
         self._random_from = found
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Restore the random state again before the first batch of a run that resumes in mid-epoch.
-
-        Lightning has made a new dataloader iterator for the rest of the epoch, which draws from the random state. The
-        interrupted run made no iterator at this point.
-        """
+        """Restore the random state again before the first batch of a run that resumes in mid-epoch."""
+        # Lightning has made a new dataloader iterator for the rest of the epoch, which draws from the random state. The
+        # interrupted run made no iterator at this point.
         super().on_train_batch_start(batch, batch_idx)
         found, self._random_from = self._random_from, None
         if found is not None and batch_idx > 0:
@@ -389,10 +354,7 @@ _ARGUMENTS = "_lora_parallel_compile"
 
 
 def accept_compiled_modules() -> None:
-    """Let Trainer take a compiled LightningModule with this library's strategy, in every installed namespace.
-
-    A second call changes nothing.
-    """
+    """Let Trainer take a compiled LightningModule with this library's strategy, in every installed namespace."""
     for package in installed_trainers():
         trainer: Any = import_module(f"{package}.trainer.trainer")
         if not hasattr(trainer._verify_strategy_supports_compile, "__wrapped__"):
@@ -403,10 +365,10 @@ def accept_compiled_modules() -> None:
             )
 
 
-def _unwrapping(own: Any) -> Any:
-    @wraps(own)
+def _unwrapping(original: Any) -> Any:
+    @wraps(original)
     def unwrap(model: Any) -> Any:
-        module = own(model)
+        module = original(model)
         if module is not model:
             module.__dict__[_ARGUMENTS] = getattr(model, "_compile_kwargs", {})  # Lightning keeps them there
         return module
@@ -414,12 +376,12 @@ def _unwrapping(own: Any) -> Any:
     return unwrap
 
 
-def _accepting(own: Any, to_uncompiled: Any) -> Any:
-    @wraps(own)
+def _accepting(original: Any, to_uncompiled: Any) -> Any:
+    @wraps(original)
     def verify(model: Any, strategy: Any) -> None:
         arguments = model.__dict__.pop(_ARGUMENTS, {})
         if not isinstance(strategy, TrainerStrategyLogic):
-            own(model, strategy)
+            original(model, strategy)
         elif model._compiler_ctx is not None:
             strategy.compile_blocks(to_uncompiled(model), arguments)
 

@@ -1,4 +1,4 @@
-"""The console script: what needs no torch imports none, and every command is reached through it."""
+"""The console script: help and versions need no torch, and every command is reached through it."""
 
 from __future__ import annotations
 
@@ -39,16 +39,6 @@ accelerate_lora.main()
         (["--version"], 0, f"lightning-lora {lora_parallel.__version__}"),
         ([], 2, "usage: accelerate-lora"),
         (["lanch"], 2, "'lanch' is no command of accelerate-lora"),
-        (["check", "--help"], 0, "usage: accelerate-lora check"),
-        (["check"], 2, "usage: accelerate-lora check"),
-        (["check", "none.yaml"], 1, "accelerate-lora check: none.yaml is not there"),
-        (["check", FILE, "--num_processes", "3"], 1, "fsdp2_tp.yaml: dp_replicate=1 x dp_shard=2 x tp=2 = 4, but"),
-        (
-            ["launch", "--config_file", FILE, "--num-processes=3", "a.py"],
-            1,
-            "launch: " + FILE + ": dp_replicate=1 x dp_",
-        ),
-        (["launch", "--config_file", FILE, "--fsdp_version", "1", "-m", "a"], 1, "yaml: fsdp_version is 1"),
     ],
 )
 def test_what_needs_no_torch_imports_none(arguments, code, text):
@@ -58,9 +48,36 @@ def test_what_needs_no_torch_imports_none(arguments, code, text):
     assert answer.stderr.endswith("False\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["check", "--help"], 0, "usage: accelerate-lora check"),
+        (["check"], 2, "usage: accelerate-lora check"),
+        (["check", "none.yaml"], 1, "accelerate-lora check: none.yaml is not there"),
+        (["check", FILE, "--num_processes", "3"], 1, "fsdp2_tp.yaml: dp_replicate=1 x dp_shard=2 x tp=2 = 4, but"),
+        (
+            ["launch", "--config_file", FILE, "--num-processes=3", __file__],
+            1,
+            "launch: " + FILE + ": dp_replicate=1 x dp_",
+        ),
+        (["launch", "--config_file", FILE, "--fsdp_version", "1", "-m", "a"], 1, "yaml: fsdp_version is 1"),
+    ],
+)
+def test_what_cannot_work_ends_with_a_line(monkeypatch, capsys, arguments, code, text):
+    monkeypatch.setattr(sys, "argv", ["accelerate-lora", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        accelerate_lora.main()
+    printed = capsys.readouterr()
+    if code == 1:
+        assert text in str(ended.value)
+        assert "\n" not in str(ended.value)
+    else:
+        assert ended.value.code == code
+        assert text in (printed.err if code else printed.out)
+
+
 @pytest.mark.processes
 def test_a_file_that_can_work_is_checked_with_torch():
-    """The packages that the early check has imported without torch are imported anew."""
     answer = called("check", FILE)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith("dp_shard 2 x tp 2, 4 ranks\n")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate_plugin import LoRAParallelPlugin, detect, parallelism
+from accelerate_plugin import LoRAParallelPlugin, parallelism
 from accelerate_plugin.patches import patched
 from lora_parallel import ParallelConfig
 from lora_parallel.distributed.mesh import mesh_sizes
@@ -68,7 +68,7 @@ def _forget() -> None:
     AcceleratorState._reset_state()
     PartialState._shared_state.clear()  # _reset_state does no more
     GradientState._reset_state()
-    detect._given = None
+    parallelism._given = None
 
 
 def environment(mesh: str, precision: str = "no", **others: str) -> dict[str, str]:

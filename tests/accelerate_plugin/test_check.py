@@ -14,7 +14,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from accelerate_plugin import cli, config_file
+from accelerate_plugin import cli
 from tests.accelerate_plugin.harness import environment, launched
 from tests.accelerate_plugin.test_launch import written
 from tests.oracle import Case
@@ -115,26 +115,23 @@ def checked(*arguments: object) -> None:
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_LATER])
 def test_a_file_that_cannot_work(tmp_path, name):
-    """The early check, which has no torch, says word for word what the set-up itself says."""
+    """What the file alone tells is one line that begins with its path."""
     changes, message = {**REFUSED, **REFUSED_LATER}[name]
     path = written(tmp_path, **{**GOOD, **changes})
-    with pytest.raises(ValueError, match=re.escape(message)) as late:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         checked(path)
     if name in REFUSED:
-        with pytest.raises(ValueError, match=re.escape(message)) as early:
-            config_file.check_early([str(path)])
-        assert str(early.value) == str(late.value)
-        assert str(early.value).startswith(str(path))
-        assert "\n" not in str(early.value)
-    else:
-        config_file.check_early([str(path)])
+        assert str(error.value).startswith(str(path))
+        assert "\n" not in str(error.value)
+        with pytest.raises(ValueError, match=re.escape(message)) as launched_error:
+            cli.launch(["--config_file", str(path), "-m", "package.train"])
+        assert str(launched_error.value) == str(error.value)
 
 
 def test_num_processes_of_the_command_line(tmp_path):
     path = written(tmp_path, **GOOD)
-    for check in (config_file.check_early, lambda words: checked(*words)):
-        with pytest.raises(ValueError, match="the world size is 8"):
-            check([str(path), "--num_processes", "8"])
+    with pytest.raises(ValueError, match="the world size is 8"):
+        checked(path, "--num_processes", "8")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ def test_num_processes_of_the_command_line(tmp_path):
 )
 def test_a_file_that_is_not_there(arguments, message):
     with pytest.raises(FileNotFoundError, match=message):
-        config_file.check_early(arguments)
+        checked(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +150,7 @@ def test_a_file_that_is_something_else(tmp_path, content, message):
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"config.yaml {message}\b.*\Z"):
-        config_file.check_early([str(path)])
-
-
-def test_the_options_in_the_source_are_those_of_the_parser():
-    sections = tuple(f"{each}_" for each in config_file._SECTIONS.values())
-    assert config_file.options_in_source() == {each for each in config_file._options() if each.startswith(sections)}
+        checked(path)
 
 
 def test_without_a_parallelism_config_all_processes_shard(tmp_path, capsys):
@@ -166,7 +158,6 @@ def test_without_a_parallelism_config_all_processes_shard(tmp_path, capsys):
     content = yaml.safe_load(path.read_text())
     del content["parallelism_config"]
     path.write_text(yaml.safe_dump(content))
-    config_file.check_early([str(path)])
     checked(path)
     assert "dp_shard 6, 6 ranks\n" in capsys.readouterr().out
 
@@ -176,7 +167,6 @@ def test_a_file_that_can_work(tmp_path, capsys):
     path = written(
         tmp_path, num_processes=4, parallelism_config=PIPELINE, fsdp_config={"version": 2}, mixed_precision=False
     )
-    config_file.check_early([str(path)])
     capsys.readouterr()
     checked(path)
     out = capsys.readouterr().out
@@ -341,24 +331,10 @@ def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
 def test_where_a_script_stands_in_the_command_line():
     """Hold that options behind the script are the script's own, also where `check` has one of the name."""
     own = ["--lr", "1", "--seq", "8", "--config_file", "b.yaml", "-m", "--num_processes", "2", "rest"]
-    given = config_file.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
+    given = cli.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
     assert (given.module, given.script, given.config_file) == (True, "package.train", "a.yaml")
     assert (given.seq, given.num_processes, given.rest) == (None, None, own)
     for more in (["--seq", "16"], ["train.py"], ["--lr", "1"]):
         with pytest.raises(SystemExit):
-            config_file.read_arguments(["a.yaml", *more])
-    assert Path(config_file.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train.py", "--config_file", "FILE", "--num_processes", "3"],  # the script's own
-        ["--config_file", "FILE", "--num_machines", "2", "--main_process_ip", "a", "--machine_rank=1", "train.py"],
-        ["--config_file", "FILE", "--num_processes", "8", "--parallelism_config_tp_size", "4", "train.py"],
-        ["--config_file", "FILE", "--num_processes", "8", "script"],
-    ],
-)
-def test_what_launch_does_not_refuse_without_torch(tmp_path, words):
-    path = str(written(tmp_path, **{**GOOD, "main_process_port": 29500}))
-    config_file.check_launch_early([path if each == "FILE" else each for each in words])
+            cli.read_arguments(["a.yaml", *more])
+    assert Path(cli.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")

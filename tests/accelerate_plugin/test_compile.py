@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo.utils import counters
 
-from accelerate_plugin import detect
+from accelerate_plugin import parallelism
 from lora_parallel.runtime import compiled_blocks
 from tests.accelerate_plugin.harness import environment, launched, plugin, trains
 from tests.logs import listening
@@ -91,4 +91,4 @@ def test_every_way_to_ask_for_compiled_blocks(pool):
 def test_what_accelerates_settings_come_to(arguments, variables, want, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert detect._compile(arguments) == want
+    assert parallelism._compile(arguments) == want

@@ -303,7 +303,7 @@ def test_what_else_a_trainer_does(pool, base, tmp_path, mesh):
 
 def apart(base: Path, folder: Path) -> tuple[str, list[str]]:
     """Give each process an output_dir of its own, as a time of day or a random number in its name does."""
-    with launched(**environment("2x1")), listening("accelerate_plugin.arguments") as lines:
+    with launched(**environment("2x1")), listening("accelerate_plugin.trainer") as lines:
         settings = {"eval_strategy": "no", "gradient_accumulation_steps": 1, "max_steps": 1, "save_steps": 1}
         trainer = make(base, folder / f"run {dist.get_rank()}", 2, **settings)
         trainer.train()

@@ -144,7 +144,7 @@ def evaluates(base: Path, output: Path, mesh: str) -> dict[str, Any]:
 
 def at_places_of_their_own(base: Path, output: Path) -> tuple[str, list[str]]:
     """A script that puts the time, or a random number, into `output_dir`."""
-    with launched(**environment("1x2")), listening("accelerate_plugin.arguments") as lines:
+    with launched(**environment("1x2")), listening("accelerate_plugin.trainer") as lines:
         place = output / f"run of {dist.get_rank()}"
         trainer = make("whole", base, place, 1, save_strategy="no", eval_strategy="no", load_best_model_at_end=False)
         return trainer.args.output_dir, list(lines)

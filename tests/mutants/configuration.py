@@ -50,8 +50,8 @@ BREAKAGES = [
         "guard",
         "Sizes that the command line gives in place of the file's are not checked.",
         NOT_LAUNCHED,
-        """return said | {name: getattr(options, name) for name in getattr(options, "nondefault", ())}""",
-        "return said",
+        """said |= {name: getattr(options, name) for name in getattr(options, "nondefault", ())}""",
+        "pass",
     ),
     Mutant(
         "guard",
@@ -71,7 +71,7 @@ BREAKAGES = [
         "guard",
         "A script that is launched without FSDP trains as many models as there are processes.",
         f"{LAUNCH}::test_the_module_says_why_it_will_not_run",
-        "if not detect.asked_by_environment():\n        sys.exit(_nothing_asked())",
+        "if not asked_by_environment():\n        sys.exit(_nothing_asked())",
         "if False:\n        sys.exit(_nothing_asked())",
     ),
     Mutant(

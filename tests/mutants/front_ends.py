@@ -98,8 +98,8 @@ BREAKAGES = [
         "replaced",
         "Trainer divides numbers of data-parallel processes by the tensor-parallel size again.",
         "tests/accelerate_plugin/test_trainer.py::test_trainer_trains_as_in_one_process",
-        '"""\n    return original(self) if parallelism_of(self.accelerator) is None else 1\n\n\ndef get_cp_size',
-        '"""\n    return original(self)\n\n\ndef get_cp_size',
+        'by data-parallel process already."""\n    return 1',
+        'by data-parallel process already."""\n    return int(self.accelerator.state.parallelism_config.tp_size)',
     ),
     Mutant(
         "replaced",
@@ -119,7 +119,7 @@ BREAKAGES = [
         "guard",
         "vLLM generates completions with weights that lack the adapter.",
         "tests/accelerate_plugin/test_refusals.py::test_bad_input_is_one_error_on_every_rank",
-        "if detect.asked_by_environment() and getattr(self, name, False):",
+        "if asked_by_environment() and getattr(self, name, False):",
         "if False:",
     ),
     Mutant(

@@ -34,7 +34,7 @@ BREAKAGES = [
         "checkpoint",
         "A resumed Trainer draws other random numbers than the run would have that was not interrupted.",
         GOES_ON,
-        """restore_random_state(_read(checkpoint).record["random"], parallelism.mesh)""",
+        """restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.mesh)""",
         "pass",
     ),
     Mutant(
@@ -52,10 +52,10 @@ BREAKAGES = [
     resume_counting(found, state)
 
 
-@collective_method""",
+@replaces""",
         """        commit()
 
 
-@collective_method""",
+@replaces""",
     ),
 ]
