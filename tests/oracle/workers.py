@@ -209,6 +209,11 @@ def _meet() -> None:
 # ---------------------------------------------------------------------- the server
 
 
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 def _import(modules: tuple[str, ...]) -> None:
     for name in modules:
         try:
@@ -236,6 +241,9 @@ def _fork_ranks(modules: tuple[str, ...], requests: Connection, other_end: Conne
         try:
             request = requests.recv()
         except EOFError:
+            for pid, process in started.items():
+                if process.daemon:  # a rank: one that is stopped would not end by itself
+                    _signal(pid, signal.SIGKILL)
             return
         if isinstance(request, int):
             process = started.pop(request)
@@ -350,7 +358,10 @@ class WorkerPool:
 
     def _group(self, world_size: int) -> list[Rank]:
         self._in_use.pop((self, world_size), None)
+        self._pause()
         self._in_use[self, world_size] = None
+        for rank in self._ranks.get(world_size, []):
+            _signal(rank.pid, signal.SIGCONT)
         if world_size not in self._ranks:
             while len(self._in_use) > 1 and sum(size for _, size in self._in_use) > MOST_RANKS:
                 pool, size = next(iter(self._in_use))
@@ -362,6 +373,14 @@ class WorkerPool:
                 group.log(rank).touch()
                 self._ranks[world_size].append(server(self._modules).fork(group, rank))
         return self._ranks[world_size]
+
+    @classmethod
+    def _pause(cls) -> None:
+        """Stop the ranks of all groups: each of gloo's threads wakes a hundred times a second, and a rank has forty."""
+        for pool, size in cls._in_use:
+            for rank in pool._ranks[size]:
+                if not rank.pipe.closed:
+                    _signal(rank.pid, signal.SIGSTOP)
 
     def try_run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Each rank's return value, or a `Failure` where it raised."""
