@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ENGINE = "lora_parallel"
 FRONT_ENDS = ("lightning_lora", "accelerate_plugin")
 FACE = {ENGINE, f"{ENGINE}.integration", f"{ENGINE}.sizes"}
-"""`sizes` stands by itself: the console script imports it before torch."""
+"""`sizes` stands by itself: it needs no torch."""
 
 Graph = Mapping[str, set[str]]
 
