@@ -267,7 +267,7 @@ def test_the_messages_of_troubleshooting_exist():
         if not any(pattern.match(each) for each in templates):
             lost.append(plain)
     assert not lost
-    assert len(headings) > 60
+    assert len(headings) > 40
 
 
 SVG = "{http://www.w3.org/2000/svg}"
