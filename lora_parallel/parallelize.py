@@ -190,7 +190,7 @@ def parallelize(
         compile_blocks(model, blocks, mesh.device_type, context, chunk, config.compile_arguments)
     if context is not None:
         for sequence in plan.sequences:
-            entries += run_on_chunks(sequence, context.group, context.tokens, count)
+            entries += run_on_chunks(sequence, context.chunks, context.tokens, count)
     if config.loss_parallel and (stages is None or stages.is_last):
         keep_logits_sliced(head_of(model))
     if places is not None and chunk is not None:

@@ -71,11 +71,6 @@ def scattered_sum(stacked: Tensor, group: ProcessGroup, what: str, where: str) -
         return reduce_scatter_sum(stacked, group)
 
 
-def chunks_over_tp(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
-    """Return the output [..., size] of which each rank holds a chunk `x` of the last dim. Autograd does not see it."""
-    return _all_chunks(x, size, -1, group, "output slices", where)
-
-
 class _CopyToTP(torch.autograd.Function):
     """Return the tensors unchanged in forward; in backward sum the gradients of all of them over tp, in one message."""
 
@@ -107,137 +102,57 @@ class _SumOverTP(torch.autograd.Function):
         return grads[0], None, None
 
 
-_TOKENS = 1  # dim of the tokens in activations [rows, tokens, features]
-
-
 def padded(x: Tensor, dim: int, size: int) -> Tensor:
     """Return `x` with zeros at the end of a dim, so that it has this size there."""
-    if dim < 0:
-        dim += x.dim()
-    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, size - x.shape[dim]))
+    # A graph always pads: whether there is anything to pad would be a condition on the size.
+    if not torch.compiler.is_compiling() and x.shape[dim] == size:
+        return x
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, size - x.shape[dim]))
 
 
-def _all_chunks(x: Tensor, size: int, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
-    """Return the ranks' chunks `x` of a dim concatenated: `size` elements in that dim."""
+def chunks_over_tp(x: Tensor, size: int, group: ProcessGroup, where: str, what: str = "output slices") -> Tensor:
+    """Return the tensor [..., size] of which each rank holds a chunk `x` of the last dim. Autograd does not see it."""
     ranks = group.size()
-    stacked = stacked_over(padded(x, dim, -(-size // ranks)), group, what, where)
+    stacked = stacked_over(padded(x, -1, -(-size // ranks)), group, what, where)
     bounds = (chunk_bounds(size, ranks, rank) for rank in range(ranks))
     # A new tensor, never a view: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a view
     # would lose the hooks.
-    return torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(stacked, bounds, strict=True)], dim=dim)
+    return torch.cat([part[..., : b - a] for part, (a, b) in zip(stacked, bounds, strict=True)], dim=-1)
 
 
-def _my_chunk(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's chunk of a dim, as a view."""
-    start, end = chunk_bounds(x.shape[dim], group.size(), group.rank())
-    return x.narrow(dim, start, end - start)
+def _my_chunk(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's chunk of the last dim, as a view."""
+    start, end = chunk_bounds(x.shape[-1], group.size(), group.rank())
+    return x[..., start:end]
 
 
-def _all_tokens(x: Tensor, size: int, group: ProcessGroup, what: str, where: str) -> Tensor:
-    """Return all `size` tokens [rows, tokens, ...], of which each rank has a chunk `x`. Autograd does not see it."""
-    if not torch.compiler.is_compiling():
-        return _all_chunks(x, size, _TOKENS, group, what, where)
-    stacked = stacked_over(_tokens_first(x, -(-size // group.size()), group), group, what, where)
-    return stacked.flatten(0, 1).narrow(0, 0, size).transpose(0, 1).contiguous()
-
-
-def _tokens_first(x: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """Return `x` [rows, tokens, ...] as [size, rows, ...], with zeros at the end."""
-    # A graph that serves lengths which vary has its tokens in the first dim, and always pads. In another dim, whether a
-    # tensor without its last tokens is contiguous would depend on whether tp divides the length: a graph for each case.
-    longer = torch.nn.functional.pad(x.transpose(0, 1), ((0, 0) * (x.dim() - 1) + (0, group.size() - 1)))
-    return longer.contiguous().narrow(0, 0, size)
-
-
-def _sum_of_mine(x: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
-    """Return this rank's chunk of the tokens of the sum of `x` [rows, tokens, ...] over `group`."""
-    size = x.shape[_TOKENS]
-    width = -(-size // group.size())
-    start, end = chunk_bounds(size, group.size(), group.rank())
-    if torch.compiler.is_compiling():
-        chunks = _tokens_first(x, width * group.size(), group).unflatten(0, (group.size(), width))
-        return scattered_sum(chunks, group, what, where).narrow(0, 0, end - start).transpose(0, 1).contiguous()
-    stacked = torch.stack(padded(x, _TOKENS, width * group.size()).split(width, dim=_TOKENS))
-    mine = scattered_sum(stacked, group, what, where)
-    return mine.narrow(_TOKENS, 0, end - start).clone(memory_format=torch.contiguous_format)
-
-
-class _GatherChunks(torch.autograd.Function):
-    """Concatenate the ranks' chunks of a dim in forward; in backward keep this rank's chunk of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_chunks(x, size, dim, group, what, where)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _my_chunk(grads[0], ctx.dim, ctx.group), None, None, None, None, None
-
-
-class _SplitChunks(torch.autograd.Function):
-    """Keep this rank's chunk of a dim in forward; in backward concatenate the gradients of all ranks' chunks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, what: str, where: str) -> Tensor:
-        ctx.size, ctx.dim, ctx.group, ctx.what, ctx.where = x.shape[dim], dim, group, what, where
-        # A copy, not a view: code may change the output of an autograd function in place.
-        return _my_chunk(x, dim, group).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole = _all_chunks(grads[0], ctx.size, ctx.dim, ctx.group, ctx.what, ctx.where)
-        return whole, None, None, None, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    """Gather the ranks' chunks of the tokens in forward; in backward sum the gradients for this rank's chunk."""
+class _GatherLastDim(torch.autograd.Function):
+    """Concatenate the ranks' chunks in forward; in backward keep this rank's chunk of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
-        ctx.group, ctx.where = group, where
-        return _all_tokens(x, size, group, "tokens", where)
+        ctx.group = group
+        return chunks_over_tp(x, size, group, where)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sum_of_mine(grads[0], ctx.group, "input gradient", ctx.where), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _my_chunk(grads[0], ctx.group), None, None, None
 
 
-class _SumOfTokens(torch.autograd.Function):
-    """Sum partial outputs over tp in forward, for this rank's chunk of the tokens; in backward gather the gradients."""
+class _SplitLastDim(torch.autograd.Function):
+    """Keep this rank's chunk in forward; in backward concatenate the gradients of all ranks' chunks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, where: str) -> Tensor:
-        ctx.size, ctx.group, ctx.where = x.shape[_TOKENS], group, where
-        return _sum_of_mine(x, group, "output", where)
+        ctx.size, ctx.group, ctx.where = x.shape[-1], group, where
+        # A copy, not a view: code may change the output of an autograd function in place.
+        return _my_chunk(x, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _all_tokens(grads[0], ctx.size, ctx.group, "output gradient", ctx.where), None, None
-
-
-def gather_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
-    """Return all `size` tokens from each rank's chunk `x`, for layers that tp splits: backward sums over tp."""
-    return _GatherTokens.apply(x, size, group, where)
-
-
-def sum_of_tokens(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
-    """Return the sum over tp of the partial outputs `x` [rows, tokens, ...], for this rank's chunk of the tokens."""
-    return _SumOfTokens.apply(x, group, where)
-
-
-def split_tokens(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
-    """Return this rank's chunk of the tokens of `x` [rows, tokens, ...], which is the same on every rank."""
-    return _SplitChunks.apply(x, _TOKENS, group, "input gradient", where)
-
-
-def whole_tokens(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
-    """Return all `size` tokens from each rank's chunk `x`; the same compute follows on every rank, and no sum."""
-    return _GatherChunks.apply(x, size, _TOKENS, group, "tokens", where)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return chunks_over_tp(grads[0], ctx.size, ctx.group, ctx.where, "input gradient slices"), None, None
 
 
 def copy_to_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
@@ -257,9 +172,9 @@ def sum_over_tp(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
 
 def gather_last_dim(x: Tensor, size: int, group: ProcessGroup, where: str) -> Tensor:
     """Return the output [..., size] of which each rank holds a chunk `x` of the last dim."""
-    return _GatherChunks.apply(x, size, -1, group, "output slices", where)
+    return _GatherLastDim.apply(x, size, group, where)
 
 
 def split_last_dim(x: Tensor, group: ProcessGroup, where: str) -> Tensor:
     """Return this rank's chunk of the last dim of `x`, which is the same on every rank."""
-    return _SplitChunks.apply(x, -1, group, "input gradient slices", where)
+    return _SplitLastDim.apply(x, group, where)

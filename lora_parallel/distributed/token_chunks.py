@@ -1,9 +1,12 @@
 """Say which tokens of a batch each rank of a group computes, and move chunks of tokens between these ranks.
 
-Ranks of the cp axis each have a chunk of the tokens [rows, tokens, ...]. Attention needs all of them: Ulysses exchanges
-heads for tokens by an all-to-all (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509); the other method gathers keys
-and values (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2). All functions here lay tokens out in the first
-dim while they are sent, so that the graphs of `torch.compile` do not depend on whether the ranks divide the length.
+Under sequence parallelism the ranks of the tp axis each have a chunk of the tokens [rows, tokens, ...] between the
+layers that tp cuts; an all-gather before these and a reduce-scatter after them replace all-reduces (Korthikanti et al.,
+https://arxiv.org/abs/2205.05198). Ranks of the cp axis have a chunk everywhere. Attention needs all tokens: Ulysses
+exchanges heads for tokens by an all-to-all (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509); the other method
+gathers keys and values (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2). All functions here lay tokens out in
+the first dim while they are sent, so that the graphs of `torch.compile` do not depend on whether the ranks divide the
+length.
 """
 
 from __future__ import annotations
@@ -97,6 +100,14 @@ class TokenChunks:
         """Return this rank's tokens of [rows, tokens, ...]; backward gathers the gradient of all. Collective there."""
         return _Cut.apply(whole, self, where)
 
+    def gather(self, part: Tensor, tokens: int, where: str) -> Tensor:
+        """Return all tokens as `whole` does, for layers that the ranks split: backward sums over ranks. Collective."""
+        return _Gather.apply(part, tokens, self, where)
+
+    def reduce_scatter(self, partial: Tensor, where: str) -> Tensor:
+        """Return this rank's tokens of the sum of each rank's `partial` [rows, tokens, ...]. Collective."""
+        return _ReduceScatter.apply(partial, self, where)
+
 
 def _bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return the start and the end of chunk `index` of `parts` whose sizes differ by one at most."""
@@ -104,13 +115,25 @@ def _bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * size // parts, (index + 1) * size // parts
 
 
+def _gathered(part: Tensor, tokens: int, chunks: TokenChunks, what: str, where: str) -> Tensor:
+    first = padded(part.transpose(0, 1), 0, chunks.width(tokens)).contiguous()
+    whole = chunks.joined(stacked_over(first, chunks.group, what, where), tokens).transpose(0, 1)
+    # A new tensor, never a view: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a view
+    # would lose the hooks.
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+def _reduce_scattered(partial: Tensor, chunks: TokenChunks, what: str, where: str) -> Tensor:
+    parted = chunks.parted(partial.transpose(0, 1)).contiguous()
+    mine = scattered_sum(parted, chunks.group, what, where).narrow(0, 0, chunks.count(partial.shape[1]))
+    return mine.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, tokens: int, chunks: TokenChunks, where: str) -> Tensor:
         ctx.chunks = chunks
-        first = padded(part.transpose(0, 1), 0, chunks.width(tokens)).contiguous()
-        stacked = stacked_over(first, chunks.group, "tokens", where)
-        return chunks.joined(stacked, tokens).transpose(0, 1).contiguous()
+        return _gathered(part, tokens, chunks, "tokens", where)
 
     @staticmethod
     @once_differentiable
@@ -127,7 +150,31 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.chunks.whole(grads[0], ctx.tokens, ctx.where), None, None
+        return _gathered(grads[0], ctx.tokens, ctx.chunks, "input gradient", ctx.where), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, tokens: int, chunks: TokenChunks, where: str) -> Tensor:
+        ctx.chunks, ctx.where = chunks, where
+        return _gathered(part, tokens, chunks, "tokens", where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _reduce_scattered(grads[0], ctx.chunks, "input gradient", ctx.where), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, chunks: TokenChunks, where: str) -> Tensor:
+        ctx.tokens, ctx.chunks, ctx.where = partial.shape[1], chunks, where
+        return _reduce_scattered(partial, chunks, "output", where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grads[0], ctx.tokens, ctx.chunks, "output gradient", ctx.where), None, None
 
 
 # ------------------------------------------------------------------------------- heads against tokens

@@ -18,9 +18,10 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.utils._pytree import tree_map_only
 
 from lora_parallel.adapters.inspection import adapter_parameters
-from lora_parallel.distributed.collectives import chunk_bounds, copy_to_tp, gather_tokens
+from lora_parallel.distributed.collectives import chunk_bounds, copy_to_tp
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import shared_parameters
 from lora_parallel.layers.styles import RowPartition
@@ -88,6 +89,7 @@ class TPContext:
         self.rank = self.mesh.get_local_rank()
         self.gradients = gradients
         self.tokens = Tokens(forwards)
+        self.chunks = TokenChunks(self.mesh.size(), self.rank, self.group)
         # Parameters that train or belong to an adapter, until they are placed. They are saved, so a row partition never
         # rearranges them, whatever rows a rank computes with.
         self.stored_whole = {p for p in model.parameters() if p.requires_grad} | {*adapter_parameters(model).values()}
@@ -156,7 +158,7 @@ class TPContext:
 
     def all_tokens(self, x: Tensor, where: str) -> Tensor:
         """Gather each rank's chunk [rows, tokens, ...] to all tokens; layers that are called in a row share it."""
-        return self._shared_by_layers(x, lambda: gather_tokens(x, self.tokens.count, self.group, where))
+        return self._shared_by_layers(x, lambda: self.chunks.gather(x, self.tokens.count, where))
 
     def forget_input(self) -> None:
         """Drop the reference to the last input, after the model's forward."""

@@ -26,7 +26,6 @@ from lora_parallel.distributed.collectives import (
     copy_all_to_tp,
     gather_last_dim,
     split_last_dim,
-    sum_of_tokens,
     sum_over_tp,
     unless_compiled,
 )
@@ -107,8 +106,8 @@ class TPLayer:
         if outside is not None:
             y = y.masked_fill(outside.unsqueeze(-1), 0)
         if style.leave in ("reduce", "tokens"):
-            add_up = sum_over_tp if style.leave == "reduce" else sum_of_tokens
-            y = add_up(y, context.group, where)
+            is_whole = style.leave == "reduce"
+            y = sum_over_tp(y, context.group, where) if is_whole else context.chunks.reduce_scatter(y, where)
             return y if self._late is None else y + self._late.to(y.dtype)
         if style.leave == "gather":
             assert self.out_features is not None

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from lora_parallel.distributed.collectives import gather_tokens, split_tokens, whole_tokens
+from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import asks_for, check_between_blocks
 from lora_parallel.state import ForwardCount
@@ -53,18 +52,18 @@ class Entry:
     leave: Callable[[torch.device], None]
 
 
-def run_on_chunks(sequence: Sequence, group: ProcessGroup, tokens: Tokens, count: ForwardCount) -> list[Entry]:
+def run_on_chunks(sequence: Sequence, chunks: TokenChunks, tokens: Tokens, count: ForwardCount) -> list[Entry]:
     """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
     entries = []
     for index, (first, last) in enumerate(sequence.stacks.items()):
-        draws = OwnDraws(group.rank() + index * group.size(), sequence.model or first, count)
-        split = _splitting(group, tokens, type(first).__name__, draws)
-        _around(last, after=_gathering(group, tokens, type(last).__name__, draws))
+        draws = OwnDraws(chunks.rank + index * chunks.ranks, sequence.model or first, count)
+        split = _splitting(chunks, tokens, type(first).__name__, draws)
+        _around(last, after=_gathering(chunks, tokens, type(last).__name__, draws))
         _around(first, before=split)
         entries.append(Entry(split, draws.end))
     for module in sequence.modules:
         where = type(module).__name__
-        _around(module, before=lambda x, where=where: gather_tokens(x, tokens.count, group, where))  # type: ignore[misc]
+        _around(module, before=lambda x, where=where: chunks.gather(x, tokens.count, where))  # type: ignore[misc]
     if sequence.model is not None:
         sequence.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
         for module in sequence.model.modules():  # the one that calls the blocks may be inside of the one that was run
@@ -129,19 +128,19 @@ class OwnDraws:
         self._shared = []
 
 
-def _splitting(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:
+def _splitting(chunks: TokenChunks, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:
     def split(x: Tensor) -> Tensor:
         tokens.count = x.shape[1]
         draws.begin(x.device)
-        return split_tokens(x, group, where)
+        return chunks.cut(x, where)
 
     return split
 
 
-def _gathering(group: ProcessGroup, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:
+def _gathering(chunks: TokenChunks, tokens: Tokens, where: str, draws: OwnDraws) -> Callable[[Tensor], Tensor]:
     def gather(x: Tensor) -> Tensor:
         draws.end(x.device)
-        return whole_tokens(x, tokens.count, group, where)
+        return chunks.whole(x, tokens.count, where)
 
     return gather
 

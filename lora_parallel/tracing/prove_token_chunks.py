@@ -108,9 +108,7 @@ def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp:
     producers = {name for layer_group in layer_groups for name in layer_group.producers}
     whole: dict[nn.Module, list[Tensor]] = {}
 
-    def chunk(x: Tensor) -> Tensor:
-        start, end = chunk_bounds(x.shape[1], tp, rank)
-        return x[:, start:end]
+    chunk = TokenChunks(tp, rank).mine
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         whole.setdefault(module, []).append(first_activations(args, kwargs)[1])

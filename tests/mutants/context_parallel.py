@@ -26,7 +26,7 @@ BREAKAGES = [
         "backward",
         "Under cp a trained embedding gets the gradient of this rank's tokens at the places of the first ones.",
         AROUND,
-        """return ctx.chunks.whole(grads[0], ctx.tokens, ctx.where), None, None""",
+        """return _gathered(grads[0], ctx.tokens, ctx.chunks, "input gradient", ctx.where), None, None""",
         """return padded(grads[0], 1, ctx.tokens), None, None""",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lora_parallel import TenantPool, parallelize
-from lora_parallel.distributed.collectives import chunk_bounds, gather_tokens, split_tokens, sum_of_tokens, whole_tokens
+from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.sequence import OwnDraws
@@ -81,28 +81,28 @@ def test_training_equals_one_process(pool, mesh, kinds):
             assert run.losses == pytest.approx(want.losses, abs=1e-6), kind
 
 
-SIZE = 7  # four ranks have 2, 2, 2 and 1 of it
+SIZE = 7  # four ranks have 1, 2, 2 and 2 of it
 
 
 def functions():
     """Each function's output and input gradient."""
     group = mesh_of("1x4").get_group("tp")
     rank = dist.get_rank(group)
-    start, end = chunk_bounds(SIZE, 4, rank)
+    chunks = TokenChunks(4, rank, group)
     every = torch.arange(1.0, SIZE + 1).view(1, SIZE, 1).expand(2, -1, 3).clone()
     ours = torch.full((2, SIZE, 3), rank + 1.0)
 
     def run(function, x, grad, *args):
         x = x.clone().requires_grad_()
-        y = function(x, *args, group, "here")
+        y = function(x, *args, "here")
         y.backward(grad)
         return y.detach(), x.grad
 
     return {
-        "gather": run(gather_tokens, every[:, start:end], ours, SIZE),
-        "whole": run(whole_tokens, every[:, start:end], every, SIZE),
-        "split": run(split_tokens, every, every[:, start:end]),
-        "sum": run(sum_of_tokens, ours, every[:, start:end]),
+        "gather": run(chunks.gather, chunks.mine(every), ours, SIZE),
+        "whole": run(chunks.whole, chunks.mine(every), every, SIZE),
+        "cut": run(chunks.cut, every, chunks.mine(every)),
+        "reduce_scatter": run(chunks.reduce_scatter, ours, chunks.mine(every)),
     }
 
 
@@ -110,25 +110,12 @@ def test_forward_and_backward_of_each_collective(pool):
     every = torch.arange(1.0, SIZE + 1).view(1, SIZE, 1).expand(2, -1, 3)
     ten = torch.full((2, SIZE, 3), 10.0)
     for rank, found in enumerate(pool.run(4, functions)):
-        start, end = chunk_bounds(SIZE, 4, rank)
+        start, end = rank * SIZE // 4, (rank + 1) * SIZE // 4
         mine, sums = every[:, start:end], ten[:, start:end]
-        want = {"gather": (every, sums), "whole": (every, mine), "split": (mine, every), "sum": (sums, every)}
+        want = {"gather": (every, sums), "whole": (every, mine), "cut": (mine, every), "reduce_scatter": (sums, every)}
         for name, (output, gradient) in want.items():
             assert torch.equal(found[name][0], output), name
             assert torch.equal(found[name][1], gradient), name
-
-
-def summed_in_a_graph():
-    group = mesh_of("1x2").get_group("tp")
-    start, end = chunk_bounds(SIZE, 2, dist.get_rank(group))
-    parts = torch.arange(2.0 * SIZE).view(1, SIZE, 2) * (dist.get_rank(group) + 1)
-    compiled = torch.compile(lambda x: sum_of_tokens(x, group, ""), backend="aot_eager", fullgraph=True)
-    return compiled(parts), torch.arange(2.0 * SIZE).view(1, SIZE, 2)[:, start:end] * 3
-
-
-def test_the_sum_of_tokens_is_the_same_in_a_graph(pool):
-    for summed, want in pool.run(2, summed_in_a_graph):
-        assert torch.equal(summed, want)
 
 
 def traffic(layers, lora):
