@@ -162,9 +162,9 @@ def parallelize(
     stages: StageModel | None = None
     if stage_layers is not None:
         own_loss = OwnLoss(model)
-        place = axis_rank(mesh, "pp")
+        stage = axis_rank(mesh, "pp")
         of_stage = StageContext(entries)
-        stages = StageModel(model, stage_layers, bounds, pp, place, of_stage, config.param_dtype, mesh.device_type)
+        stages = StageModel(model, stage_layers, bounds, pp, stage, of_stage, config.param_dtype, mesh.device_type)
         del stage_layers
         plan = plan.within(model)
         places = places.within(model) if places is not None else None
@@ -272,8 +272,8 @@ def _find_stages(model: nn.Module, config: ParallelConfig) -> tuple[StageLayers,
 def _comparable(config: ParallelConfig) -> dict[str, Any]:
     """Return {"config.<field>": value} without the seed, and with names of functions (`torch.compile` backends)."""
     arguments = {
-        name: f"{each.__module__}.{getattr(each, '__qualname__', type(each).__name__)}" if callable(each) else each
-        for name, each in (config.compile_arguments or {}).items()
+        name: f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}" if callable(value) else value
+        for name, value in (config.compile_arguments or {}).items()
     }
     fields = {**vars(config), "compile": arguments or config.compile}
     return {f"config.{name}": value for name, value in fields.items() if name != "seed"}

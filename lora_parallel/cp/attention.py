@@ -61,12 +61,12 @@ class CPContext:
 
     def part(self, x: Tensor) -> Tensor:
         """Return what `cut` does, the same for all blocks that are given `x`: it is kept until the forward ends."""
-        found = self._cut.get(id(x))
-        if found is None or found[0] is not x or found[1] != x._version:
-            found = x, x._version, self.cut(x)
+        kept = self._cut.get(id(x))
+        if kept is None or kept[0] is not x or kept[1] != x._version:
+            kept = x, x._version, self.cut(x)
             if self.cuts:
-                self._cut[id(x)] = found
-        return found[2]
+                self._cut[id(x)] = kept
+        return kept[2]
 
     def on_all_tokens(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a forward without cutting the tokens."""
@@ -102,9 +102,9 @@ class CPContext:
         is_flat = tokens != mine and tokens == 1 and mine and rows % mine == 0
         if tokens != mine and not is_flat:
             return None
-        each = rows // mine if is_flat else rows
-        token = self.chunks.positions(count, device).expand(each, mine)
-        row = (torch.arange(each, dtype=torch.int32, device=device) + share * each)[:, None].expand(each, mine)
+        rows = rows // mine if is_flat else rows
+        token = self.chunks.positions(count, device).expand(rows, mine)
+        row = (torch.arange(rows, dtype=torch.int32, device=device) + share * rows)[:, None].expand(rows, mine)
         if not is_flat:
             return row, token
         flat = (row * count + token).view(-1, 1)  # in one process, each token of flattened rows counts as a row
@@ -125,9 +125,9 @@ def remember_whole(part: Tensor, whole: Tensor) -> Tensor:
     return part
 
 
-def whole_of(each: Any) -> Any:
+def whole_of(value: Any) -> Any:
     """Return the tensor that a block's argument was cut from, or the argument itself."""
-    return getattr(each, _WHOLE, each) if isinstance(each, Tensor) else each
+    return getattr(value, _WHOLE, value) if isinstance(value, Tensor) else value
 
 
 @cache
@@ -137,13 +137,13 @@ def wrap_registry() -> None:
     own_get = AttentionInterface.get_interface
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        own = own_get(self, attn_implementation, default)
+        function = own_get(self, attn_implementation, default)
 
         def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             instead = getattr(module, ATTENTION, None)
             if instead is None:
-                return own(module, *args, **kwargs)
-            return instead(own, attn_implementation, module, *args, **kwargs)
+                return function(module, *args, **kwargs)
+            return instead(function, attn_implementation, module, *args, **kwargs)
 
         return attend
 
@@ -157,9 +157,9 @@ class _WithHeads:
         self.num_key_value_groups = groups
         self._module = module
         for name in module._parameters:  # attention sinks, for example
-            held = getattr(module, name)
-            of_heads = isinstance(held, Tensor) and tuple(held.shape) == (heads,)
-            self.__dict__[name] = held[share[0] : share[1]] if of_heads else held
+            value = getattr(module, name)
+            of_heads = isinstance(value, Tensor) and tuple(value.shape) == (heads,)
+            self.__dict__[name] = value[share[0] : share[1]] if of_heads else value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
@@ -179,7 +179,7 @@ def with_repeated_heads(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, 
     query, key, value = tensors
     check_heads(query.shape[1], ranks)
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    repeat = next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % ranks)
+    repeat = next(times for times in range(1, groups + 1) if not groups % times and not kv_heads * times % ranks)
     if repeat == 1:
         return query, key, value
     return query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
@@ -217,26 +217,26 @@ def attend_with_share(call: AttentionCall, tensors: Sequence[Tensor], share: tup
     # `tensors` are of these heads, [rows, heads, tokens, features]; `share` is the first and last + 1 query head.
     heads = call.heads
 
-    def of_share(each: Any) -> Any:
-        if not isinstance(each, Tensor) or not (each.is_floating_point() or each.dtype is torch.bool):
-            return each  # lengths of packed rows, for example
-        if tuple(each.shape) == (heads,):
-            return each[share[0] : share[1]]
-        return each[:, share[0] : share[1]] if each.dim() == 4 and each.shape[1] == heads else each
+    def of_share(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.dtype is torch.bool):
+            return value  # lengths of packed rows, for example
+        if tuple(value.shape) == (heads,):
+            return value[share[0] : share[1]]
+        return value[:, share[0] : share[1]] if value.dim() == 4 and value.shape[1] == heads else value
 
     query, key, _ = tensors
     stands: Any = _WithHeads(call.module, heads, share, query.shape[1] // key.shape[1])
-    given = {name: of_share(each) for name, each in call.kwargs.items()}
-    return call.function(stands, *tensors, of_share(call.mask), *call.args, **given)[0]
+    kwargs = {name: of_share(value) for name, value in call.kwargs.items()}
+    return call.function(stands, *tensors, of_share(call.mask), *call.args, **kwargs)[0]
 
 
 def attend_to_all_tokens(context: CPContext, name: str) -> Callable[..., Any]:
     """Return what computes the attention of a module whose block runs on a chunk of the tokens."""
 
-    def attend(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def attend(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not context.on_chunk:
-            return own(module, *args, **kwargs)
-        call = AttentionCall.of(own, module, *args, **{key: whole_of(each) for key, each in kwargs.items()})
+            return function(module, *args, **kwargs)
+        call = AttentionCall.of(function, module, *args, **{key: whole_of(value) for key, value in kwargs.items()})
         where = unless_compiled(name)
         if context.method == "ulysses":
             return _by_heads(context, where, call), None

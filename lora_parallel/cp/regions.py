@@ -46,23 +46,27 @@ from lora_parallel.tp.sliced_tensor import SlicedTensor, Slicing, part_of, slice
 
 def run_replicated(layer: nn.Module, context: CPContext) -> None:
     """Make a layer divide its gradients by cp, in place."""
-    own = layer.forward
+    compute = layer.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return replicated(self, own, context, args, kwargs)
+        return replicated(self, compute, context, args, kwargs)
 
     layer.forward = MethodType(forward, layer)
 
 
 def replicated(
-    layer: nn.Module, own: Callable[..., Any], context: CPContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module,
+    compute: Callable[..., Any],
+    context: CPContext,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Call a layer's own forward: its parameters' gradients are divided by cp, and those of its inputs are not."""
     trains = any(parameter.requires_grad for parameter in layer.parameters())
     if not context.cuts:
         if trains:
             refuse_gradients(type(layer).__name__)
-        return own(*args, **kwargs)
+        return compute(*args, **kwargs)
     ranks = context.chunks.ranks
 
     def entering(x: Tensor) -> Tensor:
@@ -78,7 +82,7 @@ def replicated(
         return scale_gradient(x, 1 / ranks)
 
     args, kwargs = tree_map_only(Tensor, entering, (args, kwargs))
-    return tree_map_only(Tensor, leaving, own(*args, **kwargs))
+    return tree_map_only(Tensor, leaving, compute(*args, **kwargs))
 
 
 def refuse_gradients(name: str) -> None:
@@ -111,9 +115,9 @@ class Places:
         return replace(
             self,
             blocks=[block if block in there else None for block in self.blocks],
-            arguments={block: each for block, each in self.arguments.items() if block in there},
+            arguments={block: names for block, names in self.arguments.items() if block in there},
             attentions={module: name for module, name in self.attentions.items() if module in there},
-            cut={block: each for block, each in self.cut.items() if block in there},
+            cut={block: names for block, names in self.cut.items() if block in there},
             after=[layer for layer in self.after if layer in there],
             replicated=[layer for layer in self.replicated if layer in there],
         )
@@ -164,8 +168,8 @@ def _decide_cuts(model: nn.Module, context: CPContext) -> None:
         caches = asks_for_cache(args, kwargs)
         if caches:
             refuse_caches()
-        for each in tensors_in([args, kwargs]):
-            if each.requires_grad and torch.is_grad_enabled():
+        for tensor in tensors_in([args, kwargs]):
+            if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     "an input of the model requires a gradient, and under cp each rank would give it that of its own "
                     "tokens: let the model compute it (embeddings inside of the model), or use cp=1."
@@ -211,16 +215,16 @@ def changed_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Change the tensors that a block is given."""
 
-    def changed(name: str, each: Any) -> Any:
-        if isinstance(each, Tensor):
-            return change(name, each)
-        if isinstance(each, (tuple, list)) and type(each) in (tuple, list):
-            return type(each)(changed(name, one) for one in each)
-        return {key: changed(name, one) for key, one in each.items()} if type(each) is dict else each
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(name, value)
+        if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+            return type(value)(changed(name, one) for one in value)
+        return {key: changed(name, one) for key, one in value.items()} if type(value) is dict else value
 
     names = [*names, *(f"argument {index}" for index in range(len(names), len(args)))]
-    given = tuple(changed(name, each) for name, each in zip(names, args, strict=False))
-    return given, {name: changed(name, each) for name, each in kwargs.items()}
+    changed_args = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
+    return changed_args, {name: changed(name, value) for name, value in kwargs.items()}
 
 
 def has_tokens(name: str, x: Tensor, tokens: int) -> bool:
@@ -247,10 +251,10 @@ def _run_block(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only:
         # what is recomputed is given the chunks that are made here.
-        own = type(self).forward.__get__(self) if instance_forward is None else instance_forward
+        block_forward = type(self).forward.__get__(self) if instance_forward is None else instance_forward
         if not context.active:
             refuse_gradients(type(self).__name__)
-            return own(*args, **kwargs)
+            return block_forward(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)  # nobody would read them
         if is_first:
             hidden = first_activations(args, kwargs)[1]
@@ -263,7 +267,7 @@ def _run_block(
         recomputes = self.training and bool(getattr(self, "gradient_checkpointing", False))
         context.running, context.recomputes = True, recomputes
         try:
-            output = own(*args, **kwargs)
+            output = block_forward(*args, **kwargs)
         finally:
             context.running = context.recomputes = False
         if is_last:
@@ -309,15 +313,15 @@ def with_first_output(output: Any, tensor: Tensor) -> Any:
 
 def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: bool) -> None:
     """Make the output of a trunk stand for all tokens, of which this rank has a chunk; `gathers` returns all tokens."""
-    own, name = trunk.forward, type(trunk).__name__
+    trunk_forward, name = trunk.forward, type(trunk).__name__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if context.cuts and asks_for_cache(args, kwargs):  # by the model's own code: the user's model was not given it
             refuse_caches()
-            return context.on_all_tokens(own, *args, **kwargs)
+            return context.on_all_tokens(trunk_forward, *args, **kwargs)
         if context.cuts:
             refuse_outputs(self, kwargs)
-        output = own(*args, **kwargs)
+        output = trunk_forward(*args, **kwargs)
         if not context.cuts:
             return output
         hidden, tokens = first_output(output), context.tokens.count
@@ -333,17 +337,17 @@ def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: b
 
 def _run_after(layer: nn.Module, context: CPContext) -> None:
     """Run a linear layer after the trunk on this rank's chunk of its input, if that stands for the trunk's tokens."""
-    own = layer.forward
+    compute = layer.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
         if not (context.cuts and isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3):
-            return replicated(self, own, context, args, kwargs)
+            return replicated(self, compute, context, args, kwargs)
         chunks, tokens = context.chunks, context.tokens.count
-        args, kwargs = tree_map(lambda each: part_of(x) if each is x else each, (args, kwargs))
+        args, kwargs = tree_map(lambda value: part_of(x) if value is x else value, (args, kwargs))
         context.running = True
         try:
-            y = own(*args, **kwargs)
+            y = compute(*args, **kwargs)
         finally:
             context.running = False
         slicing = y.slicing if isinstance(y, SlicedTensor) else None

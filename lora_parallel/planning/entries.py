@@ -157,8 +157,8 @@ class PlanBuilder:
 
     def ends(self, side: Literal["input", "output"]) -> list[nn.Module]:
         """Return the input or output embeddings of the models inside."""
-        found = (embeddings_of(inner, side) for inner in traced_models(self.model))
-        return [layer for layer in found if layer is not None]
+        layers = (embeddings_of(inner, side) for inner in traced_models(self.model))
+        return [layer for layer in layers if layer is not None]
 
     def is_head(self, names: Iterable[str]) -> bool:
         """Return True if one of these layers is the output embedding of a model inside."""
@@ -184,14 +184,14 @@ def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
     # A model's plan covers the models inside of it. One that names an unknown style is set aside as a whole, since what
     # its other entries cut may need that style.
     names = builder.names
-    own: Entries = []
+    declared: Entries = []
     table: Entries = []
     covered: list[str] = []
     for module, name in names.items():
         if any(_inside(name, outer) for outer in covered):
             continue
-        plan, at, entries = getattr(module, "_tp_plan", None), name, own
-        unknown = [each for each in plan.items() if not _is_known(each[1])] if isinstance(plan, Mapping) else []
+        plan, at, entries = getattr(module, "_tp_plan", None), name, declared
+        unknown = [entry for entry in plan.items() if not _is_known(entry[1])] if isinstance(plan, Mapping) else []
         if unknown:
             (key, style), plan = unknown[0], None
             builder.set_aside.append((type(module).__name__, key, style))
@@ -204,13 +204,13 @@ def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
             full = f"{at}.{key}" if at else key
             pattern = r"[^.]+".join(re.escape(part) for part in full.split("*"))
             entries.append((re.compile(pattern), style))
-    return own, table
+    return declared, table
 
 
-def set_aside_unshown(builder: PlanBuilder, own: Entries) -> bool:
+def set_aside_unshown(builder: PlanBuilder, declared: Entries) -> bool:
     """Set the plan of a model that cannot be run aside, if an entry of it wants a run to be understood."""
     for plan in builder.layers.values():
-        style = next((style for pattern, style in own if pattern.fullmatch(plan.name)), None)
+        style = next((style for pattern, style in declared if pattern.fullmatch(plan.name)), None)
         if style in _TAKES_SLICES:
             builder.set_aside.append((type(innermost(builder.model)).__name__, plan.name, style))
             return True
@@ -225,10 +225,10 @@ def _inside(name: str, outer: str) -> bool:
     return outer == "" or name == outer or name.startswith(outer + ".")
 
 
-def take_entries(builder: PlanBuilder, own: Entries, table: Entries, globs: Mapping[str, str]) -> None:
+def take_entries(builder: PlanBuilder, declared: Entries, table: Entries, globs: Mapping[str, str]) -> None:
     """Set the styles that entries name; the user's entries come last, and replace others."""
     for plan in builder.layers.values():
-        chosen = next((style for pattern, style in own if pattern.fullmatch(plan.name)), None)
+        chosen = next((style for pattern, style in declared if pattern.fullmatch(plan.name)), None)
         if chosen is None:
             chosen = next((style for pattern, style in table if pattern.fullmatch(plan.name)), None)
             plan.from_table = chosen is not None

@@ -55,10 +55,10 @@ def share_experts(
         except Exception as error:
             return f"its forward cannot be tried ({brief(error)})"
         for sharing in candidates:
-            found = _problem(module, sharing, values, fed, whole, tp)
-            if found is None:
+            reason = _problem(module, sharing, values, fed, whole, tp)
+            if reason is None:
                 return sharing
-            problem = problem or found
+            problem = problem or reason
     if problem is None:
         shapes = ", ".join(f"{key} {tuple(p.shape)}" for key, p in stacks.items())
         problem = (
@@ -219,12 +219,12 @@ def plan_experts(builder: PlanBuilder, structures: list[Structure], sequence_par
             key = type(base), by, _shapes(base), _shapes(tracer.experts[twin])
             if key not in known:
                 known[key] = share_experts(twin, tracer.experts[twin], builder.tp, by)
-            found = known[key]
-            if isinstance(found, str):
-                reasons.append(f"{style.name}: {found}")
+            outcome = known[key]
+            if isinstance(outcome, str):
+                reasons.append(f"{style.name}: {outcome}")
                 continue
-            plan.style, plan.sharing = style, found
-            builder.attributes.setdefault(base, {}).update(found.attributes)
+            plan.style, plan.sharing = style, outcome
+            builder.attributes.setdefault(base, {}).update(outcome.attributes)
             break
         if plan.sharing is not None:
             continue

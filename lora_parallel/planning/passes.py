@@ -45,7 +45,7 @@ def fit_groups(builder: PlanBuilder, structure: Structure) -> None:
         wanted |= dict.fromkeys(group.consumers, STYLES["rowwise"])
         plans = builder.plans_of(wanted)
         problems = (cut_problem(module, wanted[plan.name]) for module, plan in plans)
-        problem = next((f"in the same flow, {found}" for found in problems if found), None)
+        problem = next((f"in the same flow, {why}" for why in problems if why), None)
         if any(plan.asked is not None and plan.style is not wanted[plan.name] for _, plan in plans):
             reason = next(plan.asked for _, plan in plans if plan.asked is not None)
             problem = f"{reason} asks for another style in the same flow"
@@ -161,7 +161,7 @@ def split_tokens(builder: PlanBuilder, structures: list[Structure], problem: str
             f"({problem}), so that nothing shows where its tokens may be split. {remedy}"
         )
     for structure in structures:
-        groups = [group for group in structure.layer_groups if any(group is each for each in builder.layer_groups)]
+        groups = [group for group in structure.layer_groups if any(group is taken for taken in builder.layer_groups)]
         model = type(structure.tracer.model).__name__
         in_group = {name for group in groups for name in group.layers}
         for _, plan in builder.plans_of(sorted(structure.called - in_group)):

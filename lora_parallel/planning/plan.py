@@ -65,9 +65,9 @@ class Plan:
         """Return the plan of the modules that are in `model`, of which others may have been taken out."""
         there = set(model.modules())
         parts = {
-            each.name: {module: value for module, value in held.items() if module in there}
-            for each in fields(self)
-            if isinstance(held := getattr(self, each.name), dict)
+            attribute.name: {module: value for module, value in value_of.items() if module in there}
+            for attribute in fields(self)
+            if isinstance(value_of := getattr(self, attribute.name), dict)
         }
         return replace(self, **parts)  # type: ignore[arg-type]
 
@@ -95,12 +95,12 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     check_globs(model, globs or {})
     names = clean_names(model)
     builder = PlanBuilder(model, names, tp)
-    own, table = entries_of_models(builder)
-    take_entries(builder, own, table, globs or {})
+    declared, table = entries_of_models(builder)
+    take_entries(builder, declared, table, globs or {})
     check_kinds({module: entry for module, entry in builder.styles.items() if builder.layers[module].asked}, tp)
     between = {name for name, style in builder.styles.values() if style is STYLES["replicated_with_grad_allreduce"]}
     structures, first_batch_checks, problem = _structures(model, names, tp, between)
-    if globs is None and not structures and (not own or set_aside_unshown(builder, own)):
+    if globs is None and not structures and (not declared or set_aside_unshown(builder, declared)):
         lack = "no tp_plan"
         for _, key, style in builder.set_aside:
             lack = f"a plan whose entry {key!r} asks for the style {style!r}, which is not known without a run"
@@ -121,7 +121,7 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     keep_whole(builder, structures)
     keep_small_whole(builder)
     partition_packed(builder)
-    if own and globs is None and not builder.styles:
+    if declared and globs is None and not builder.styles:
         raise ValueError(
             f"tp={tp}: no entry of the plan that {type(innermost(model)).__name__} carries matches a module of it: "
             f'pass tp_plan={{"<glob>": "<style>"}}, or {_WHOLE}.'
@@ -152,7 +152,7 @@ def _structures(
 ) -> tuple[list[Structure], list[FirstBatchCheck], str]:
     """Run the transformers models in `model` without their weights; return what they show."""
     # A model inside of another (a vision tower) is run by itself if the outer one fails or does not reach it.
-    found: list[Structure] = []
+    structures: list[Structure] = []
     first_batch_checks: list[FirstBatchCheck] = []
     problem = ""
     reached: set[nn.Module] = set()
@@ -167,6 +167,6 @@ def _structures(
                 if inner in (model, innermost(model)):
                     first_batch_checks.append(FirstBatchCheck(inner, names, tp))
             continue
-        found.append(structure)
+        structures.append(structure)
         reached.update(module for module, name in names.items() if name in structure.called)
-    return found, first_batch_checks, problem
+    return structures, first_batch_checks, problem

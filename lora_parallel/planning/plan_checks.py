@@ -168,10 +168,10 @@ class FirstBatchCheck:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a plan that is not what a copy of the model computes on a batch; warn if it cannot be run."""
-        given = tree_map_only(Tensor, _plain, {**kwargs, "args": args})
+        inputs = tree_map_only(Tensor, _plain, {**kwargs, "args": args})
         between = {n for n, (style, _) in self._wanted.items() if style is STYLES["replicated_with_grad_allreduce"]}
         try:
-            found = find_structure(self._twin, self._names, self._tp, between, given)
+            structure = find_structure(self._twin, self._names, self._tp, between, inputs)
         except TraceError as error:
             if is_rank_zero():
                 log.warning(
@@ -181,17 +181,17 @@ class FirstBatchCheck:
                 )
             return
         rows: dict[str, RowPartition | None] = {
-            name: None for layer_group in found.layer_groups for name in layer_group.consumers
+            name: None for layer_group in structure.layer_groups for name in layer_group.consumers
         }
-        for layer_group in found.layer_groups:
+        for layer_group in structure.layer_groups:
             rows.update(layer_group.producers)
-        for name in sorted(found.called):
+        for name in sorted(structure.called):
             style, partition = self._wanted.get(name, (None, None))
             if style is None or not style.requires_even_split:
                 continue
             if name in rows and _alike(rows[name], partition):
                 continue
-            reason = found.rejected.get(name, "no layer takes such slices of what it computes")
+            reason = structure.rejected.get(name, "no layer takes such slices of what it computes")
             if name in rows:
                 reason = "several matrices are in it, each of which has to be cut by itself"
             raise ValueError(

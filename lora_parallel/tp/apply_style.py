@@ -92,11 +92,11 @@ def apply_style(
 
 def _wrappers(module: nn.Module) -> list[ParamWrapper]:
     """Return PEFT's layers around experts, outermost first. They are nested, and each adapts one parameter."""
-    found = []
+    wrappers = []
     while isinstance(module, ParamWrapper):
-        found.append(module)
+        wrappers.append(module)
         module = module.base_layer
-    return found
+    return wrappers
 
 
 def _expert_tensors(module: nn.Module, sharing: ExpertSharing) -> dict[LayerTensor, tuple[int, RowPartition] | None]:
@@ -106,9 +106,9 @@ def _expert_tensors(module: nn.Module, sharing: ExpertSharing) -> dict[LayerTens
     for inner in base.modules():
         for key, parameter in inner._parameters.items():
             if parameter is not None:
-                own = inner is base
-                cut = sharing.cuts.get(key) if own else None
-                role = "weight" if cut is not None else "addend" if own and key in sharing.addends else "other"
+                is_base = inner is base
+                cut = sharing.cuts.get(key) if is_base else None
+                role = "weight" if cut is not None else "addend" if is_base and key in sharing.addends else "other"
                 tensors[LayerTensor(inner, key, role)] = cut
     for wrapper in _wrappers(module):
         for adapter in wrapper.lora_A:
@@ -136,12 +136,12 @@ def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPCon
 
 def _merge_whole(module: Any) -> None:
     """Let PEFT merge adapters into a base weight that tp does not cut: the delta weight is gathered to match it."""
-    own = getattr(module, "get_delta_weight", None)
-    if own is None:
+    delta_weight = getattr(module, "get_delta_weight", None)
+    if delta_weight is None:
         return
 
     def get_delta_weight(adapter: str) -> Tensor:
-        delta, weight = own(adapter), module.get_base_layer().weight.detach()
+        delta, weight = delta_weight(adapter), module.get_base_layer().weight.detach()
         whole = delta.full_tensor() if isinstance(delta, DTensor) else delta
         return sharded_as(whole[local_region(weight)].contiguous(), weight) if isinstance(weight, DTensor) else whole
 
@@ -150,5 +150,5 @@ def _merge_whole(module: Any) -> None:
 
 def _merge_arranged(module: Any, dim: int, partition: RowPartition) -> None:
     """Let PEFT merge adapters into a base weight whose rows are rearranged, by rearranging the delta weight alike."""
-    own = module.get_delta_weight
-    module.get_delta_weight = lambda adapter: partition.arranged(own(adapter), dim)
+    delta_weight = module.get_delta_weight
+    module.get_delta_weight = lambda adapter: partition.arranged(delta_weight(adapter), dim)

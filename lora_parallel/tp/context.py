@@ -209,8 +209,8 @@ def adapter_cuts(wrapper: Any, adapter: str, sharing: ExpertSharing) -> dict[str
         return {"lora_A": (1, chosen)} if feeds else {"lora_B": (0, chosen)}
     experts, r = chosen.size, A[0] // chosen.size
     mine = [chosen.rows(rank) for rank in range(len(chosen.ranks))]
-    of_A = [(each[:, None] * r + torch.arange(r)).flatten().tolist() for each in mine]
-    of_B = [(torch.arange(r)[:, None] * experts + each).flatten().tolist() for each in mine]
+    of_A = [(expert_ids[:, None] * r + torch.arange(r)).flatten().tolist() for expert_ids in mine]
+    of_B = [(torch.arange(r)[:, None] * experts + expert_ids).flatten().tolist() for expert_ids in mine]
     return {"lora_A": (0, RowPartition.of(of_A, A[0])), "lora_B": (1, RowPartition.of(of_B, B[1]))}
 
 
@@ -221,5 +221,5 @@ def holds_experts(module: nn.Module) -> bool:
 
 def expert_stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the 3-D parameters [experts, ., .] by name, or nothing if they differ in their number of experts."""
-    found = {key: p for key, p in module._parameters.items() if p is not None and p.dim() == 3 and p.shape[0] > 1}
-    return found if len({p.shape[0] for p in found.values()}) == 1 else {}
+    stacks = {key: p for key, p in module._parameters.items() if p is not None and p.dim() == 3 and p.shape[0] > 1}
+    return stacks if len({p.shape[0] for p in stacks.values()}) == 1 else {}

@@ -117,15 +117,15 @@ class TPLayer:
     def place_adapter(self, module: nn.Module, adapter: str) -> dict[str, tuple[nn.Parameter, Tensor | None, bool]]:
         """Place the factors of an adapter that was added after the layer was cut, as `apply_style` would have done."""
         # Returns each factor, its rows that this rank computes with (None: all), and True if its gradient is partial.
-        base, found = base_of(module), {}
+        base, factors = base_of(module), {}
         for role in ("lora_A", "lora_B"):
             tensor = LayerTensor(getattr(module, role)[adapter], "weight", role)
             cut = partition_in_layer(base, tensor, self.partition, {})
             rows = None if cut is None else cut[1].rows(self.context.rank)
             placement = placement_of(base, tensor, self.style) if rows is None else Replicate()
             tensor.put(self.context.place(tensor.parameter, placement))
-            found[role] = tensor.parameter, rows, role in self.style.partial_roles or rows is not None
-        return found
+            factors[role] = tensor.parameter, rows, role in self.style.partial_roles or rows is not None
+        return factors
 
     def feature_offset(self, features: int) -> int:
         """Return the index of the first input feature that this rank has: 0 if every rank has the whole input."""
@@ -135,10 +135,10 @@ class TPLayer:
     def _routed(self, sharing: ExpertSharing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of this rank's share of the experts; in backward their gradients are summed over tp."""
         leaves, structure = tree_flatten((args, kwargs))
-        places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-        fed = copy_all_to_tp([leaves[place] for place in places], self.context.group, unless_compiled(self.name))
-        for place, x in zip(places, fed, strict=True):
-            leaves[place] = x
+        indices = [index for index, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        fed = copy_all_to_tp([leaves[index] for index in indices], self.context.group, unless_compiled(self.name))
+        for index, x in zip(indices, fed, strict=True):
+            leaves[index] = x
         return sharing.local_arguments(tree_unflatten(leaves, structure), self.context.rank)
 
     def _shadow(self, module: nn.Module, trained: Mapping[_Trained, Tensor]) -> None:
@@ -168,7 +168,7 @@ class TPLayer:
 
     def _trained(self) -> list[_Trained]:
         """Return the DTensors of the layer that train."""
-        found = []
+        trained = []
         for tensor in self.tensors:
             parameter: Tensor = tensor.parameter
             if not isinstance(parameter, DTensor):
@@ -185,26 +185,26 @@ class TPLayer:
                     f"the {tensor.key} of {self.name} was frozen when the model was parallelized. It is stored as the "
                     "rows that each tp rank computes with, and cannot train: set requires_grad before parallelize."
                 )
-            found.append((parameter, self._is_partial(tensor)))
-        return found
+            trained.append((parameter, self._is_partial(tensor)))
+        return trained
 
     def _is_partial(self, tensor: LayerTensor) -> bool:
         return tensor.role in self.style.partial_roles or tensor in self.rows
 
     def _plain(self, tensor: LayerTensor, trained: Mapping[_Trained, Tensor]) -> Tensor:
         """Return the plain tensor that this rank computes with: its own, or its rows of one that is stored whole."""
-        held: Tensor = tensor.parameter
-        if isinstance(held, DTensor) and held.requires_grad:
-            held = trained[held, self._is_partial(tensor)]
-        elif isinstance(held, DTensor):
+        value: Tensor = tensor.parameter
+        if isinstance(value, DTensor) and value.requires_grad:
+            value = trained[value, self._is_partial(tensor)]
+        elif isinstance(value, DTensor):
             with torch.no_grad():
-                held = held.to_local()
+                value = value.to_local()
         if tensor in self.rows:
             dim, rows = self.rows[tensor]
-            return held.index_select(dim, rows.to(held.device))
+            return value.index_select(dim, rows.to(value.device))
         if tensor.role == "addend" and self.style.leave in ("reduce", "tokens"):
-            return held * (self.context.rank == 0)
-        return held
+            return value * (self.context.rank == 0)
+        return value
 
     def _vocabulary_bounds(self) -> tuple[int, int]:
         return chunk_bounds(self.vocabulary, self.context.mesh.size(), self.context.rank)

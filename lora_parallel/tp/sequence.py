@@ -158,8 +158,8 @@ def _around(
         if before is not None:
             args, kwargs = with_activations(args, kwargs, before)
         # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only.
-        own = type(self).forward.__get__(self) if instance_forward is None else instance_forward
-        output = own(*args, **kwargs)
+        forward_of_class = type(self).forward.__get__(self) if instance_forward is None else instance_forward
+        output = forward_of_class(*args, **kwargs)
         return output if after is None else with_output(output, after(block_output(output)))
 
     module.forward = MethodType(forward, module)

@@ -69,13 +69,13 @@ class Slicing:
 
     def over_tokens(self, chunks: TokenChunks, tokens: int) -> Slicing:
         """Return the same slicing of a chunk of the tokens."""
-        found = Slicing(self.features, self.group, self.name, chunks, tokens, self.plain_loss)
-        found._told = self._told  # once, for all forwards
-        return found
+        slicing = Slicing(self.features, self.group, self.name, chunks, tokens, self.plain_loss)
+        slicing._told = self._told  # once, for all forwards
+        return slicing
 
     def equals(self, other: Slicing) -> bool:
         """Return True if the slices of two tensors are of the same features and tokens."""
-        mine, theirs = ((each.features, each.start, each.end, each.tokens) for each in (self, other))
+        mine, theirs = ((slicing.features, slicing.start, slicing.end, slicing.tokens) for slicing in (self, other))
         return mine == theirs
 
     def shape(self, part: Tensor) -> tuple[int, ...]:
@@ -247,7 +247,7 @@ class SlicedTensor(Tensor):
             if result is not NotImplemented:
                 return result
         if func in MEMORY_READERS:
-            args = tree_map_only(SlicedTensor, lambda each: each.gathered(func), args)
+            args = tree_map_only(SlicedTensor, lambda tensor: tensor.gathered(func), args)
         return no_torch_function(func, types, args, kwargs or {})
 
     @classmethod
@@ -255,14 +255,14 @@ class SlicedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        sliced = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SlicedTensor)]
+        sliced = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, SlicedTensor)]
         if func is aten.detach.default:
             return SlicedTensor(sliced[0].held, sliced[0].as_meta(), sliced[0].slicing)
-        if func in _OPERATORS and not any(each.held.is_gathered for each in sliced):
+        if func in _OPERATORS and not any(tensor.held.is_gathered for tensor in sliced):
             result = _OPERATORS[func](func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = tree_map_only(SlicedTensor, lambda each: each.gathered(func), (args, kwargs))
+        args, kwargs = tree_map_only(SlicedTensor, lambda tensor: tensor.gathered(func), (args, kwargs))
         return func(*args, **kwargs)
 
     def gathered(self, function: Any) -> Tensor:
@@ -338,25 +338,25 @@ def _sliced(
 
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a function of each element, with numbers and with tensors of the vocabulary's size or of none."""
-    sliced = [each for each in args if isinstance(each, SlicedTensor)]
+    sliced = [arg for arg in args if isinstance(arg, SlicedTensor)]
     slicing, shape = sliced[0].slicing, sliced[0].shape
-    if not all(each.slicing.equals(slicing) for each in sliced):
+    if not all(arg.slicing.equals(slicing) for arg in sliced):
         return NotImplemented
-    if slicing.chunks is not None and any(each.shape != shape for each in sliced):
+    if slicing.chunks is not None and any(arg.shape != shape for arg in sliced):
         return NotImplemented
     parts = []
-    for each in args:
-        if isinstance(each, SlicedTensor):
-            each = each.held.part.to(each.dtype)
-        elif isinstance(each, Tensor) and each.shape == shape:
-            each = slicing.slice_of(each)
-        elif isinstance(each, Tensor) and slicing.chunks is not None and each.numel() != each.shape[-1:].numel():
+    for arg in args:
+        if isinstance(arg, SlicedTensor):
+            arg = arg.held.part.to(arg.dtype)
+        elif isinstance(arg, Tensor) and arg.shape == shape:
+            arg = slicing.slice_of(arg)
+        elif isinstance(arg, Tensor) and slicing.chunks is not None and arg.numel() != arg.shape[-1:].numel():
             return NotImplemented
-        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] == slicing.features:
-            each = each[..., slicing.start : slicing.end]
-        elif isinstance(each, Tensor) and each.dim() and each.shape[-1] != 1:
+        elif isinstance(arg, Tensor) and arg.dim() and arg.shape[-1] == slicing.features:
+            arg = arg[..., slicing.start : slicing.end]
+        elif isinstance(arg, Tensor) and arg.dim() and arg.shape[-1] != 1:
             return NotImplemented
-        parts.append(each)
+        parts.append(arg)
     return _sliced(func(*parts, **kwargs), slicing, shape=shape if slicing.chunks is not None else None)
 
 
@@ -513,7 +513,7 @@ def keep_logits_sliced(head: nn.Module) -> None:
 
 
 def _keep_output_sliced(layer: nn.Module) -> None:
-    own, unit = layer.forward, tp_layer_of(layer)
+    layer_forward, unit = layer.forward, tp_layer_of(layer)
     split: Slicing | None = None
     if unit is not None and unit.style.leave == "gather":
         assert unit.out_features is not None
@@ -521,7 +521,7 @@ def _keep_output_sliced(layer: nn.Module) -> None:
         unit.style = replace(unit.style, leave="keep")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        y = own(*args, **kwargs)
+        y = layer_forward(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
             return sliced_tensor(y, split or Slicing(y.shape[-1], None, "the head"))
         if split is None or split.group is None:

@@ -65,19 +65,19 @@ def likely_inputs(model: nn.Module, shape: tuple[int, int]) -> Iterator[dict[str
         else {}
     )
     text = {key: value for key, value in text.items() if not key.startswith("decoder_")}
-    for each in (text, options, {**text, **image}, image, sound, {**text, **sound}, model.dummy_inputs):
-        if each:
-            yield {**each, **decoder, **off}
-    for each in (_video(config, shape[0]), _spectrogram(config, shape[0])):
-        if each.keys() & known:
-            yield {key: value for key, value in each.items() if key in known} | decoder | off
+    for inputs in (text, options, {**text, **image}, image, sound, {**text, **sound}, model.dummy_inputs):
+        if inputs:
+            yield {**inputs, **decoder, **off}
+    for inputs in (_video(config, shape[0]), _spectrogram(config, shape[0])):
+        if inputs.keys() & known:
+            yield {key: value for key, value in inputs.items() if key in known} | decoder | off
 
 
 def _text(config: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(inner, "vocab_size", None) or 2
     special = [getattr(inner, key, None) for key in ("pad_token_id", "eos_token_id", "bos_token_id")]
-    reserved = {each for value in special for each in (value if isinstance(value, (list, tuple)) else [value])}
+    reserved = {token for value in special for token in (value if isinstance(value, (list, tuple)) else [value])}
     ids = [index for index in range(min(vocabulary, 64)) if index not in reserved] or [0]
     chosen = torch.tensor(ids)[torch.randint(len(ids), shape)]
     mask = torch.ones(shape, dtype=torch.long)
@@ -142,8 +142,8 @@ def _copied(model: nn.Module) -> nn.Module:
         if id(buffer) in memo:
             continue
         plain = type(buffer) is Tensor and not buffer.is_meta
-        held = buffer.detach().cpu().clone() if plain else torch.ones(buffer.shape, dtype=buffer.dtype)
-        memo[id(buffer)] = held.float() if held.is_floating_point() else held
+        copied = buffer.detach().cpu().clone() if plain else torch.ones(buffer.shape, dtype=buffer.dtype)
+        memo[id(buffer)] = copied.float() if copied.is_floating_point() else copied
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():  # the hooks are the user's: they must not see this run
         for hooks in (module._forward_hooks, module._forward_pre_hooks):

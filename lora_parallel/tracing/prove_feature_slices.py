@@ -59,7 +59,7 @@ def layers_after(tracer: Tracer, blocks: list[nn.Module], trunk: nn.Module) -> t
 def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Collection[nn.Module]) -> list[nn.Module]:
     """Return the outermost modules of a model, outside of blocks and of `others`, that hold a parameter that trains."""
     # A layer with adapters is one module. One that was not called in the run, such as a vision tower, is among them.
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
 
     def visit(module: nn.Module, name: str) -> None:
         if module in blocks or module in others:
@@ -72,7 +72,7 @@ def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Col
         if is_layer and any(inner in others for inner in module.modules()):
             return
         if not around and (trained or (is_layer and any(p.requires_grad for p in module.parameters()))):
-            found.append(module)
+            layers.append(module)
             twin = tracer.twin_of[module]
             if twin not in tracer.entered and any(p in tracer.used for p in twin.parameters()):
                 raise TraceError(f"{name} trains, and is used without being called")
@@ -81,7 +81,7 @@ def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Col
             visit(child, f"{name}.{key}".lstrip("."))
 
     visit(tracer.model, "")
-    return found
+    return layers
 
 
 # Largest number of producers' calls that may feed a consumer. A layer with more takes the residual stream, which all
@@ -106,11 +106,11 @@ def find_structure(
     names: Mapping[nn.Module, str],
     tp: int,
     whole: Collection[str] = (),
-    given: dict[str, Any] | None = None,
+    inputs: dict[str, Any] | None = None,
 ) -> Structure:
     """Run `model` without its weights and return its layer groups that can be cut into `tp` parts."""
     # Layers in `whole` run as they are. With `given` inputs the groups are proven on these alone.
-    tracer = Tracer(model, {module: name for module, name in names.items() if name not in whole}, given)
+    tracer = Tracer(model, {module: name for module, name in names.items() if name not in whole}, inputs)
     real_of = tracer.real_of
     rejected: dict[str, str] = {}
     candidates = _candidates(tracer, tp, rejected)
@@ -135,7 +135,7 @@ def find_structure(
         else:
             rejected.update({name: problem for layer_group in group for name in layer_group.layers})
     kept = proven(tracer, kept, tp, range(tp), rejected)
-    if kept and given is None:
+    if kept and inputs is None:
         tracer.run_otherwise()
         kept = proven(tracer, kept, tp, (0, tp - 1), rejected)
     for layer_group in kept:
@@ -154,13 +154,13 @@ def _leaves(tensor: Tensor, known: dict[Any, frozenset[Tensor]]) -> frozenset[Te
         if node in known:
             stack.pop()
             continue
-        nexts = [each for each, _ in node.next_functions if each is not None]
-        waiting = [each for each in nexts if each not in known]
+        nexts = [before for before, _ in node.next_functions if before is not None]
+        waiting = [before for before in nexts if before not in known]
         if waiting:
             stack += waiting
             continue
-        own = [node.variable] if hasattr(node, "variable") else []
-        known[node] = frozenset(own).union(*(known[each] for each in nexts))
+        leaf = [node.variable] if hasattr(node, "variable") else []
+        known[node] = frozenset(leaf).union(*(known[before] for before in nexts))
         stack.pop()
     return known[tensor.grad_fn]
 
@@ -189,11 +189,11 @@ def _candidates(tracer: Tracer, tp: int, rejected: dict[str, str]) -> list[Layer
             continue
         if len(producers) > _MOST_SOURCES or not any(tracer.calls[source].layer in linear for source in producers):
             continue
-        found = _needed(tracer, call, [tracer.calls[source].gave for source in producers], reached[index], tp)
-        if isinstance(found, str):
-            rejected[call.layer] = found
+        needed = _needed(tracer, call, [tracer.calls[source].gave for source in producers], reached[index], tp)
+        if isinstance(needed, str):
+            rejected[call.layer] = needed
             continue
-        rows, between[index] = found
+        rows, between[index] = needed
         needs[index] = dict(zip(producers, rows, strict=True))
     needs = _pruned(tracer, needs, consumers, exposed)
     needs = _pruned(tracer, _disjoint(tracer, needs), consumers, exposed)
@@ -242,7 +242,7 @@ def _disjoint(tracer: Tracer, needs: _Needs) -> _Needs:
     }
     consumers: set[str] = set()
     fed: set[str] = set()
-    for index in sorted(needs, key=lambda each: (-weight[each], each)):
+    for index in sorted(needs, key=lambda candidate: (-weight[candidate], candidate)):
         sink, producers = layers[index]
         if sink not in fed and not producers & consumers:
             consumers.add(sink)
@@ -271,10 +271,10 @@ def _needed(
         direction = torch.zeros_like(call.fed)
         direction[..., start:stop] = torch.rand_like(direction[..., start:stop]) + 0.5
         grads = torch.autograd.grad(call.fed, producers, direction, retain_graph=True, allow_unused=True)
-        for found, source, grad in zip(used, producers, grads, strict=True):
+        for used_by_rank, source, grad in zip(used, producers, grads, strict=True):
             nothing = torch.zeros(source.shape[-1], dtype=torch.bool)
-            found.append(nothing if grad is None else (grad != 0).flatten(0, -2).any(0))
-        if all(found[rank].all() for found in used):
+            used_by_rank.append(nothing if grad is None else (grad != 0).flatten(0, -2).any(0))
+        if all(used_by_rank[rank].all() for used_by_rank in used):
             return "each slice of its input depends on all features of the layers before it"
         if not parameters:
             continue
@@ -282,8 +282,8 @@ def _needed(
         grads = torch.autograd.grad(call.fed, parameters, direction, retain_graph=True, allow_unused=True)
         for masked, parameter, grad in zip(masks, parameters, grads, strict=True):
             masked.append(torch.zeros_like(parameter, dtype=torch.bool) if grad is None else grad != 0)
-    for found in used:
-        if len({int(each.sum()) for each in found}) > 1 or not torch.stack(found).any(0).all():
+    for used_by_rank in used:
+        if len({int(mask.sum()) for mask in used_by_rank}) > 1 or not torch.stack(used_by_rank).any(0).all():
             return "the slices of its input do not depend on equally many features of the layers before it"
     cuts: dict[Tensor, tuple[int, RowPartition] | None] = {}
     for parameter, masked in zip(parameters, masks, strict=True):
@@ -293,7 +293,7 @@ def _needed(
             return str(error)
         if cuts[parameter] is not None and tracer.parameters[parameter][0] not in tracer.entered:
             return "a parameter on the way to its input is used other than by calling its module"
-    return [[each.nonzero().flatten() for each in found] for found in used], cuts
+    return [[mask.nonzero().flatten() for mask in used_by_rank] for used_by_rank in used], cuts
 
 
 def _cut(masks: list[Tensor]) -> tuple[int, RowPartition] | None:

@@ -108,8 +108,8 @@ class StageTrace:
         is_first, is_last = stage == 0, stage == len(bounds) - 1
         inside = [
             call
-            for call, place in zip(tracer.calls, self._places, strict=True)
-            if first <= place < last or (is_first and place < 0) or (is_last and place == len(layers.blocks))
+            for call, block in zip(tracer.calls, self._places, strict=True)
+            if first <= block < last or (is_first and block < 0) or (is_last and block == len(layers.blocks))
         ]
         done = 0
 
@@ -145,13 +145,13 @@ class StageTrace:
     @contextmanager
     def _standing_in(self, run: StageContext, stage: int, bounds: Bounds) -> Iterator[None]:
         twin_of, layers = self._tracer.twin_of, self.layers
-        own = set(layers.of_stage(stage, bounds))
+        of_stage = set(layers.of_stage(stage, bounds))
         instead: dict[nn.Module, nn.Module] = {}
         for index, block in enumerate(layers.blocks):
-            if block not in own:
+            if block not in of_stage:
                 instead[twin_of[block]] = OtherStageBlock("", twin_of[block], run, index, layers.outputs[index])
         for layer in (*layers.before, *layers.after):
-            if layer not in own and layer in twin_of:  # others are around what is run
+            if layer not in of_stage and layer in twin_of:  # others are around what is run
                 twin = twin_of[layer]
                 instead[twin] = OtherStageLayer("", twin, run, layers.before.get(layer), torch.float32)
         places = [
@@ -217,12 +217,12 @@ class _Noted:
             self.outputs.append(len(output) if isinstance(output, (tuple, list)) else None)
             block_output(output)
         elif self._done == 0 and self._current is None:
-            given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-            self._shapes.setdefault(module, (given, output))
+            first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            self._shapes.setdefault(module, (first, output))
 
     def layers(self) -> list[tuple[nn.Module, set[str]]]:
         """Return the outermost modules outside of blocks with parameters or persistent buffers, and their phases."""
-        found: list[tuple[nn.Module, set[str]]] = []
+        layers: list[tuple[nn.Module, set[str]]] = []
 
         def visit(module: nn.Module, name: str) -> None:
             if module in self._index:
@@ -234,18 +234,18 @@ class _Noted:
             elif not (any(True for _ in module.parameters()) or persistent_buffers(module)):
                 return
             elif module in self._phases or isinstance(module, BaseTunerLayer):
-                found.append((module, self._phase(module, name)))
+                layers.append((module, self._phase(module, name)))
                 return
             elif not any(True for _ in module.children()):
                 self._phase(module, name)
             else:
-                if own := [key for key, p in module._parameters.items() if p is not None]:
-                    raise TraceError(f"{name}.{own[0]} is in a module that is not called")
+                if parameters := [key for key, p in module._parameters.items() if p is not None]:
+                    raise TraceError(f"{name}.{parameters[0]} is in a module that is not called")
             for key, child in module.named_children():
                 visit(child, f"{name}.{key}".lstrip("."))
 
         visit(self._tracer.twin, "")
-        return found
+        return layers
 
     def _phase(self, module: nn.Module, name: str) -> set[str]:
         phases = self._phases.get(module, set())
@@ -261,10 +261,10 @@ class _Noted:
 
     def output_of(self, module: nn.Module) -> OutputShape:
         """Return the shape of the output of a layer before the blocks."""
-        given, output = self._shapes.get(module, (None, None))
-        if given is not None and isinstance(output, Tensor) and output.dim():
-            shape = OutputShape(output.shape[-1], looks_up=output.dim() == given.dim() + 1)
-            if shape.of(given) == tuple(output.shape):
+        first, output = self._shapes.get(module, (None, None))
+        if first is not None and isinstance(output, Tensor) and output.dim():
+            shape = OutputShape(output.shape[-1], looks_up=output.dim() == first.dim() + 1)
+            if shape.of(first) == tuple(output.shape):
                 return shape
         raise TraceError(
             f"the shape of the output of {self._tracer.paths[module]}, which is before the blocks, does not follow "

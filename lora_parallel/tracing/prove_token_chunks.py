@@ -55,7 +55,7 @@ from lora_parallel.tracing.tracer import Call, Tracer, check_outside, hooked, re
 def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int) -> Sequence:
     """Return the places where the tokens of a model can be split and gathered, proven by running the model."""
     tracer = structure.tracer
-    real_of, paths, found = tracer.real_of, tracer.paths, Sequence()
+    real_of, paths, sequence = tracer.real_of, tracer.paths, Sequence()
     paths_of = [[paths[tracer.modules[name]] for name in layer_group.layers] for layer_group in layer_groups]
     stacks: set[str] = set()
     for layer_group, inner in zip(layer_groups, paths_of, strict=True):
@@ -64,35 +64,35 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
         if "" in block or len(stack) != 1:
             raise ValueError(f"{next(layer_group.layers)} is in no block")
         stacks |= stack
-        found.consumers |= set(layer_group.consumers)
+        sequence.consumers |= set(layer_group.consumers)
         home = _home(inner)
         holds = [any(path.startswith(f"{home}.") for path in others) for others in paths_of]
         if not home or home in block or sum(holds) > 1:
-            found.layers |= set(layer_group.producers)
+            sequence.layers |= set(layer_group.producers)
         else:
-            found.modules.append(tracer.twin.get_submodule(home))
+            sequence.modules.append(tracer.twin.get_submodule(home))
     if not stacks:
         raise ValueError("it has no blocks of layers that are cut")
     if len(stacks) > 1:
         raise ValueError(f"it has more than one stack of blocks ({', '.join(sorted(stacks))})")
     blocks = list(tracer.twin.get_submodule(stacks.pop()).children())
-    found.stacks[blocks[0]] = blocks[-1]
-    inside = {module for each in blocks for module in each.modules()}
-    found.inside = inside - {module for fed_whole in found.modules for module in fed_whole.modules()}
+    sequence.stacks[blocks[0]] = blocks[-1]
+    inside = {module for member in blocks for module in member.modules()}
+    sequence.inside = inside - {module for fed_whole in sequence.modules for module in fed_whole.modules()}
     outside = {id(p) for module in set(tracer.twin.modules()) - inside for p in module._parameters.values()}
-    for module in found.inside:
+    for module in sequence.inside:
         for key, parameter in real_of[module]._parameters.items():
             if parameter is not None and parameter.requires_grad and id(module._parameters[key]) in outside:
                 raise ValueError(f"{paths[module]}.{key} trains, and is used on all tokens elsewhere")
     for rank in range(tp):
-        if (problem := _verify(tracer, found, layer_groups, tp, rank)) is not None:
+        if (problem := _verify(tracer, sequence, layer_groups, tp, rank)) is not None:
             raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")
     return Sequence(
-        {real_of[first]: real_of[last] for first, last in found.stacks.items()},
-        [real_of[module] for module in found.modules],
-        found.layers,
-        found.consumers,
-        {real_of[module] for module in found.inside},
+        {real_of[first]: real_of[last] for first, last in sequence.stacks.items()},
+        [real_of[module] for module in sequence.modules],
+        sequence.layers,
+        sequence.consumers,
+        {real_of[module] for module in sequence.inside},
         tracer.model,
     )
 
@@ -103,7 +103,7 @@ def _home(paths: list[str]) -> str:
     return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 
 
-def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp: int, rank: int) -> str | None:
+def _verify(tracer: Tracer, sequence: Sequence, layer_groups: list[LayerGroup], tp: int, rank: int) -> str | None:
     """Run the model as a rank with a chunk of the tokens between layer groups, and return the problem, if any."""
     producers = {name for layer_group in layer_groups for name in layer_group.producers}
     whole: dict[nn.Module, list[Tensor]] = {}
@@ -112,19 +112,19 @@ def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp:
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         whole.setdefault(module, []).append(first_activations(args, kwargs)[1])
-        if module in found.stacks.values():
+        if module in sequence.stacks.values():
             whole[module].append(block_output(output))
 
     def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
         gave = call.output()
-        in_chunks = state["inside"] and call.layer not in producers | found.consumers
-        want = chunk(call.fed) if in_chunks or (state["inside"] and call.layer in found.layers) else call.fed
+        in_chunks = state["inside"] and call.layer not in producers | sequence.consumers
+        want = chunk(call.fed) if in_chunks or (state["inside"] and call.layer in sequence.layers) else call.fed
         if not same(fed, want):
             raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
-        return chunk(gave) if in_chunks or (state["inside"] and call.layer in found.consumers) else gave
+        return chunk(gave) if in_chunks or (state["inside"] and call.layer in sequence.consumers) else gave
 
     state = {"inside": False}
-    watched = [*found.stacks, *found.stacks.values(), *found.modules]
+    watched = [*sequence.stacks, *sequence.stacks.values(), *sequence.modules]
     try:
         with hooked(module.register_forward_hook(note, with_kwargs=True) for module in dict.fromkeys(watched)):
             tracer.run_again(lambda index, call, fed: call.output())
@@ -153,10 +153,10 @@ def _verify(tracer: Tracer, found: Sequence, layer_groups: list[LayerGroup], tp:
             raise TraceError(f"{type(module).__name__} does not give a chunk of the tokens")
         return with_output(output, all_tokens)
 
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in found.stacks]
-    hooks += [module.register_forward_pre_hook(inside_only) for module in found.inside - {*found.stacks}]
-    hooks += [module.register_forward_pre_hook(feed, with_kwargs=True) for module in found.modules]
-    hooks += [module.register_forward_hook(leave) for module in found.stacks.values()]
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in sequence.stacks]
+    hooks += [module.register_forward_pre_hook(inside_only) for module in sequence.inside - {*sequence.stacks}]
+    hooks += [module.register_forward_pre_hook(feed, with_kwargs=True) for module in sequence.modules]
+    hooks += [module.register_forward_hook(leave) for module in sequence.stacks.values()]
     try:
         with hooked(hooks):
             outputs = tracer.run_again(stand_in)
@@ -234,8 +234,8 @@ class _Proof:
     # -------------------------------------------------------------------- the run on all tokens
 
     def _note_attention(self) -> None:
-        def note(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = AttentionCall.of(own, module, *args, **kwargs)
+        def note(kernel: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = AttentionCall.of(kernel, module, *args, **kwargs)
             output = call.compute()
             self._calls.append((call, output.clone()))
             return output, None
@@ -311,7 +311,9 @@ class _Proof:
                 raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
             return chunk(call.output()) if in_chunks else call.output()
 
-        def attend(own: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def attend(
+            kernel: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any
+        ) -> Any:
             call, output = next(remaining, (None, None))
             name = tracer.paths[module]
             if call is None or output is None or call.module is not module:
@@ -372,7 +374,7 @@ class _Proof:
         repeated = with_repeated_heads(call.tensors, self._cp)
         for rank in range(self._cp):
             start, end = chunk_bounds(call.heads, self._cp, rank)
-            parts = [each.chunk(self._cp, 1)[rank] for each in repeated]
+            parts = [tensor.chunk(self._cp, 1)[rank] for tensor in repeated]
             if not same(attend_with_share(call, parts, (start, end)), output[:, :, start:end]):
                 raise TraceError(f"the attention of {name} for a share of its heads is not what it is among all")
 
@@ -393,7 +395,7 @@ def _positional(block: nn.Module) -> list[str]:
     """Return the names of the positional arguments of a block's forward."""
     for kind in type(block).__mro__:
         if forward := kind.__dict__.get("forward"):
-            found = list(signature(forward).parameters.values())[1:]
-            if not any(each.kind is Parameter.VAR_POSITIONAL for each in found):
-                return [each.name for each in found if each.kind is not Parameter.VAR_KEYWORD]
+            parameters = list(signature(forward).parameters.values())[1:]
+            if not any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
+                return [parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
     return []

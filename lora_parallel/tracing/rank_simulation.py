@@ -62,18 +62,18 @@ def sizes_on_a_rank(
     # producer's output. `configs`: numbers of heads in a module's config too.
     width = layer_group.width
     producers = reversed(layer_group.producers.values())
-    narrower = {each.size: each.width for each in producers} | {width: width // tp} if widths else {}
-    found: dict[nn.Module, dict[str, Any]] = {}
+    narrower = {producer.size: producer.width for producer in producers} | {width: width // tp} if widths else {}
+    sizes_of: dict[nn.Module, dict[str, Any]] = {}
     for module in _around(tracer, layer_group.layers):
-        own, shared = _ints(module), _ints(getattr(module, "config", None))
-        sizes = [*own, *shared]
+        of_module, shared = _ints(module), _ints(getattr(module, "config", None))
+        sizes = [*of_module, *shared]
         counts = (value for key, value in sizes if _HEADS.match(key) and value > 1 and width % value == 0)
         by_size = (width // v for key, v in sizes if _HEAD_SIZE.match(key) and v > 0 and width % v == 0)
         count = next(counts, None) or next(by_size, None)
         kv = next((value for key, value in sizes if _KV_HEADS.match(key)), None)
         fewer = partial(_fewer_heads, count=count if heads else None, kv=kv, layer_group=layer_group, tp=tp)
         changes: dict[str, Any] = {}
-        for key, value in own:
+        for key, value in of_module:
             new = fewer(key, value)
             if new is None and not _NOT_A_WIDTH.search(key):
                 new = narrower.get(value)
@@ -83,8 +83,8 @@ def sizes_on_a_rank(
         if configs and in_config:
             changes["config"] = ConfigView(in_config)
         if changes:
-            found[module] = changes
-    return found
+            sizes_of[module] = changes
+    return sizes_of
 
 
 def _ints(holder: Any) -> list[tuple[str, int]]:
@@ -237,5 +237,5 @@ def _cut_to(layer_groups: Iterable[LayerGroup], rank: int) -> Iterator[None]:
                     module._parameters[key] = nn.Parameter(part)
         yield
     finally:
-        for held, key, value in reversed(undo):
-            held[key] = value
+        for attributes, key, value in reversed(undo):
+            attributes[key] = value

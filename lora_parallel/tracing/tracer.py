@@ -94,16 +94,16 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 def traced_models(model: nn.Module) -> list[nn.Module]:
     """Return the transformers models in `model`, outer ones first, or `model` itself if it holds none."""
-    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return found or [model]
+    models: list[nn.Module] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return models or [model]
 
 
 class Tracer:
     """Run a copy of a model (`twin`) without its weights, and hold what the run shows."""
 
-    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], given: dict[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], inputs: dict[str, Any] | None = None) -> None:
         # `names` are of the layers that stand-ins replace. `given`: the model's inputs, if they are known.
-        self.model, self._given = model, given
+        self.model, self._given = model, inputs
         self.calls: list[Call] = []  # Calls of stand-ins in the noted run, in order
         self.outputs: list[Tensor] = []  # Floating-point tensors that the model returned in the noted run
         # Parameters of the copy, each with the first module that holds it, and its name in that module.
@@ -147,7 +147,7 @@ class Tracer:
 
     def _tell_apart(self, embedding: nn.Module) -> None:
         """Replace an embedding's weight by an alias in its own forward: any other use is then told apart."""
-        own, weight = embedding.forward, embedding._parameters["weight"]
+        embedding_forward, weight = embedding.forward, embedding._parameters["weight"]
         assert weight is not None
         alias = nn.Parameter(weight.detach())
         self.parameters[alias] = embedding, "weight"
@@ -155,7 +155,7 @@ class Tracer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             embedding._parameters["weight"] = alias
             try:
-                return own(*args, **kwargs)
+                return embedding_forward(*args, **kwargs)
             finally:
                 embedding._parameters["weight"] = weight
 
@@ -248,7 +248,7 @@ class Tracer:
         with _standing_in(self.layers, stand_in):
             args = inputs.get("args", ())
             outputs = self.twin(*args, **{key: value for key, value in inputs.items() if key != "args"})
-        return [each for each in tensors_in(outputs) if each.is_floating_point()]
+        return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
 class _Uses(TorchDispatchMode):
@@ -259,7 +259,7 @@ class _Uses(TorchDispatchMode):
         self._used = used
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._used.update(each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
+        self._used.update(value for value in tree_leaves((args, kwargs)) if isinstance(value, nn.Parameter))
         return func(*args, **(kwargs or {}))
 
 
@@ -267,7 +267,7 @@ def _compute_with_one_row(experts: nn.Module) -> None:
     """Make the forward of a module of experts cost a row of each weight, not all of them."""
     # The rows of a large parameter of the copy are equal (see `stand_in_for`), so each matrix is a column of ones times
     # one row, which is taken from the parameter in the forward, so that its use is noted.
-    own = experts.forward
+    experts_forward = experts.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         stacks = {
@@ -277,7 +277,7 @@ def _compute_with_one_row(experts: nn.Module) -> None:
         }
         experts.__dict__.update(stacks)
         try:
-            return own(*args, **kwargs)
+            return experts_forward(*args, **kwargs)
         finally:
             for key in stacks:
                 del experts.__dict__[key]

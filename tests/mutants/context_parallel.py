@@ -68,8 +68,8 @@ BREAKAGES = [
         "collective",
         "Under cp the LoRA dropout of all ranks drops the elements of the first tokens.",
         f"{CP}::test_dropout_drops_the_same_elements",
-        """token = self.chunks.positions(count, device).expand(each, mine)""",
-        """token = torch.arange(mine, dtype=torch.int32, device=device).expand(each, mine)""",
+        """token = self.chunks.positions(count, device).expand(rows, mine)""",
+        """token = torch.arange(mine, dtype=torch.int32, device=device).expand(rows, mine)""",
     ),
     Mutant(
         "collective",
@@ -82,7 +82,7 @@ BREAKAGES = [
         "guard",
         "Under cp embeddings that the user computes get the gradient of this rank's tokens.",
         REFUSED,
-        """if each.requires_grad and torch.is_grad_enabled():
+        """if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     "an input of the model requires a gradient, and under cp""",
         """if False:
@@ -125,8 +125,8 @@ BREAKAGES = [
         "collective",
         "Under cp a block computes with a part of a table that was changed in place since.",
         f"{CP}::test_a_table_that_changes_between_blocks_is_cut_anew",
-        """if found is None or found[0] is not x or found[1] != x._version:""",
-        """if found is None or found[0] is not x:""",
+        """if kept is None or kept[0] is not x or kept[1] != x._version:""",
+        """if kept is None or kept[0] is not x:""",
     ),
     Mutant(
         "guard",
@@ -140,16 +140,16 @@ BREAKAGES = [
         "style",
         "Under cp attention sinks of other heads are used.",
         GRADIENTS,
-        """self.__dict__[name] = held[share[0] : share[1]] if of_heads else held""",
-        """self.__dict__[name] = held""",
+        """self.__dict__[name] = value[share[0] : share[1]] if of_heads else value""",
+        """self.__dict__[name] = value""",
     ),
     Mutant(
         "guard",
         "Under cp a block that is called by itself trains on a multiple of its gradient.",
         REFUSED,
         """            refuse_gradients(type(self).__name__)
-            return own""",
-        """            return own""",
+            return block_forward""",
+        """            return block_forward""",
     ),
     Mutant(
         "guard",

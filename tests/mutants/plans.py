@@ -38,8 +38,8 @@ BREAKAGES = [
         "guard",
         "Of a plan with a style that nobody knows the layers before that one are cut, and its own is not.",
         f"{PLAN}::test_the_error_of_a_model_whose_plan_is_not_understood_and_that_cannot_be_run_names_that_plan",
-        """(not own or set_aside_unshown(builder, own)):""",
-        """not own:""",
+        """(not declared or set_aside_unshown(builder, declared)):""",
+        """not declared:""",
     ),
     Mutant(
         "guard",

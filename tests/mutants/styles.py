@@ -35,8 +35,8 @@ BREAKAGES = [
         "style",
         "The bias of an adapter of a rowwise layer is added once for each rank.",
         f"{FEATURES}[lora_bias, gpt2-1x2]",
-        """return held * (self.context.rank == 0)""",
-        """return held""",
+        """return value * (self.context.rank == 0)""",
+        """return value""",
     ),
     Mutant(
         "style",
