@@ -23,6 +23,7 @@ from torch import Tensor
 from lora_parallel.distributed.rank_checks import one_gloo_thread
 from lora_parallel.distributed.torch_private import default_store, set_timeout
 from tests import oracle
+from tests.cases import cases
 from tests.oracle import Case, Run, late_group
 from tests.oracle.feature_rows import language_loss
 from tests.oracle.workers import Failure, WorkerPool, attempt
@@ -149,6 +150,7 @@ def check(own_pool: WorkerPool, ranks: int, jobs: dict[str, Job]) -> None:
     assert wrong == {name: {} for name in jobs}
 
 
+@pytest.mark.parametrize("mode", cases("eager", "lazy", matrix=["blocking"]), indirect=True)
 def test_training_equals_one_process(own_pool, mode):
     check(own_pool, 2, TWO_RANKS if mode == "lazy" else {name: TWO_RANKS[name] for name in ORDERED})
 

@@ -102,7 +102,7 @@ class Tracer:
     """Run a copy of a model (`twin`) without its weights, and hold what the run shows."""
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], inputs: dict[str, Any] | None = None) -> None:
-        # `names` are of the layers that stand-ins replace. `given`: the model's inputs, if they are known.
+        # `names` are of the layers that stand-ins replace. `inputs`: what the model is given, if that is known.
         self.model, self._given = model, inputs
         self.calls: list[Call] = []  # Calls of stand-ins in the noted run, in order
         self.outputs: list[Tensor] = []  # Floating-point tensors that the model returned in the noted run
