@@ -164,7 +164,9 @@ def _quantised(block: Tensor, quantise: Callable[[nn.Linear], None]) -> Any:
     part = nn.Linear(block.shape[1], len(block), bias=False, device="meta")
     part.weight = nn.Parameter(block, requires_grad=False)
     quantise(part)
-    return part.weight
+    weight = part.weight
+    del part.weight  # torchao gives `part` a method that refers to it: it would stay until garbage is collected
+    return weight
 
 
 def _sample(features: int, dtype: torch.dtype, quantise: Callable[[nn.Linear], None]) -> Any:
