@@ -30,7 +30,7 @@ def checkpoint(run, folder):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", cases("experts", matrix=["LoRA", "LoRA, recomputed", "full", "QLoRA"]))
-def test_prediction_is_what_one_process_measures(pool, tmp_path, kind):
+def test_prediction_is_what_one_process_measures(pool, simulated_here, tmp_path, kind):
     run = KINDS[kind]
     (found,) = pool.run(1, measure, run, checkpoint(run, tmp_path), {})
     assert run.predicted({}, 1).total == pytest.approx(found["held"] + found["step"], rel=BOUND)
