@@ -70,8 +70,8 @@ from lora_parallel.sizes import AXES, mesh_axes
 from lora_parallel.state import ForwardCount, ParallelState, state_of
 from lora_parallel.tp.apply_style import apply_style
 from lora_parallel.tp.context import Tokens, TPContext
+from lora_parallel.tp.loss_parallel import head_of, keep_logits_sliced
 from lora_parallel.tp.sequence import Entry, run_on_chunks
-from lora_parallel.tp.sliced_tensor import head_of, keep_logits_sliced
 from lora_parallel.tracing.inputs import viewed_with
 from lora_parallel.tracing.prove_stages import StageTrace
 from lora_parallel.tracing.prove_token_chunks import find_places

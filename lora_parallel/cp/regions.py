@@ -2,7 +2,7 @@
 
 The model's own code around the blocks sees all tokens, so that masks, rotary embeddings, packed rows and position ids
 are what they are in one process. Each block is given its rank's part of what has the tokens in dim 1. After the
-blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/sliced_tensor.py`):
+blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/loss_parallel.py`):
 the loss is computed from chunks, and what reads them otherwise gathers them.
 
 FSDP2 adds the gradients of cp ranks up: in blocks, those of each rank's tokens. What computes the same on every rank
@@ -32,6 +32,7 @@ from lora_parallel.layers.layer_parameters import (
     without_caches,
 )
 from lora_parallel.state import ForwardCount
+from lora_parallel.tp.loss_parallel import SlicedTensor, Slicing, part_of, sliced_tensor
 from lora_parallel.tp.sequence import (
     Entry,
     OwnDraws,
@@ -41,7 +42,6 @@ from lora_parallel.tp.sequence import (
     with_activations,
     with_output,
 )
-from lora_parallel.tp.sliced_tensor import SlicedTensor, Slicing, part_of, sliced_tensor
 
 
 def run_replicated(layer: nn.Module, context: CPContext) -> None:

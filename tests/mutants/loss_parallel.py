@@ -3,7 +3,7 @@
 from tests.mutants import Mutant
 
 LOSS = "tests/lora_parallel/tp/test_vocabulary_loss.py::test_losses_and_gradients_are_those_of_torch"
-SLICED = "tests/lora_parallel/tp/test_sliced_logits.py"
+SLICED = "tests/lora_parallel/tp/test_loss_parallel.py"
 OPERATIONS = f"{SLICED}::test_every_operation_has_the_result_of_all_logits"
 
 BREAKAGES = [

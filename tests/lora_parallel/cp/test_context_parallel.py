@@ -30,7 +30,7 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.fsdp import wrapping
 from lora_parallel.state import ForwardCount, state_of
-from lora_parallel.tp import sliced_tensor
+from lora_parallel.tp import loss_parallel
 from lora_parallel.tp.context import Tokens
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ROWS, RUNS, TOKENS, Run, ids, language
@@ -452,8 +452,8 @@ def test_a_table_that_changes_between_blocks_is_cut_anew():
 
 
 def labels_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    own = sliced_tensor._cross_entropy_of_chunks
-    patch.setattr(sliced_tensor, "_cross_entropy_of_chunks", lambda x, p, t, *a: own(x, p, t.roll(1), *a))
+    own = loss_parallel._cross_entropy_of_chunks
+    patch.setattr(loss_parallel, "_cross_entropy_of_chunks", lambda x, p, t, *a: own(x, p, t.roll(1), *a))
 
 
 def mean_over_cp(patch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lora_parallel.distributed.collectives import chunk_bounds
-from lora_parallel.tp import sliced_tensor
-from lora_parallel.tp.sliced_tensor import cross_entropy_of_slices
+from lora_parallel.tp import loss_parallel
+from lora_parallel.tp.loss_parallel import cross_entropy_of_slices
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import mesh_of
 from tests.oracle.workers import Failure, attempt
 
 TOKENS, VOCABULARY, IGNORED = 11, 9, -100  # four ranks have 3, 3, 3 and 0 of the vocabulary
-CHUNK = sliced_tensor.CHUNK_ELEMENTS
+CHUNK = loss_parallel.CHUNK_ELEMENTS
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
@@ -44,14 +44,14 @@ def on_slices(dtype: torch.dtype) -> tuple[Tensor, Tensor, int, int]:
     """The losses, the gradient of all ranks' slices, and how many collectives forward and backward took."""
     group = mesh_of("1x4").get_group("tp")
     logits, labels, grad = problem(dtype)
-    sliced_tensor.CHUNK_ELEMENTS = 2 * 3  # two tokens at a time
+    loss_parallel.CHUNK_ELEMENTS = 2 * 3  # two tokens at a time
     try:
         with Traffic() as forward:
             part, losses = of_this_rank(logits, labels, group)
         with Traffic() as backward:
             losses.backward(grad.to(losses.dtype))
     finally:
-        sliced_tensor.CHUNK_ELEMENTS = CHUNK
+        loss_parallel.CHUNK_ELEMENTS = CHUNK
     parts = [None] * 4
     dist.all_gather_object(parts, part.grad, group=group)
     return losses.detach(), torch.cat(parts, dim=1), len(forward.calls), len(backward.calls)
@@ -89,7 +89,7 @@ class Largest(TorchDispatchMode):
 def test_wide_logits_exist_for_a_chunk_of_the_tokens_only(monkeypatch):
     logits, labels, _ = problem(torch.bfloat16)
     for chunk, most in ((2 * VOCABULARY, 2 * VOCABULARY), (2**24, TOKENS * VOCABULARY)):
-        monkeypatch.setattr(sliced_tensor, "CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(loss_parallel, "CHUNK_ELEMENTS", chunk)
         with Largest() as largest:
             of_this_rank(logits, labels)[1].sum().backward()
         assert largest.elements == max(most, 2 * TOKENS)  # two numbers a token

@@ -20,14 +20,14 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from lora_parallel import parallelize
 from lora_parallel.distributed import collectives
-from lora_parallel.tp import sliced_tensor
-from lora_parallel.tp.sliced_tensor import SlicedTensor
+from lora_parallel.tp import loss_parallel
+from lora_parallel.tp.loss_parallel import SlicedTensor
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, full, on_mesh, ranks_of, reference, relative_error, sharded, trained
 from tests.oracle.workers import Failure, attempt
 
-CHUNK = sliced_tensor.CHUNK_ELEMENTS
+CHUNK = loss_parallel.CHUNK_ELEMENTS
 ROWS, TOKENS, VOCABULARY = 2, 6, 7
 LABELS = torch.arange(ROWS * TOKENS) % VOCABULARY
 MASK = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % 3 > 0
@@ -212,7 +212,7 @@ def gathers_in(calls: list[str]) -> Iterator[None]:
         calls.append(what)
         return own(tensor, group, what, where)
 
-    with patch.object(collectives, "stacked_over", noted), patch.object(sliced_tensor, "stacked_over", noted):
+    with patch.object(collectives, "stacked_over", noted), patch.object(loss_parallel, "stacked_over", noted):
         yield
 
 
@@ -365,14 +365,14 @@ KINDS = {
 
 def run_kinds(mesh: str, kinds: list[str]) -> dict[str, Any]:
     """In chunks of a few tokens."""
-    sliced_tensor.CHUNK_ELEMENTS = 500
+    loss_parallel.CHUNK_ELEMENTS = 500
     try:
         return {
             kind: attempt(sharded, KINDS[kind], mesh, loss_parallel=True, require_adapters=KINDS[kind].adapters)
             for kind in kinds
         }
     finally:
-        sliced_tensor.CHUNK_ELEMENTS = CHUNK
+        loss_parallel.CHUNK_ELEMENTS = CHUNK
 
 
 EVERY = list(KINDS)
