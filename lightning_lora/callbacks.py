@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning_lora.namespace import TrainerNamespace
 from lora_parallel.integration import MeshMeter, ask_for_largest, parallelized
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _no_run(*args: Any, **kwargs: Any) -> None:
 log = logging.getLogger(__name__)
 
 
-def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
+def watch(trainer: Any, lightning: SimpleNamespace) -> Callable[[], None]:
     """Act on signals between the steps of `fit`, until the function that is returned is called."""
     connector = trainer._signal_connector
     environment = trainer._accelerator_connector.cluster_environment
@@ -156,7 +156,7 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
     return unwatch
 
 
-def _warn_if_nothing_saves(trainer: Any, lightning: TrainerNamespace) -> None:
+def _warn_if_nothing_saves(trainer: Any, lightning: SimpleNamespace) -> None:
     saves = any(
         isinstance(each, lightning.OnExceptionCheckpoint) or getattr(each, "save_on_exception", False)
         for each in trainer.callbacks

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lora.namespace import Namespace
 from lora_parallel import clip_grad_norm_
 from lora_parallel.integration import adapter_parameters, clip_grad_value_
 
@@ -88,7 +88,7 @@ class PrecisionLogic:
     module_init_context = forward_context = tensor_init_context  # for modules, and for tensors that a forward makes
 
 
-def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
+def sharded_precision(plugin: Any, lightning: SimpleNamespace) -> Any:
     """Return a precision plugin for sharded training in place of the one that Trainer or Fabric chose."""
     if isinstance(plugin, PrecisionLogic):
         return plugin

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh
 
 from lightning_lora.data import seed_order, seed_workers
-from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
 from lora_parallel.integration import (
@@ -68,7 +68,7 @@ class _Gather(torch.autograd.Function):
 class BaseLogic:
     """Implement the part of a strategy that is the same for Trainer and for Fabric."""
 
-    lightning: ClassVar[Namespace]
+    lightning: ClassVar[SimpleNamespace]  # see `namespace`
 
     # Attributes of Lightning's ParallelStrategy, in both namespaces.
     accelerator: Any

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_lora.callbacks import Logging, watch
 from lightning_lora.data import UnevenPrediction, check_shares, moved_position, sync_metrics
 from lightning_lora.loading import find_roots
-from lightning_lora.namespace import TrainerNamespace, installed_trainers
+from lightning_lora.namespace import installed_trainers, wrap
 from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
 from lightning_lora.strategy_base import BaseLogic
 from lora_parallel import no_sync
@@ -67,8 +66,6 @@ class TrainerStrategyLogic(BaseLogic, Base):
     The LightningModule's code needs no change. Its model may be built in `__init__` or in `configure_model`, with PEFT
     layers or, if `lora_config` is given, without.
     """
-
-    lightning: ClassVar[TrainerNamespace]
 
     _roots: Mapping[str, nn.Module] = MappingProxyType({})
     _models_from: Contents | None = None
@@ -357,32 +354,20 @@ def accept_compiled_modules() -> None:
     """Let Trainer take a compiled LightningModule with this library's strategy, in every installed namespace."""
     for package in installed_trainers():
         trainer: Any = import_module(f"{package}.trainer.trainer")
-        if not hasattr(trainer._verify_strategy_supports_compile, "__wrapped__"):
-            to_uncompiled = import_module(f"{package}.utilities.compile").to_uncompiled
-            trainer._maybe_unwrap_optimized = _unwrapping(trainer._maybe_unwrap_optimized)
-            trainer._verify_strategy_supports_compile = _accepting(
-                trainer._verify_strategy_supports_compile, to_uncompiled
-            )
+        wrap(trainer, "_maybe_unwrap_optimized", _unwrap_compiled)
+        wrap(trainer, "_verify_strategy_supports_compile", _accept_compiled)
 
 
-def _unwrapping(original: Any) -> Any:
-    @wraps(original)
-    def unwrap(model: Any) -> Any:
-        module = original(model)
-        if module is not model:
-            module.__dict__[_ARGUMENTS] = getattr(model, "_compile_kwargs", {})  # Lightning keeps them there
-        return module
-
-    return unwrap
+def _unwrap_compiled(original: Any, model: Any) -> Any:
+    module = original(model)
+    if module is not model:
+        module.__dict__[_ARGUMENTS] = getattr(model, "_compile_kwargs", {})  # Lightning keeps them there
+    return module
 
 
-def _accepting(original: Any, to_uncompiled: Any) -> Any:
-    @wraps(original)
-    def verify(model: Any, strategy: Any) -> None:
-        arguments = model.__dict__.pop(_ARGUMENTS, {})
-        if not isinstance(strategy, TrainerStrategyLogic):
-            original(model, strategy)
-        elif model._compiler_ctx is not None:
-            strategy.compile_blocks(to_uncompiled(model), arguments)
-
-    return verify
+def _accept_compiled(original: Any, model: Any, strategy: Any) -> None:
+    arguments = model.__dict__.pop(_ARGUMENTS, {})
+    if not isinstance(strategy, TrainerStrategyLogic):
+        original(model, strategy)
+    elif model._compiler_ctx is not None:
+        strategy.compile_blocks(import_module(original.__module__).to_uncompiled(model), arguments)

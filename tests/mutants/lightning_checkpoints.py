@@ -107,7 +107,7 @@ BREAKAGES = [
         "guard",
         "load_from_checkpoint loads adapters onto another base than they were trained on.",
         UNLIKE,
-        "_check_base(found, name, model)\n\n\n",
+        "_check_base(contents, name, model)\n\n\n",
         "pass\n\n\n",
     ),
     # Fabric
