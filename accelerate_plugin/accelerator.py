@@ -209,18 +209,9 @@ class AcceleratorOverrides(Accelerator):
 
     # Accelerate's method writes the base with every checkpoint, overwrites files in place, and saves a random state for
     # each process, which does not fit another number of processes.
-    @collective_call("accelerator.save_state")
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
-        """Write a checkpoint as `checkpoint.save_state` does, and return its path. Collective."""
-        return checkpoint.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+    save_state = checkpoint.save_state
 
-    # Accelerate's method cannot read the checkpoints of this class's save_state.
-    @collective_call("accelerator.load_state")
-    def load_state(
-        self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
-        """Load a checkpoint as `checkpoint.load_state` does. Collective."""
-        checkpoint.load_state(self, input_dir)
+    load_state = checkpoint.load_state
 
 
 Original = Callable[..., Any]

@@ -336,11 +336,11 @@ def _train_state(self: Any) -> TrainState:
 @replaces("Trainer's loading of a checkpoint")
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
     """Load the adapters, each process its own slices, and the count of forwards. Collective."""
-    found = _read(resume_from_checkpoint)
+    contents = _read(resume_from_checkpoint)
     state = _train_state(self)
-    for commit in load_models(found, state):
+    for commit in load_models(contents, state):
         commit()
-    resume_counting(found, state)
+    resume_counting(contents, state)
 
 
 @replaces("Trainer's loading of the optimizer")
@@ -348,10 +348,10 @@ def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
     """Load the states of the optimizer and of the scheduler. Collective."""
     if checkpoint is None:
         return
-    found = _read(checkpoint)
-    for commit in load_optimizers(found, _train_state(self)):
+    contents = _read(checkpoint)
+    for commit in load_optimizers(contents, _train_state(self)):
         commit()
-    saved = found.record["trainer"]["scheduler"]
+    saved = contents.record["trainer"]["scheduler"]
     if saved is not None and self.lr_scheduler is not None:
         self.lr_scheduler.load_state_dict(saved)
 

@@ -38,7 +38,7 @@ class MeshCallbackLogic(Base):
         super().__init__()
         self.metrics: dict[str, float] = {}
         self._peak_flops, self._profile_every = peak_flops, profile_every
-        self._meter: MeshMeter | None = None
+        self._meter: Any = None  # a MeshMeter, while a Trainer trains
         self._step: int | None = None  # number of steps done before the one that runs; None between steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -47,12 +47,12 @@ class MeshCallbackLogic(Base):
         self._step = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._step is None and self._meter is not None:
+        if self._step is None:
             self._step = trainer.global_step
             self._meter.begin_step()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if self._meter is None or trainer.global_step == self._step:  # in mid-accumulation
+        if trainer.global_step == self._step:  # in mid-accumulation
             return
         self._step = None
         self._meter.end_step()
@@ -149,7 +149,7 @@ def watch(trainer: Any, lightning: SimpleNamespace) -> Callable[[], None]:
     vars(connector).update(handlers)
 
     def unwatch() -> None:
-        trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
+        trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
         for name in handlers:
             delattr(connector, name)
 
@@ -158,8 +158,8 @@ def watch(trainer: Any, lightning: SimpleNamespace) -> Callable[[], None]:
 
 def _warn_if_nothing_saves(trainer: Any, lightning: SimpleNamespace) -> None:
     saves = any(
-        isinstance(each, lightning.OnExceptionCheckpoint) or getattr(each, "save_on_exception", False)
-        for each in trainer.callbacks
+        isinstance(callback, lightning.OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+        for callback in trainer.callbacks
     )
     if trainer.is_global_zero and not saves:
         log.warning(

@@ -35,8 +35,7 @@ def seed_workers(dataloader: object, rank: int, worker_init_function: Callable[.
 def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
     """Check that each data-parallel rank has a sample to predict: without one it could not join the sharded forward."""
     # For loaders that were not passed to `predict` Lightning's sampler raises an error on the ranks without a sample.
-    source = getattr(predict_loop, "_data_source", None)
-    loaders = source.instance if source is not None else None
+    loaders = predict_loop._data_source.instance
     for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized) and len(dataset) < dp_size(mesh):
@@ -46,9 +45,9 @@ def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
             )
 
 
-def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
+def sync_metrics(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of peers would count twice."""
-    metrics = [each for each in (module.modules() if module is not None else ()) if isinstance(each, Metric)]
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     if not metrics:
         return
     replicas = mesh["dp_replicate"].size() > 1
@@ -60,10 +59,10 @@ def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
 
 
 def _by_name(group: dist.ProcessGroup) -> tuple[Any, ...]:
-    return _found, (group.group_name,)
+    return _group_of_this_process, (group.group_name,)
 
 
-def _found(name: str) -> dist.ProcessGroup:
+def _group_of_this_process(name: str) -> dist.ProcessGroup:
     group = group_named(name)
     if group is None:
         raise RuntimeError(f"process group {name} is of another process: copy a metric in its own")
@@ -115,12 +114,11 @@ def seed_order(dataloader: object) -> None:
     torchdata: Any = sys.modules.get("torchdata.stateful_dataloader.sampler")
     batches: Any = getattr(dataloader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
-    own = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # of Lightning's DistributedSamplerWrapper
-    if torchdata is None or not isinstance(sampler, DistributedSampler) or not isinstance(own, torchdata.RandomSampler):
-        return
-    if not own.replacement and own.num_samples == len(own.data_source):
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # of Lightning's DistributedSamplerWrapper
+    shuffles = torchdata is not None and isinstance(inner, torchdata.RandomSampler) and not inner.replacement
+    if isinstance(sampler, DistributedSampler) and shuffles and inner.num_samples == len(inner.data_source):
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
-        batches.sampler = DistributedSampler(own.data_source, **{name: getattr(sampler, name) for name in names})
+        batches.sampler = DistributedSampler(inner.data_source, **{name: getattr(sampler, name) for name in names})
 
 
 def moved_position(state: Any, before: int, after: int) -> Any:

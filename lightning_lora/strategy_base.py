@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from torch.distributed import DeviceMesh
 
 from lightning_lora.data import seed_order, seed_workers
 from lightning_lora.precision import convert_base, sharded_precision
-from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
+from lora_parallel import ParallelConfig, build_mesh, meta_init, no_sync, parallelize
 from lora_parallel.integration import (
     adopt_rank_zero,
     agreed,
@@ -62,6 +62,15 @@ class _Gather(torch.autograd.Function):
         total = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None
+
+
+@contextmanager
+def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Accumulate: within the context, `backward` reduces no gradients of the models."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(no_sync(model))
+        yield
 
 
 @suggest_arguments
@@ -193,7 +202,7 @@ class BaseLogic:
     @property
     def num_processes(self) -> int:
         """Return the number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        return len(self.parallel_devices or ())
 
     def _configure_launcher(self) -> None:
         mesh_sizes(self.config, self.num_nodes * self.num_processes)  # before anything is launched
@@ -322,10 +331,9 @@ class BaseLogic:
         """Enter the context that models are built in: on meta or in CPU memory, in the precision's dtype."""
         # None lets `from_pretrained` alone build on meta, so that each rank reads its shard only. No default device is
         # set: a model that is built in memory is in the CPU's, and moves to the device shard by shard.
-        deferral: AbstractContextManager[None] = nullcontext()
-        if empty_init is not False:
-            deferral = meta_init() if empty_init else defer_from_pretrained()
-        with deferral, self._plugin.module_init_context():
+        contexts: dict[bool | None, Callable[[], AbstractContextManager[None]]]
+        contexts = {None: defer_from_pretrained, True: meta_init, False: nullcontext}
+        with contexts[empty_init](), self._plugin.module_init_context():
             yield
 
     def _uncompile(self, module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ strategies they do what they did before; `tests/lightning_lora/test_compile.py` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +23,7 @@ from lightning_lora.data import UnevenPrediction, check_shares, moved_position, 
 from lightning_lora.loading import find_roots
 from lightning_lora.namespace import installed_trainers, wrap
 from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
-from lightning_lora.strategy_base import BaseLogic
-from lora_parallel import no_sync
+from lightning_lora.strategy_base import BaseLogic, without_reduction
 from lora_parallel.integration import (
     Contents,
     TrainState,
@@ -72,7 +71,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
     _optimizers_from: Contents | None = None
     _random_from: Contents | None = None
     _unpacked: Any = None
-    _prediction: UnevenPrediction | None = None
+    _prediction: UnevenPrediction
     _unwatch: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
@@ -182,13 +181,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def model_to_device(self) -> None:
         self.lightning_module.to(self.root_device)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate: within the context, `backward` reduces no gradients."""
-        with ExitStack() as stack:
-            for model in self._roots.values():
-                stack.enter_context(no_sync(model))
-            yield
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        return without_reduction(self._roots.values())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with explained():
@@ -200,15 +194,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
             return super().optimizer_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._prediction is not None
         step = super().predict_step
         return self._prediction.step(lambda: step(*args, **kwargs))
 
     def on_predict_end(self) -> None:
         """Keep this rank in the sharded forward, after its last batch, until all ranks have predicted theirs."""
-        if self._prediction is not None:
-            with torch.no_grad():
-                self._prediction.finish()
+        with torch.no_grad():
+            self._prediction.finish()
 
     # ------------------------------------------------------------------ the end
 
@@ -283,7 +275,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
         return TrainState(self.lightning_module, optimizers, mesh_without_models=self.device_mesh)
 
     def _optimizers_by_name(self) -> dict[str, Optimizer]:
-        return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
+        return {str(index): getattr(wrapper, "_optimizer", wrapper) for index, wrapper in enumerate(self.optimizers)}
 
     @collective_call("Trainer's loading of a checkpoint")
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -291,17 +283,17 @@ class TrainerStrategyLogic(BaseLogic, Base):
         with agreed():
             path = local_path(name)
             folder = unpacked(path, weights_only) if path.is_file() else None
-        found = read_checkpoint(path if folder is None else Path(folder.name), TRAINER, weights_only)
+        contents = read_checkpoint(path if folder is None else Path(folder.name), TRAINER, weights_only)
         self._unpacked = folder  # until everything is loaded
-        state: dict[str, Any] = found.record["trainer"]
+        state: dict[str, Any] = contents.record["trainer"]
         state["state_dict"] = {}
-        if not found.record["weights_only"]:
+        if not contents.record["weights_only"]:
             state["optimizer_states"] = []
-        self._models_from = self._optimizers_from = found
+        self._models_from = self._optimizers_from = contents
         dp = self.distributed_sampler_kwargs["num_replicas"]
         fit = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in fit:
-            fit["combined_loader"] = [moved_position(each, found.dp, dp) for each in fit["combined_loader"]]
+            fit["combined_loader"] = [moved_position(loader, contents.dp, dp) for loader in fit["combined_loader"]]
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -311,35 +303,35 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def _fill_model(self) -> None:
         """Load the models from the checkpoint that `load_checkpoint` has opened; a later run keeps its values."""
-        found, self._models_from = self._models_from, None
-        if found is not None:
-            for commit in load_models(found, self._train_state()):
+        contents, self._models_from = self._models_from, None
+        if contents is not None:
+            for commit in load_models(contents, self._train_state()):
                 commit()
 
     @collective_call("Trainer's loading of optimizers")
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
-        found = self._optimizers_from
-        assert found is not None
-        if len(found.optimizers) != len(self.optimizers):
+        contents = self._optimizers_from
+        assert contents is not None
+        if len(contents.optimizers) != len(self.optimizers):
             raise ValueError(
-                f"{found.path} holds {len(found.optimizers)} optimizer states; configure_optimizers made "
+                f"{contents.path} holds {len(contents.optimizers)} optimizer states; configure_optimizers made "
                 f"{len(self.optimizers)}."
             )
         state = self._train_state(self._optimizers_by_name())
-        for commit in load_optimizers(found, state):
+        for commit in load_optimizers(contents, state):
             commit()
-        resume_counting(found, state)
-        restore_random_state(found.record["random"], self.device_mesh)
-        self._random_from = found
+        resume_counting(contents, state)
+        restore_random_state(contents.record["random"], self.device_mesh)
+        self._random_from = contents
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the random state again before the first batch of a run that resumes in mid-epoch."""
         # Lightning has made a new dataloader iterator for the rest of the epoch, which draws from the random state. The
         # interrupted run made no iterator at this point.
         super().on_train_batch_start(batch, batch_idx)
-        found, self._random_from = self._random_from, None
-        if found is not None and batch_idx > 0:
-            restore_random_state(found.record["random"], self.device_mesh)
+        contents, self._random_from = self._random_from, None
+        if contents is not None and batch_idx > 0:
+            restore_random_state(contents.record["random"], self.device_mesh)
 
 
 def _is_held_by(value: object, tensor: Tensor) -> bool:
