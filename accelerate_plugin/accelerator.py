@@ -11,7 +11,7 @@ scripts that scale learning-rate schedules, batch sizes or metrics by `num_proce
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ from accelerate_plugin.data import (
 from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import (
     LoRAParallelism,
+    Original,
     asked_by_environment,
     current_parallelism,
     parallelism_of,
@@ -90,23 +91,23 @@ class AcceleratorOverrides(Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shard models, give optimizers their sharded parameters, and let Accelerate prepare the rest. Collective."""
         placements = device_placement if device_placement is not None else [None] * len(args)
-        args = tuple(uncompiled(each, self._parallelism) if isinstance(each, nn.Module) else each for each in args)
+        args = tuple(uncompiled(arg, self._parallelism) if isinstance(arg, nn.Module) else arg for arg in args)
         prepared = [
-            self._prepare_one(each, first_pass=True, device_placement=placement)
-            if isinstance(each, (DataLoader, Optimizer))
-            else each
-            for each, placement in zip(args, placements, strict=True)
+            self._prepare_one(arg, first_pass=True, device_placement=placement)
+            if isinstance(arg, (DataLoader, Optimizer))
+            else arg
+            for arg, placement in zip(args, placements, strict=True)
         ]
         prepare_models(
             self,
-            [each for each in args if isinstance(each, nn.Module)],
-            [each for each in prepared if isinstance(each, AcceleratedOptimizer)],
+            [arg for arg in args if isinstance(arg, nn.Module)],
+            [arg for arg in prepared if isinstance(arg, AcceleratedOptimizer)],
         )
-        prepared = [self._prepare_one(each) if isinstance(each, LRScheduler) else each for each in prepared]
-        kept = {id(each) for each in (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)}
-        for each in prepared:
-            if id(each) in kept:
-                each._is_accelerate_prepared = True
+        prepared = [self._prepare_one(arg) if isinstance(arg, LRScheduler) else arg for arg in prepared]
+        registered = {id(arg) for arg in (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)}
+        for arg in prepared:
+            if id(arg) in registered:
+                arg._is_accelerate_prepared = True
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     # Accelerate's method refuses FSDP2.
@@ -212,9 +213,6 @@ class AcceleratorOverrides(Accelerator):
     save_state = checkpoint.save_state
 
     load_state = checkpoint.load_state
-
-
-Original = Callable[..., Any]
 
 
 def prepare_backend(original: Original, self: PartialState, *args: Any, **kwargs: Any) -> Any:

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from accelerate_plugin.accelerator import Original
 from accelerate_plugin.models import innermost
 from accelerate_plugin.parallelism import (
     LoRAParallelism,
+    Original,
     asked_by_environment,
     asks_for_pipeline,
     current_parallelism,
@@ -43,6 +41,7 @@ from accelerate_plugin.parallelism import (
     parallelism_within_batch,
     replaces,
     requested_parallelism,
+    standing_in,
 )
 from lora_parallel.integration import (
     Contents,
@@ -138,10 +137,10 @@ def create_accelerator(original: Original, self: Any) -> None:
         return
     _adopt_output_dir(self.args)
     for kind in type(self).__mro__:
-        module = sys.modules[kind.__module__]
+        module: Any = sys.modules[kind.__module__]
         prepare = vars(module).get("prepare_fsdp")
         if callable(prepare) and prepare.__module__ == "trl.models.utils" and not hasattr(prepare, "__wrapped__"):
-            module.prepare_fsdp = _by_accelerator(prepare)  # type: ignore[attr-defined]
+            module.prepare_fsdp = standing_in(prepare, _prepare_reference)
 
 
 def _adopt_output_dir(arguments: TrainingArguments) -> None:
@@ -161,14 +160,10 @@ def _adopt_output_dir(arguments: TrainingArguments) -> None:
             )
 
 
-def _by_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def prepare_fsdp(model: nn.Module, accelerator: Any) -> Any:
-        if parallelism_of(accelerator) is None:
-            return original(model, accelerator)
-        return accelerator.prepare_model(model, evaluation_mode=True).eval()
-
-    return prepare_fsdp
+def _prepare_reference(original: Original, model: nn.Module, accelerator: Any) -> Any:
+    if parallelism_of(accelerator) is None:
+        return original(model, accelerator)
+    return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
 
 @replaces()
@@ -177,17 +172,16 @@ def one_process(self: Any) -> int:
     return 1
 
 
-def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Train, after checks of the losses and of the checkpoint to resume from."""
     if parallelism_of(self.accelerator) is not None:
         _refuse_gathering_losses(getattr(self, "loss", None))
         if hasattr(self, "_tp_size"):
             self._tp_size = 1  # TRL's trainers divide counts of tokens by it
-        resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
-        if isinstance(resume, str):
-            with agreed():
-                _check_readable(local_path(resume))  # before Trainer fails because a file of its own is missing
-    return original(self, *args, **kwargs)
+        if isinstance(resume_from_checkpoint, str):
+            with agreed():  # before Trainer fails because a file of its own is missing
+                _check_readable(local_path(resume_from_checkpoint))
+    return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
 def _refuse_gathering_losses(loss: Any) -> None:
@@ -308,14 +302,14 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
 
 def _note_callbacks(self: Any) -> None:
     """Put the states that callbacks export into the state that Trainer saves."""
-    kept = self.state.stateful_callbacks
-    for each in [*self.callback_handler.callbacks, self.control]:
-        if isinstance(each, ExportableState):
-            name = type(each).__name__
-            if isinstance(kept[name], list):
-                kept[name].append(each.state())
+    states = self.state.stateful_callbacks
+    for callback in [*self.callback_handler.callbacks, self.control]:
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            if isinstance(states[name], list):
+                states[name].append(callback.state())
             else:
-                kept[name] = each.state()
+                states[name] = callback.state()
 
 
 @replaces("Trainer's saving of the optimizer")
@@ -403,41 +397,35 @@ class MeshCallback(TrainerCallback):
 
     def __init__(self, peak_flops: float | None = None, profile_every: int | None = None) -> None:
         self._peak_flops, self._profile_every = peak_flops, profile_every
-        self._meter: MeshMeter | None = None
+        self._meter: Any = None  # a MeshMeter, while a Trainer trains
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        self._close()  # of a run that has failed
+        self.on_train_end(args, state, control)  # of a run that has failed
         models = list(parallelized(model).values()) or [model]
         self._meter = MeshMeter(models, self._peak_flops, self._profile_every)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._meter is not None:
-            self._meter.begin_step()
+        self._meter.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._meter is not None:
-            self._meter.end_step()
+        self._meter.end_step()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._meter is not None:
             self._meter.pause()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_evaluate(args, state, control)
+    on_save = on_evaluate
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._close()
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = None
 
     def read(self) -> dict[str, float]:
         """Return the numbers of the steps since the last call. Collective."""
         return {} if self._meter is None else self._meter.read()
-
-    def _close(self) -> None:
-        if self._meter is not None:
-            self._meter.close()
-        self._meter = None
 
 
 def log(original: Original, self: Any, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -65,26 +66,16 @@ class MeshCallbackLogic(Base):
         if self._meter is not None:
             self._meter.pause()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def on_train_end(self, *args: Any) -> None:
         if self._meter is not None:
             self._meter.close()
         self._meter = None
 
+    on_exception: Any = on_train_end
 
-class Logging:
+
+class Logging(partial[None]):
     """Call a method of the LightningModule, as `log` of a callback; Lightning's own would copy the module with it."""
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._method(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Logging:
         return self

@@ -114,14 +114,15 @@ def seed_order(dataloader: object) -> None:
     torchdata: Any = sys.modules.get("torchdata.stateful_dataloader.sampler")
     batches: Any = getattr(dataloader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
-    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # of Lightning's DistributedSamplerWrapper
+    # Of Lightning's DistributedSamplerWrapper, whose dataset lists the sampler's indices.
+    inner: Any = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     shuffles = torchdata is not None and isinstance(inner, torchdata.RandomSampler) and not inner.replacement
     if isinstance(sampler, DistributedSampler) and shuffles and inner.num_samples == len(inner.data_source):
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         batches.sampler = DistributedSampler(inner.data_source, **{name: getattr(sampler, name) for name in names})
 
 
-def moved_position(state: Any, before: int, after: int) -> Any:
+def moved_position(state: Any, before: int, after: int, of_sampler: bool = False) -> Any:
     """Return the state of a dataloader for another number of data-parallel ranks; torchdata counts rows of one rank."""
     if not isinstance(state, dict) or before == after:
         return state
@@ -131,24 +132,16 @@ def moved_position(state: Any, before: int, after: int) -> Any:
             f"{before} data-parallel ranks can go on from: resume with {before}, or from a checkpoint of the end of an "
             "epoch; save with snapshot_every_n_steps=1 (torchdata's default) to resume with another number."
         )
-    inside = {key: moved_position(value, before, after) for key, value in state.items() if key in _HOLDERS}
-    return {**state, **{key: _moved(value, before, after) for key, value in inside.items()}}
-
-
-def _moved(state: Any, before: int, after: int) -> Any:
-    if not isinstance(state, dict):
-        return state
-    moved = {}
+    moved = dict(state)
     for key, value in state.items():
-        if key in _SAMPLERS:
-            value = _moved(value, before, after)
-        elif key in _ROWS and isinstance(value, int):
+        if key in _HOLDERS or (of_sampler and key in _SAMPLERS):
+            moved[key] = moved_position(value, before, after, of_sampler=True)
+        elif of_sampler and key in _ROWS and isinstance(value, int):
             rows, left = divmod(value * before, after)
             if left:
                 raise ValueError(
                     f"the checkpoint was saved in mid-epoch, after {value * before} rows, which {after} data-parallel "
                     f"ranks do not divide: resume with {before}, or from a checkpoint of the end of an epoch."
                 )
-            value = rows
-        moved[key] = value
+            moved[key] = rows
     return moved

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_lora.data import moved_position
 from lightning_lora.loading import find_roots
 from lightning_lora.namespace import is_lightning_module
-from lightning_lora.strategy_base import BaseLogic, without_reduction
+from lightning_lora.strategy_base import BaseLogic, precision_property, without_reduction
 from lora_parallel import clip_grad_norm_
 from lora_parallel.integration import (
     Contents,
@@ -156,15 +156,7 @@ class FabricLogic(BaseLogic, Base):
 
     # ------------------------------------------------------------------ precision, plugins
 
-    @property
-    def precision(self) -> Any:
-        return self._sharded(self._precision)
-
-    @precision.setter
-    def precision(self, plugin: Any) -> None:
-        self._precision = None if plugin is None else self._sharded(plugin)
-
-    _plugin = precision
+    precision = _plugin = precision_property("_precision")
 
     @property
     def checkpoint_io(self) -> Any:

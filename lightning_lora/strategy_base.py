@@ -73,6 +73,19 @@ def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
+def precision_property(attribute: str) -> Any:
+    """Return a property for the precision plugin that is kept under `attribute`, in its form for sharded training."""
+
+    def read(self: BaseLogic) -> Any:
+        plugin = getattr(self, attribute)
+        return sharded_precision(plugin if plugin is not None else self.lightning.Precision(), self.lightning)
+
+    def write(self: BaseLogic, plugin: Any) -> None:
+        setattr(self, attribute, None if plugin is None else sharded_precision(plugin, self.lightning))
+
+    return property(read, write)
+
+
 @suggest_arguments
 class BaseLogic:
     """Implement the part of a strategy that is the same for Trainer and for Fabric."""
@@ -176,9 +189,6 @@ class BaseLogic:
         """Return the engine's config, made of the options, the seed and the precision."""
         seed = self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
         return ParallelConfig(**self._options, seed=seed, param_dtype=self._plugin.compute_dtype)
-
-    def _sharded(self, plugin: Any) -> Any:
-        return sharded_precision(plugin if plugin is not None else self.lightning.Precision(), self.lightning)
 
     # ------------------------------------------------------------------ processes and mesh
 

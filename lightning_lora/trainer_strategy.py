@@ -8,7 +8,7 @@ strategies they do what they did before; `tests/lightning_lora/test_compile.py` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from lightning_lora.data import UnevenPrediction, check_shares, moved_position, 
 from lightning_lora.loading import find_roots
 from lightning_lora.namespace import installed_trainers, wrap
 from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
-from lightning_lora.strategy_base import BaseLogic, without_reduction
+from lightning_lora.strategy_base import BaseLogic, precision_property, without_reduction
 from lora_parallel.integration import (
     Contents,
     TrainState,
@@ -98,15 +98,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
             trainer = self.lightning_module.trainer
             trainer.loggers = [self.lightning.DummyLogger() for _ in trainer.loggers]  # a logger makes its folder soon
 
-    @property
-    def precision_plugin(self) -> Any:
-        return self._sharded(self._precision_plugin)
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = None if plugin is None else self._sharded(plugin)
-
-    _plugin = precision_plugin
+    precision_plugin = _plugin = precision_property("_precision_plugin")
 
     # ------------------------------------------------------------------ the model
 
@@ -181,7 +173,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def model_to_device(self) -> None:
         self.lightning_module.to(self.root_device)
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(self) -> Any:
         return without_reduction(self._roots.values())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -211,7 +211,7 @@ BREAKAGES = [
         "checkpoint",
         "A run that resumes in mid-epoch shuffles anew: some rows are seen twice, others never.",
         f"{CHECKPOINT}::test_shuffling_goes_on_in_mid_epoch",
-        """dealer.sampler = _Resumable(sampler)""",
+        """_dealer(loader).sampler = _Resumable(sampler)""",
         """pass""",
     ),
 ]

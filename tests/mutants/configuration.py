@@ -15,7 +15,7 @@ BREAKAGES = [
         "guard",
         "A key that is misspelt in the configuration file is dropped, and the run has another setting.",
         f"{LAUNCH}::test_a_key_that_accelerate_drops",
-        "if option not in known and option not in OWN_KEYS:",
+        "if option not in known:",
         "if False:",
     ),
     Mutant(
@@ -78,7 +78,7 @@ BREAKAGES = [
         "guard",
         "Options of a pipeline are given without one, and the file that is written does not have them.",
         f"{LAUNCH}::test_options_of_config_that_cannot_work",
-        "if getattr(given, name) != default:",
+        "if getattr(options, name) != default:",
         "if False:",
     ),
     Mutant(
@@ -92,15 +92,15 @@ BREAKAGES = [
         "replaced",
         "Keys of this library in the file have no effect with accelerate launch.",
         HANDED_ON,
-        "given = own_keys(content) | {key:",
-        "given = {} | {key:",
+        "texts = own_keys(content) | {key:",
+        "texts = {} | {key:",
     ),
     Mutant(
         "replaced",
         "Keys of this library in the environment have no effect.",
         HANDED_ON,
-        "given = own_keys(content) | {key: os.environ[key.upper()] for key in OWN_KEYS if os.environ.get(key.upper())}",
-        "given = own_keys(content)",
+        "texts = own_keys(content) | {key: os.environ[key.upper()] for key in OWN_KEYS if os.environ.get(key.upper())}",
+        "texts = own_keys(content)",
     ),
     Mutant(
         "replaced",
@@ -155,8 +155,8 @@ BREAKAGES = [
         "replaced",
         "torch_compile of a Trainer, or dynamo_config of a file, compiles nothing.",
         COMPILED,
-        """given = {"backend": plugin.backend.value.lower(), **""",
-        "given = {**",
+        """chosen = {"backend": plugin.backend.value.lower(), **""",
+        "chosen = {**",
     ),
     Mutant(
         "guard",
