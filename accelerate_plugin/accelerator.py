@@ -188,9 +188,7 @@ class AcceleratorOverrides(Accelerator):
         trained |= adapter_parameters(model)
         full = gather_on_rank_zero(trained)
         shapes = merged_over_stages({name: (p.shape, p.dtype) for name, p in trained.items()}, self._parallelism.mesh)
-        if full:
-            return full
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+        return full or {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
 
     # Accelerate's method gathers and writes the frozen base.
     @collective_call("accelerator.save_model")

@@ -124,8 +124,8 @@ def _launch_options(arguments: list[str]) -> argparse.Namespace:
             "--cpu starts one process and drops fsdp_config and parallelism_config: leave it out. On a machine without "
             "accelerators distributed_type: FSDP runs on the CPU, over gloo."
         )
-    overriding = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
-    said = {name: vars(options)[name] for name in (*overriding, "mixed_precision") if vars(options)[name] is not None}
+    names = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision")
+    said = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
     said |= {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
     content = check_file(path, said)
     if not options.module and not Path(script).is_file():
@@ -149,7 +149,8 @@ def config(arguments: list[str]) -> None:
     if path.exists() and not options.force:
         raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
 
-    if None not in map(vars(options).get, _ASKED):
+    asked = ("num_processes", "num_machines", "tp_size", "dp_replicate_size")
+    if None not in map(vars(options).get, (*asked, "mixed_precision", "activation_checkpointing")):
         options.require_adapters = options.require_adapters or "yes"  # command lines of earlier releases ask nothing
 
     def ask(name: str, question: str, default: Any, convert: Callable[[str, str], Any] = whole) -> None:
@@ -192,13 +193,6 @@ def config(arguments: list[str]) -> None:
         print("On each other machine, run the same with --machine_rank 1, 2, ... after launch.")
 
 
-_ASKED = (
-    *("num_processes", "num_machines", "tp_size", "dp_replicate_size"),
-    *("mixed_precision", "activation_checkpointing"),
-)
-"""Options whose questions are asked, unless they are given; where all are given, nothing is asked."""
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="accelerate-lora config",
@@ -226,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write(path: Path, options: argparse.Namespace) -> None:
-    pipeline = {key: getattr(options, f"pp_{key}") for key in ("size", "microbatches", "schedule", "stages_per_rank")}
+    pipeline = {name: getattr(options, name) for name in ("pp_size", *_OF_A_PIPELINE)}
     sizes = {
         "dp_replicate": options.dp_replicate_size,
         "dp_shard": _shards(options, options.dp_replicate_size),

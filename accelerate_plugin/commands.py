@@ -289,7 +289,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     assert best is not None
     sizes, options = best.sizes, {name: value for name, value in best.options.items() if value}
     batch, accumulation = best.rows, best.microbatches
-    pipeline = {"size": sizes["pp"], "microbatches": best.microbatches} if sizes["pp"] > 1 else {}
+    pipeline = {"pp_size": sizes["pp"], "pp_microbatches": best.microbatches} if sizes["pp"] > 1 else {}
     if pipeline:
         batch, accumulation = batch * accumulation, 1
     machines = max(1, plan.gpus // plan.hardware.gpus_per_node)
@@ -298,7 +298,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     flags = f"accelerate-lora config --config_file mesh.yaml --num_processes {plan.gpus} --num_machines {machines}"
     flags += f" --tp_size {sizes['tp']} --dp_replicate_size {sizes['dp_replicate']} --mixed_precision no"
     flags += f" --cp_size {sizes['cp']}" if sizes["cp"] > 1 else ""
-    flags += "".join(f" --pp_{name} {value}" for name, value in pipeline.items())
+    flags += "".join(f" --{name} {value}" for name, value in pipeline.items())
     flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
     flags += " --require_adapters no" if plan.trains_all else ""
     if machines > 1:

@@ -151,12 +151,11 @@ def mesh_sections(
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration file that ask for a mesh.
 
-    `pipeline` has the values of the keys `parallelism_config_pp_*`, by their ends, and is empty without a pp axis.
+    `pipeline` has "pp_size" and other options of a pipeline, and is empty without a pp axis.
     """
-    mesh = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
+    mesh: dict[str, Any] = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
     mesh |= {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}
-    mesh |= {f"pp_{name}": value for name, value in pipeline.items()}
-    settings: dict[str, Any] = mesh if adapters else {**mesh, "require_adapters": False}
+    mesh |= pipeline if adapters else {**pipeline, "require_adapters": False}
     return {
         "fsdp_config": {
             "fsdp_version": 2,
@@ -167,7 +166,7 @@ def mesh_sections(
             "fsdp_cpu_ram_efficient_loading": False,
             "fsdp_offload_params": False,
         },
-        "parallelism_config": {f"parallelism_config_{name}": value for name, value in settings.items()},
+        "parallelism_config": {f"parallelism_config_{name}": value for name, value in mesh.items()},
     }
 
 

@@ -172,7 +172,13 @@ def one_process(self: Any) -> int:
     return 1
 
 
-def train(original: Original, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+def train(
+    original: Original,
+    self: Any,
+    resume_from_checkpoint: Any = None,
+    trial: Any = None,
+    ignore_keys_for_eval: Any = None,
+) -> Any:
     """Train, after checks of the losses and of the checkpoint to resume from."""
     if parallelism_of(self.accelerator) is not None:
         _refuse_gathering_losses(getattr(self, "loss", None))
@@ -181,7 +187,7 @@ def train(original: Original, self: Any, resume_from_checkpoint: Any = None, *ar
         if isinstance(resume_from_checkpoint, str):
             with agreed():  # before Trainer fails because a file of its own is missing
                 _check_readable(local_path(resume_from_checkpoint))
-    return original(self, resume_from_checkpoint, *args, **kwargs)
+    return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
 
 def _refuse_gathering_losses(loss: Any) -> None:
