@@ -187,7 +187,8 @@ class AcceleratorOverrides(Accelerator):
         trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         trained |= adapter_parameters(model)
         full = gather_on_rank_zero(trained)
-        shapes = merged_over_stages({name: (p.shape, p.dtype) for name, p in trained.items()}, self._parallelism.mesh)
+        mine = {name: (p.shape, p.dtype) for name, p in trained.items()}
+        shapes = merged_over_stages(mine, self._parallelism.device_mesh)
         return full or {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
 
     # Accelerate's method gathers and writes the frozen base.

@@ -73,7 +73,7 @@ def _train_state(accelerator: Accelerator) -> TrainState:
     models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
     module = models[0] if len(models) == 1 else nn.ModuleList(models)
     optimizers = {str(index): innermost(wrapper) for index, wrapper in enumerate(accelerator._optimizers)}
-    return TrainState(module, optimizers, accelerator.state.parallelism_config.mesh)
+    return TrainState(module, optimizers, accelerator.state.parallelism_config.device_mesh)
 
 
 @collective_call("accelerator.save_state")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from accelerate_plugin.parallelism import LoRAParallelism, Original, parallelism_of, standing_in
+from accelerate_plugin.parallelism import LoRAParallelism, Original, standing_in
 from lora_parallel import parallelize
 from lora_parallel.integration import (
     HeldByName,
@@ -35,8 +35,7 @@ def prepare_models(
     evaluation_mode: bool = False,
 ) -> None:
     """Shard the models that are not sharded yet, and give the optimizers their sharded parameters. Collective."""
-    parallelism = parallelism_of(accelerator)
-    assert parallelism is not None
+    parallelism = accelerator.state.parallelism_config
     new = nn.ModuleList(model for model in dict.fromkeys(models) if not parallelized(model))
     sharded = {p for model in (*accelerator._models, *models) if parallelized(model) for p in model.parameters()}
     bare = [innermost(optimizer) for optimizer in optimizers]
@@ -80,7 +79,7 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
         _leave_out_fused_loss(model)
     parallelize(
         model,
-        parallelism.mesh,
+        parallelism.device_mesh,
         config if not frozen else replace(config, require_adapters=False),
         lora_config=lora_config,
         autocast_adapter_dtype=plugin.autocast_adapter_dtype,

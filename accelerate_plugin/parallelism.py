@@ -28,6 +28,8 @@ from lora_parallel.integration import collective_call, dp_rank, dp_size, mesh_si
 class LoRAParallelism(ParallelismConfig):
     """Extend Accelerate's `ParallelismConfig` by the user's plugin and the engine's config."""
 
+    device_mesh: Any  # the engine's, once the Accelerator is made
+
     def __init__(
         self,
         plugin: LoRAParallelPlugin,
@@ -84,12 +86,6 @@ class LoRAParallelism(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Check nothing: `__init__` has, and Accelerate's method refuses one process and tensor parallelism alone."""
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """Return the mesh; it exists once the Accelerator is made."""
-        assert self.device_mesh is not None
-        return self.device_mesh
-
     # Accelerate's own properties know no pipeline parallelism.
     @property
     def total_size(self) -> int:
@@ -104,17 +100,17 @@ class LoRAParallelism(ParallelismConfig):
     @property
     def dp_size(self) -> int:
         """Return the number of data-parallel ranks, which is the number of different batches in a step."""
-        return dp_size(self.mesh)
+        return dp_size(self.device_mesh)
 
     @property
     def dp_rank(self) -> int:
         """Return the data-parallel rank of this process; its pp, cp and tp peers have the same, and see one batch."""
-        return dp_rank(self.mesh)
+        return dp_rank(self.device_mesh)
 
     @property
     def is_first_of_batch(self) -> bool:
         """Return True if this process is the first of those that see the same batch."""
-        return all(dist.get_rank(group) == 0 for group in same_batch_groups(self.mesh))
+        return all(dist.get_rank(group) == 0 for group in same_batch_groups(self.device_mesh))
 
     def one_per_batch(self, gathered: Any) -> Any:
         """Return one value for each batch, by data-parallel rank, from the values of all processes by rank."""

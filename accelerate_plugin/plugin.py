@@ -117,16 +117,15 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             return plugin
         check_version(plugin.fsdp_version)
         _check_unused(plugin)
-        made = cls(
+        policy = plugin.mixed_precision_policy
+        reduce_dtype = policy.reduce_dtype if isinstance(policy, MixedPrecisionPolicy) else None
+        return cls(
             block_classes=plugin.transformer_cls_names_to_wrap,
             reshard_after_forward=plugin.reshard_after_forward,
             activation_checkpointing=plugin.activation_checkpointing,
             cpu_offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            reduce_dtype=reduce_dtype or torch.float32,
         )
-        policy = plugin.mixed_precision_policy
-        if isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype is not None:
-            made._options["reduce_dtype"] = policy.reduce_dtype
-        return made
 
     def parallel_config(
         self,

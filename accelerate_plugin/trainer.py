@@ -211,7 +211,7 @@ def has_mixed_mesh_grads(self: Any, model: nn.Module) -> bool:
 def store_flos(self: Any) -> None:
     """Add up the floating-point operations that the data-parallel processes have counted, each for its own batches."""
     # Tensor-parallel peers see the same batches, and count once. A pipeline rank has counted those of its own blocks.
-    counted = sum(over_stages(float(self.current_flos), self.accelerator.state.parallelism_config.mesh))
+    counted = sum(over_stages(float(self.current_flos), self.accelerator.state.parallelism_config.device_mesh))
     total = torch.tensor(counted, dtype=torch.float64, device=self.args.device)
     self.state.total_flos += self.accelerator.reduce(total, "sum").item()
     self.current_flos = 0
@@ -360,7 +360,7 @@ def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
 def load_rng_state(self: Any, checkpoint: str | None) -> None:
     """Load the random state of this process's data-parallel rank; a rank that is new derives it. Collective."""
     if checkpoint is not None:
-        restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.mesh)
+        restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.device_mesh)
 
 
 @replaces("Trainer's loading of the best model")

@@ -42,11 +42,9 @@ from lora_parallel.sizes import AXES, axis_sizes, coordinates
 
 
 class _Gather(torch.autograd.Function):
-    """Stack every rank's tensor along a new first dim, [ranks, ...], with gradients.
+    """Stack every rank's tensor along a new first dim, [ranks, ...], with gradients."""
 
-    The all-gather of torch.distributed.nn does not support sub-groups of gloo in backward.
-    """
-
+    # The all-gather of torch.distributed.nn does not support sub-groups of gloo in backward.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group

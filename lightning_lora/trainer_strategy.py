@@ -209,16 +209,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Return False, so that Lightning reads a checkpoint before `setup`, which fills the tensors it has sharded."""
-        return False
+    # Lightning reads a checkpoint before `setup` (`restore_checkpoint_after_setup`), which fills the sharded tensors.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return by name what a checkpoint holds of the module: its trained shards, its buffers and other states."""
-        return {**self._own_tensors(), **self._train_state().other_state()}
+        return {**self._saved_tensors(), **self._train_state().other_state()}
 
-    def _own_tensors(self) -> dict[str, Tensor]:
+    def _saved_tensors(self) -> dict[str, Tensor]:
         trained = {name: p.detach() for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         return {**trained, **self._train_state().buffers()}
 
@@ -249,11 +246,11 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
         """Check that no hook has put values into `state_dict`: tensors are written from the module, not from there."""
-        known, own = self.lightning_module_state_dict(), self._own_tensors()
+        entries, tensors = self.lightning_module_state_dict(), self._saved_tensors()
         foreign = [
             name
             for name, value in state_dict.items()
-            if name not in known or (name in own and not _is_held_by(value, own[name]))
+            if name not in entries or (name in tensors and not _is_held_by(value, tensors[name]))
         ]
         if foreign:
             raise ValueError(

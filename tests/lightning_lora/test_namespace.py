@@ -270,6 +270,7 @@ def test_hooks_of_the_strategy(pytorch):
     made = ours.LoRAParallelStrategy()
     for name in ("_launcher", "_layer_sync", "_lightning_module", "cluster_environment", "accelerator", "optimizers"):
         assert hasattr(made, name), name
+    assert not made.restore_checkpoint_after_setup
 
 
 # ---------------------------------------------------------------------- Fabric's own

@@ -120,8 +120,8 @@ BREAKAGES = [
         "replaced",
         "The dtype that an FSDP plugin of Accelerate reduces gradients in is ignored.",
         TAKEN_OVER,
-        """made._options["reduce_dtype"] = policy.reduce_dtype""",
-        "pass",
+        "reduce_dtype=reduce_dtype or torch.float32,",
+        "",
     ),
     Mutant(
         "guard",

@@ -34,7 +34,8 @@ BREAKAGES = [
         "checkpoint",
         "A resumed Trainer draws other random numbers than the run would have that was not interrupted.",
         GOES_ON,
-        """restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.mesh)""",
+        'restore_random_state(_read(checkpoint).record["random"], '
+        "self.accelerator.state.parallelism_config.device_mesh)",
         "pass",
     ),
     Mutant(
