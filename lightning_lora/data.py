@@ -52,14 +52,11 @@ def sync_metrics(module: nn.Module, mesh: DeviceMesh) -> None:
         return
     replicas = mesh["dp_replicate"].size() > 1
     group = mesh["dp_replicate", "dp_shard"]._flatten().get_group() if replicas else mesh.get_group("dp_shard")
-    copyreg.pickle(dist.ProcessGroup, _by_name)  # torch has no way to copy one
+    # Torch has no way to copy a group.
+    copyreg.pickle(dist.ProcessGroup, lambda group: (_group_of_this_process, (group.group_name,)))
     for metric in metrics:
         if metric.process_group is None:
             metric.process_group = group
-
-
-def _by_name(group: dist.ProcessGroup) -> tuple[Any, ...]:
-    return _group_of_this_process, (group.group_name,)
 
 
 def _group_of_this_process(name: str) -> dist.ProcessGroup:

@@ -246,11 +246,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
         """Check that no hook has put values into `state_dict`: tensors are written from the module, not from there."""
-        entries, tensors = self.lightning_module_state_dict(), self._saved_tensors()
+        entries = self.lightning_module_state_dict()
+        addresses = {name: local(tensor).data_ptr() for name, tensor in self._saved_tensors().items()}
         foreign = [
             name
             for name, value in state_dict.items()
-            if name not in entries or (name in tensors and not _is_held_by(value, tensors[name]))
+            if name not in entries
+            or (name in addresses and not (isinstance(value, Tensor) and local(value).data_ptr() == addresses[name]))
         ]
         if foreign:
             raise ValueError(
@@ -321,11 +323,6 @@ class TrainerStrategyLogic(BaseLogic, Base):
         contents, self._random_from = self._random_from, None
         if contents is not None and batch_idx > 0:
             restore_random_state(contents.record["random"], self.device_mesh)
-
-
-def _is_held_by(value: object, tensor: Tensor) -> bool:
-    """Return True if `value` is a tensor in the memory of `tensor`."""
-    return isinstance(value, Tensor) and local(value).data_ptr() == local(tensor).data_ptr()
 
 
 _ARGUMENTS = "_lora_parallel_compile"

@@ -59,8 +59,8 @@ BREAKAGES = [
         "checkpoint",
         "A one-file checkpoint lacks values of the module beside its parameters.",
         f"{LOADING}::test_one_file",
-        """packed = {**entries, "state_dict": whole, PACKED: _files(folder)}""",
-        """packed = {**entries, "state_dict": {}, PACKED: _files(folder)}""",
+        """packed = {**entries, "state_dict": whole, PACKED: files}""",
+        """packed = {**entries, "state_dict": {}, PACKED: files}""",
     ),
     Mutant(
         "guard",
