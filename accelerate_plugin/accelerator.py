@@ -237,7 +237,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
         original(*bound.args, **bound.kwargs)
         check_dispatch(self)
         return
-    chosen = requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
+    chosen = requested_parallelism(bound.arguments)
     if chosen is None:
         original(self, *args, **kwargs)
         return

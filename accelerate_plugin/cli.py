@@ -221,12 +221,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write(path: Path, options: argparse.Namespace) -> None:
     pipeline = {name: getattr(options, name) for name in ("pp_size", *_OF_A_PIPELINE)}
-    sizes = {
-        "dp_replicate": options.dp_replicate_size,
-        "dp_shard": _shards(options, options.dp_replicate_size),
-        "cp": options.cp_size,
-        "tp": options.tp_size,
-    }
+    sizes = {axis: getattr(options, f"{axis}_size") for axis in ("dp_replicate", "cp", "tp")}
+    sizes["dp_shard"] = _shards(options, options.dp_replicate_size)
     machines: dict[str, Any] = {"num_machines": options.num_machines, "same_network": True}
     if options.num_machines > 1:
         machines |= {name: getattr(options, name) for name in _OF_SEVERAL_MACHINES} | {"rdzv_backend": "static"}

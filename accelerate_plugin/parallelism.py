@@ -193,7 +193,7 @@ def asked_by_environment() -> bool:
 
 def asks_for_pipeline() -> bool:
     """Return True if the configuration, or the plugin of an earlier Accelerator, asks for pipeline parallelism."""
-    size = _given.pp_size if _given is not None else None
+    size = _last_plugin.pp_size if _last_plugin is not None else None
     return asked_by_environment() and (size or own_settings().get("pp_size", 1)) > 1
 
 
@@ -216,14 +216,14 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
                 f"Remove {argument}, or the {name.lower()}_config of the configuration."
             )
     configured = own_settings()
-    global _given
+    global _last_plugin
     if isinstance(plugin, LoRAParallelPlugin):
-        _given = plugin
+        _last_plugin = plugin
     elif plugin is None and flag("ACCELERATE_USE_FSDP"):
-        if "FSDP_VERSION" in os.environ or _given is None:
+        if "FSDP_VERSION" in os.environ or _last_plugin is None:
             check_version(int(os.environ.get("FSDP_VERSION", "1")))
         else:
-            plugin = _given
+            plugin = _last_plugin
     return LoRAParallelism(
         LoRAParallelPlugin.of(plugin) if plugin is not None else LoRAParallelPlugin(),
         config,
@@ -234,7 +234,7 @@ def requested_parallelism(arguments: dict[str, Any]) -> LoRAParallelism | None:
     )
 
 
-_given: LoRAParallelPlugin | None = None
+_last_plugin: LoRAParallelPlugin | None = None
 """Plugin of this process's last Accelerator that was given a `LoRAParallelPlugin`, for a Trainer that is made later.
 
 A Trainer resets Accelerate's state, and all that the environment keeps of the plugin is ACCELERATE_USE_FSDP.

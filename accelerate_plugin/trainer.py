@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -405,9 +405,7 @@ class MeshCallback(TrainerCallback):
         self._peak_flops, self._profile_every = peak_flops, profile_every
         self._meter: Any = None  # a MeshMeter, while a Trainer trains
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.on_train_end(args, state, control)  # of a run that has failed
         models = list(parallelized(model).values()) or [model]
         self._meter = MeshMeter(models, self._peak_flops, self._profile_every)
