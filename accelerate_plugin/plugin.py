@@ -91,9 +91,9 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "require_adapters": require_adapters,
             "tp_plan": tp_plan,
         }
-        self._set_options = {name: value for name, value in configurable.items() if value is not None}
+        self._chosen = {name: value for name, value in configurable.items() if value is not None}
         self._options: dict[str, Any] = {
-            **self._set_options,
+            **self._chosen,
             "pp_split": pp_split,
             "sequence_parallel": sequence_parallel,
             "loss_parallel": loss_parallel,
@@ -149,9 +149,9 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         """
         check_precision(mixed_precision)
         for name, value in configured.items():
-            if self._set_options.get(name, value) != value:
+            if self._chosen.get(name, value) != value:
                 raise ValueError(
-                    f"{name} is {self._set_options[name]!r} by LoRAParallelPlugin and {value!r} by the configuration: give "
+                    f"{name} is {self._chosen[name]!r} by LoRAParallelPlugin and {value!r} by the configuration: give "
                     "one of the two, or the same."
                 )
         return ParallelConfig(
