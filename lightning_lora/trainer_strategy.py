@@ -131,9 +131,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
         if fits:
             self._unwatch = watch(trainer, self.lightning)
             self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if fits:
             self.lightning.optimizers_to_device(self.optimizers, self.root_device)
+        self.setup_precision_plugin()
 
     def _find_roots(self, trains: bool) -> dict[str, nn.Module]:
         injects = self._lora_config is not None
