@@ -10,7 +10,6 @@ of its own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import copy
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
-from accelerate.utils import recursively_apply
+from accelerate.utils import is_datasets_available, recursively_apply
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -168,8 +167,11 @@ def whole_stream(data_loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a dataloader whose rows Accelerate will share out batch by batch, as it does without `datasets`."""
     # Accelerate gives each process some of the files of a `datasets.IterableDataset` if it has enough of them, and the
     # rows of a step are then others than in one process.
-    datasets = sys.modules.get("datasets")
-    if datasets is None or not isinstance(data_loader.dataset, datasets.IterableDataset):
+    if not is_datasets_available():
+        return data_loader
+    from datasets import IterableDataset as DatasetsStream
+
+    if not isinstance(data_loader.dataset, DatasetsStream):
         return data_loader
     data_loader = copy(data_loader)
     vars(data_loader)["dataset"] = _Stream(data_loader.dataset)  # a dataloader refuses to have it set
