@@ -11,7 +11,7 @@ scripts that scale learning-rate schedules, batch sizes or metrics by `num_proce
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ from accelerate_plugin.data import (
 from accelerate_plugin.models import prepare_models, uncompiled
 from accelerate_plugin.parallelism import (
     LoRAParallelism,
+    Original,
     asked_by_environment,
     current_parallelism,
     parallelism_of,
@@ -90,23 +91,23 @@ class AcceleratorOverrides(Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shard models, give optimizers their sharded parameters, and let Accelerate prepare the rest. Collective."""
         placements = device_placement if device_placement is not None else [None] * len(args)
-        args = tuple(uncompiled(each, self._parallelism) if isinstance(each, nn.Module) else each for each in args)
+        args = tuple(uncompiled(arg, self._parallelism) if isinstance(arg, nn.Module) else arg for arg in args)
         prepared = [
-            self._prepare_one(each, first_pass=True, device_placement=placement)
-            if isinstance(each, (DataLoader, Optimizer))
-            else each
-            for each, placement in zip(args, placements, strict=True)
+            self._prepare_one(arg, first_pass=True, device_placement=placement)
+            if isinstance(arg, (DataLoader, Optimizer))
+            else arg
+            for arg, placement in zip(args, placements, strict=True)
         ]
         prepare_models(
             self,
-            [each for each in args if isinstance(each, nn.Module)],
-            [each for each in prepared if isinstance(each, AcceleratedOptimizer)],
+            [arg for arg in args if isinstance(arg, nn.Module)],
+            [arg for arg in prepared if isinstance(arg, AcceleratedOptimizer)],
         )
-        prepared = [self._prepare_one(each) if isinstance(each, LRScheduler) else each for each in prepared]
-        kept = {id(each) for each in (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)}
-        for each in prepared:
-            if id(each) in kept:
-                each._is_accelerate_prepared = True
+        prepared = [self._prepare_one(arg) if isinstance(arg, LRScheduler) else arg for arg in prepared]
+        registered = {id(arg) for arg in (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)}
+        for arg in prepared:
+            if id(arg) in registered:
+                arg._is_accelerate_prepared = True
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     # Accelerate's method refuses FSDP2.
@@ -186,10 +187,9 @@ class AcceleratorOverrides(Accelerator):
         trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         trained |= adapter_parameters(model)
         full = gather_on_rank_zero(trained)
-        shapes = merged_over_stages({name: (p.shape, p.dtype) for name, p in trained.items()}, self._parallelism.mesh)
-        if full:
-            return full
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+        mine = {name: (p.shape, p.dtype) for name, p in trained.items()}
+        shapes = merged_over_stages(mine, self._parallelism.device_mesh)
+        return full or {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
 
     # Accelerate's method gathers and writes the frozen base.
     @collective_call("accelerator.save_model")
@@ -209,21 +209,9 @@ class AcceleratorOverrides(Accelerator):
 
     # Accelerate's method writes the base with every checkpoint, overwrites files in place, and saves a random state for
     # each process, which does not fit another number of processes.
-    @collective_call("accelerator.save_state")
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
-        """Write a checkpoint as `checkpoint.save_state` does, and return its path. Collective."""
-        return checkpoint.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+    save_state = checkpoint.save_state
 
-    # Accelerate's method cannot read the checkpoints of this class's save_state.
-    @collective_call("accelerator.load_state")
-    def load_state(
-        self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
-        """Load a checkpoint as `checkpoint.load_state` does. Collective."""
-        checkpoint.load_state(self, input_dir)
-
-
-Original = Callable[..., Any]
+    load_state = checkpoint.load_state
 
 
 def prepare_backend(original: Original, self: PartialState, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +237,7 @@ def accelerator_init(original: Original, self: Accelerator, *args: Any, **kwargs
         original(*bound.args, **bound.kwargs)
         check_dispatch(self)
         return
-    chosen = requested_parallelism({name: value for name, value in bound.arguments.items() if name != "self"})
+    chosen = requested_parallelism(bound.arguments)
     if chosen is None:
         original(self, *args, **kwargs)
         return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +21,7 @@ from lora_parallel.integration import (
     TrainState,
     agreed,
     check_loadable,
+    collective_call,
     load_models,
     load_optimizers,
     local_path,
@@ -72,115 +72,121 @@ def _train_state(accelerator: Accelerator) -> TrainState:
     """Return the models with trained parameters and the optimizers of an Accelerator, which its checkpoints hold."""
     models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
     module = models[0] if len(models) == 1 else nn.ModuleList(models)
-    optimizers = {str(index): innermost(each) for index, each in enumerate(accelerator._optimizers)}
-    return TrainState(module, optimizers, accelerator.state.parallelism_config.mesh)
+    optimizers = {str(index): innermost(wrapper) for index, wrapper in enumerate(accelerator._optimizers)}
+    return TrainState(module, optimizers, accelerator.state.parallelism_config.device_mesh)
 
 
-def save_state(accelerator: Accelerator, output_dir: Any = None, safe_serialization: bool = True, **others: Any) -> str:
-    """Write all that a run needs to resume, as a folder that appears under its name once it is whole. Collective."""
-    naming = accelerator.project_configuration.automatic_checkpoint_naming
+@collective_call("accelerator.save_state")
+def save_state(
+    self: Accelerator, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+) -> str:
+    """Write all that a run needs to resume, as a folder that has its name once it is whole; return it. Collective."""
+    naming = self.project_configuration.automatic_checkpoint_naming
     with agreed():
-        if others or not safe_serialization:
-            unsupported = ", ".join(others) or "safe_serialization=False"
+        if save_model_func_kwargs or not safe_serialization:
+            unsupported = ", ".join(save_model_func_kwargs) or "safe_serialization=False"
             raise TypeError(f"save_state of a sharded model does not support {unsupported}: leave it out.")
         if naming:
-            name = f"checkpoint_{accelerator.save_iteration}"
-            output_dir = os.path.join(accelerator.project_dir, "checkpoints", name)
+            name = f"checkpoint_{self.save_iteration}"
+            output_dir = os.path.join(self.project_dir, "checkpoints", name)
         if output_dir is None:
             raise ValueError("no output_dir is given and automatic checkpoint naming is disabled: give one.")
         path = local_path(output_dir)
         if naming and path.exists():
             raise ValueError(f"{path} exists already: set accelerator.project_configuration.iteration to go on.")
-        state, stateful = _train_state(accelerator), accelerator.use_stateful_dataloader
+        state, stateful = _train_state(self), self.use_stateful_dataloader
         extra: dict[str, Any] = {
-            "schedulers": [each.state_dict() for each in accelerator._schedulers],
-            "processes": accelerator.num_processes,
-            "loader": _trained_by(accelerator),
-            "rows": _rows_of_an_update(accelerator, _trained_by(accelerator)),
-            "samplers": [sampler_state(accelerator, each) for each in accelerator._dataloaders],
-            "loaders": [each.state_dict() if stateful else None for each in accelerator._dataloaders],
-            "custom": [each.state_dict() for each in accelerator._custom_objects],
-            "step": accelerator.step,
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "processes": self.num_processes,
+            "loader": _trained_by(self),
+            "rows": _rows_of_an_update(self, _trained_by(self)),
+            "samplers": [sampler_state(self, loader) for loader in self._dataloaders],
+            "loaders": [loader.state_dict() if stateful else None for loader in self._dataloaders],
+            "custom": [registered.state_dict() for registered in self._custom_objects],
+            "step": self.step,
         }
-        for registered, values in zip(accelerator._custom_objects, extra["custom"], strict=True):
+        for registered, values in zip(self._custom_objects, extra["custom"], strict=True):
             kind = type(registered).__name__
             check_loadable(
                 f"the state_dict of {kind}, registered for checkpointing, holds what",
                 without_numpy(values),
                 "use plain values.",
             )
-    if not state.models and accelerator.is_main_process:
+    if not state.models and self.is_main_process:
         log.warning("save_state: no model was prepared, so that %s holds no adapters and no optimizer.", path)
     write_checkpoint(path, state, {"accelerator": extra}, _WRITER, replace=not naming)
     with agreed():
-        for hook in accelerator._save_model_state_pre_hook.values():  # only now: hooks write into the checkpoint
-            hook(accelerator._models, [], str(path))
-    if naming and accelerator.is_main_process and accelerator.project_configuration.total_limit is not None:
-        for old in _numbered(path.parent)[: -accelerator.project_configuration.total_limit]:
+        for hook in self._save_model_state_pre_hook.values():  # only now: hooks write into the checkpoint
+            hook(self._models, [], str(path))
+    if naming and self.is_main_process and self.project_configuration.total_limit is not None:
+        for old in _numbered(path.parent)[: -self.project_configuration.total_limit]:
             remove_folder(old)
-    accelerator.project_configuration.iteration += 1
+    self.project_configuration.iteration += 1
     return str(path)
 
 
-def load_state(accelerator: Accelerator, input_dir: Any = None) -> None:
+@collective_call("accelerator.load_state")
+def load_state(
+    self: Accelerator, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+) -> None:
     """Load a checkpoint, on the mesh that wrote it or on any other; nothing is changed unless it fits. Collective."""
     with agreed():
-        if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
-            there = _numbered(Path(accelerator.project_dir) / "checkpoints")
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            there = _numbered(Path(self.project_dir) / "checkpoints")
             if not there:
-                raise FileNotFoundError(f"there is no checkpoint in {accelerator.project_dir}/checkpoints.")
+                raise FileNotFoundError(f"there is no checkpoint in {self.project_dir}/checkpoints.")
             input_dir = there[-1]
         if input_dir is None:
             raise ValueError("no input_dir is given and automatic checkpoint naming is disabled: give one.")
         path = local_path(os.path.expanduser(input_dir))
-    found = read_checkpoint(path, _WRITER)
-    extra = found.record["accelerator"]
+    contents = read_checkpoint(path, _WRITER)
+    extra = contents.record["accelerator"]
     with agreed():
-        state = _train_state(accelerator)
-        if found.record["models"] and not state.models:
+        state = _train_state(self)
+        if contents.record["models"] and not state.models:
             raise ValueError(
                 f"{path} holds a model, and none was prepared: call accelerator.prepare(model, optimizer, ...) first."
             )
         for key, name, mine in (
-            ("schedulers", "schedulers", accelerator._schedulers),
-            ("samplers", "dataloaders", accelerator._dataloaders),
-            ("custom", "objects registered for checkpointing", accelerator._custom_objects),
+            ("schedulers", "schedulers", self._schedulers),
+            ("samplers", "dataloaders", self._dataloaders),
+            ("custom", "objects registered for checkpointing", self._custom_objects),
         ):
             if len(extra[key]) != len(mine):
                 raise ValueError(f"{path} holds {len(extra[key])} {name}, this Accelerator has {len(mine)}.")
-        for scheduler, saved in zip(accelerator._schedulers, extra["schedulers"], strict=True):
+        for scheduler, saved in zip(self._schedulers, extra["schedulers"], strict=True):
             check_schedule(scheduler.scheduler, saved)
-        for loader, saved in zip(accelerator._dataloaders, extra["samplers"], strict=True):
+        for loader, saved in zip(self._dataloaders, extra["samplers"], strict=True):
             check_sampler(loader, saved)
-        if found.optimizers.keys() != state.optimizers.keys():
+        if contents.optimizers.keys() != state.optimizers.keys():
             raise ValueError(
-                f"{path} holds the state of {len(found.optimizers)} optimizers, this Accelerator has "
+                f"{path} holds the state of {len(contents.optimizers)} optimizers, this Accelerator has "
                 f"{len(state.optimizers)}."
             )
-    commits = [*load_models(found, state), *load_optimizers(found, state)]
+    commits = [*load_models(contents, state), *load_optimizers(contents, state)]
     with agreed():
-        for hook in accelerator._load_model_state_pre_hook.values():
+        for hook in self._load_model_state_pre_hook.values():
             hook([], str(path))
     for commit in commits:
         commit()
-    resume_counting(found, state)
+    resume_counting(contents, state)
     with agreed():
-        for scheduler, saved in zip(accelerator._schedulers, extra["schedulers"], strict=True):
-            resume_schedule(scheduler.scheduler, saved, _scale(accelerator, extra))
-        for loader, sampler, saved in zip(accelerator._dataloaders, extra["samplers"], extra["loaders"], strict=True):
+        for scheduler, saved in zip(self._schedulers, extra["schedulers"], strict=True):
+            resume_schedule(scheduler.scheduler, saved, _scale(self, extra))
+        for loader, sampler, saved in zip(self._dataloaders, extra["samplers"], extra["loaders"], strict=True):
             restore_sampler(loader, sampler)
-            if saved is not None and accelerator.use_stateful_dataloader:
+            if saved is not None and self.use_stateful_dataloader:
                 loader.load_state_dict(saved)
-        for each, saved in zip(accelerator._custom_objects, extra["custom"], strict=True):
-            each.load_state_dict(saved)
-    accelerator.step = extra["step"]
-    restore_random_state(found.record["random"], state.mesh)
+        for registered, saved in zip(self._custom_objects, extra["custom"], strict=True):
+            registered.load_state_dict(saved)
+    self.step = extra["step"]
+    restore_random_state(contents.record["random"], state.mesh)
 
 
 def _trained_by(accelerator: Accelerator) -> int:
     """Return the index of the dataloader that the run trains on: the one that is being read, or else the first."""
     active = accelerator.gradient_state.active_dataloader
-    return next((index for index, each in enumerate(accelerator._dataloaders) if each is active), 0)
+    return next((index for index, loader in enumerate(accelerator._dataloaders) if loader is active), 0)
 
 
 def _rows_of_an_update(accelerator: Accelerator, loader: int) -> int | None:
@@ -203,7 +209,5 @@ def _scale(accelerator: Accelerator, saved: Mapping[str, Any]) -> Fraction:
 
 def _numbered(folder: Path) -> list[Path]:
     """List the checkpoints that automatic naming made, oldest first."""
-    found = [*folder.iterdir()] if folder.is_dir() else []
-    return sorted(
-        (path for path in found if re.fullmatch(r"checkpoint_\d+", path.name)), key=lambda path: int(path.name[11:])
-    )
+    numbers = {path: path.name.removeprefix("checkpoint_") for path in folder.glob("checkpoint_*")}
+    return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]))

@@ -72,11 +72,11 @@ def _instead(command: str, arguments: list[str]) -> str:
 
 def check(arguments: list[str]) -> None:
     """Check a configuration file, or a script with one, in this process alone."""
-    given = read_arguments(arguments)
-    words = ["--config_file", given.config_file] if given.config_file is not None else []
-    words += ["--num_processes", str(given.num_processes)] if given.num_processes is not None else []
-    script = [*(["-m"] if given.module else []), given.target, *given.rest]
-    check_set_up(_launch_options([*words, *script]), script if given.script else [], given.seq)
+    options = read_arguments(arguments)
+    words = ["--config_file", options.config_file] if options.config_file is not None else []
+    words += ["--num_processes", str(options.num_processes)] if options.num_processes is not None else []
+    script = [*(["-m"] if options.module else []), options.target, *options.rest]
+    check_set_up(_launch_options([*words, *script]), script if options.script else [], options.seq)
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -97,14 +97,14 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--num_processes", type=int, help="processes in all (as the file says)")
     parser.add_argument("--seq", type=int, help="tokens of a row: predict the memory of a step, of a language model")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module: package.module")
-    given = parser.parse_args(arguments)
-    given.script = given.target
-    if given.target.endswith(CONFIG_FILES) and not given.module:
-        parser.parse_args([*given.rest, given.target], given)  # its options stand behind it too
-        if given.rest or given.config_file is not None or given.seq is not None:
-            parser.error(f"{given.target} is a configuration file, which is checked with --num_processes alone.")
-        given.script, given.config_file = "", given.target
-    return given
+    options = parser.parse_args(arguments)
+    options.script = options.target
+    if options.target.endswith(CONFIG_FILES) and not options.module:
+        parser.parse_args([*options.rest, options.target], options)  # its options stand behind it too
+        if options.rest or options.config_file is not None or options.seq is not None:
+            parser.error(f"{options.target} is a configuration file, which is checked with --num_processes alone.")
+        options.script, options.config_file = "", options.target
+    return options
 
 
 def _launch_options(arguments: list[str]) -> argparse.Namespace:
@@ -124,8 +124,8 @@ def _launch_options(arguments: list[str]) -> argparse.Namespace:
             "--cpu starts one process and drops fsdp_config and parallelism_config: leave it out. On a machine without "
             "accelerators distributed_type: FSDP runs on the CPU, over gloo."
         )
-    overriding = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
-    said = {name: vars(options)[name] for name in (*overriding, "mixed_precision") if vars(options)[name] is not None}
+    names = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision")
+    said = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
     said |= {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
     content = check_file(path, said)
     if not options.module and not Path(script).is_file():
@@ -142,37 +142,38 @@ def _launch_options(arguments: list[str]) -> argparse.Namespace:
 
 def config(arguments: list[str]) -> None:
     """Write a configuration file, and ask for the settings that matter and that no option gives."""
-    given = _parser().parse_args(arguments)
-    path = Path(given.config_file)
+    options = _parser().parse_args(arguments)
+    path = Path(options.config_file)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: give the name of a file in it, {path / 'mesh.yaml'}.")
-    if path.exists() and not given.force:
+    if path.exists() and not options.force:
         raise FileExistsError(f"{path} is there already: pass --force to replace it, or --config_file for another.")
 
-    if None not in map(vars(given).get, _ASKED):
-        given.require_adapters = given.require_adapters or "yes"  # command lines of earlier releases ask nothing
+    asked = ("num_processes", "num_machines", "tp_size", "dp_replicate_size")
+    if None not in map(vars(options).get, (*asked, "mixed_precision", "activation_checkpointing")):
+        options.require_adapters = options.require_adapters or "yes"  # command lines of earlier releases ask nothing
 
     def ask(name: str, question: str, default: Any, convert: Callable[[str, str], Any] = whole) -> None:
-        if getattr(given, name) is None:
+        if getattr(options, name) is None:
             try:
                 answer = input(f"{question} [{default}]: ").strip()
             except EOFError as error:
                 raise ValueError(f"there is no terminal to ask on: give --{name}.") from error
-            setattr(given, name, convert(name, answer) if answer else default)
+            setattr(options, name, convert(name, answer) if answer else default)
 
     ask("num_processes", "How many processes in all, one a GPU?", 4)
     ask("num_machines", "On how many machines?", 1)
-    check_share(given.num_processes, given.num_machines)
-    if given.num_machines > 1:
+    check_share(options.num_processes, options.num_machines)
+    if options.num_machines > 1:
         ask("machine_rank", "Which of them is this one (0 is the first)?", 0, partial(whole, least=0))
         ask("main_process_ip", "What is the address of machine 0, as the others reach it?", "", lambda _, text: text)
         ask("main_process_port", "On which free port of it do the processes meet?", 29500)
-    _check_used(given)
-    check_machines(vars(given))
+    _check_used(options)
+    check_machines(vars(options))
     ask("tp_size", "Over how many processes is each layer split (tensor parallelism)?", 1)
-    _shards(given, 1)
+    _shards(options, 1)
     ask("dp_replicate_size", "How many copies of the sharded model (1: none but it)?", 1)
-    _shards(given, given.dp_replicate_size)
+    _shards(options, options.dp_replicate_size)
     ask("mixed_precision", "Compute in bf16, or as the weights are (no)?", "bf16", one_of("no", "bf16"))
     ask(
         "activation_checkpointing",
@@ -186,17 +187,10 @@ def config(arguments: list[str]) -> None:
         "yes",
         one_of("yes", "no"),
     )
-    _write(path, given)
+    _write(path, options)
     print(f"{path} is written. Run a script with:\n  accelerate-lora launch --config_file {path} train.py")
-    if given.num_machines > 1:
+    if options.num_machines > 1:
         print("On each other machine, run the same with --machine_rank 1, 2, ... after launch.")
-
-
-_ASKED = (
-    *("num_processes", "num_machines", "tp_size", "dp_replicate_size"),
-    *("mixed_precision", "activation_checkpointing"),
-)
-"""Options whose questions are asked, unless they are given; where all are given, nothing is asked."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,30 +219,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write(path: Path, given: argparse.Namespace) -> None:
-    pipeline = {name: getattr(given, f"pp_{name}") for name in ("size", "microbatches", "schedule", "stages_per_rank")}
-    sizes = {
-        "dp_replicate": given.dp_replicate_size,
-        "dp_shard": _shards(given, given.dp_replicate_size),
-        "cp": given.cp_size,
-        "tp": given.tp_size,
-    }
-    machines: dict[str, Any] = {"num_machines": given.num_machines, "same_network": True}
-    if given.num_machines > 1:
-        machines |= {name: getattr(given, name) for name in _OF_SEVERAL_MACHINES} | {"rdzv_backend": "static"}
+def _write(path: Path, options: argparse.Namespace) -> None:
+    pipeline = {name: getattr(options, name) for name in ("pp_size", *_OF_A_PIPELINE)}
+    sizes = {axis: getattr(options, f"{axis}_size") for axis in ("dp_replicate", "cp", "tp")}
+    sizes["dp_shard"] = _shards(options, options.dp_replicate_size)
+    machines: dict[str, Any] = {"num_machines": options.num_machines, "same_network": True}
+    if options.num_machines > 1:
+        machines |= {name: getattr(options, name) for name in _OF_SEVERAL_MACHINES} | {"rdzv_backend": "static"}
     content = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=DistributedType.FSDP,
-        mixed_precision=given.mixed_precision,
+        mixed_precision=options.mixed_precision,
         use_cpu=False,
         debug=False,
-        num_processes=given.num_processes,
+        num_processes=options.num_processes,
         **machines,
         **mesh_sections(
             sizes,
-            pipeline if given.pp_size > 1 else {},
-            given.activation_checkpointing == "yes",
-            given.require_adapters == "yes",
+            pipeline if options.pp_size > 1 else {},
+            options.activation_checkpointing == "yes",
+            options.require_adapters == "yes",
         ),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,9 +247,9 @@ def _write(path: Path, given: argparse.Namespace) -> None:
     os.replace(beside, path)
 
 
-def _shards(given: argparse.Namespace, replicate: int) -> int:
+def _shards(options: argparse.Namespace, replicate: int) -> int:
     """Return the number of processes that each of `replicate` copies of the model is sharded over."""
-    processes, tp, cp, pp = given.num_processes, given.tp_size, given.cp_size, given.pp_size
+    processes, tp, cp, pp = options.num_processes, options.tp_size, options.cp_size, options.pp_size
     fixed = tp * cp * pp * replicate
     if min(processes, tp, cp, pp, replicate) < 1 or processes % fixed:
         raise ValueError(
@@ -280,12 +270,12 @@ _OF_A_PIPELINE = {"pp_microbatches": 1, "pp_schedule": "1f1b", "pp_stages_per_ra
 """Options that say nothing without a pipeline, with their defaults."""
 
 
-def _check_used(given: argparse.Namespace) -> None:
+def _check_used(options: argparse.Namespace) -> None:
     """Check that no option was given that the file would not have, and that a pipeline has a schedule."""
-    for name in _OF_SEVERAL_MACHINES if given.num_machines == 1 else ():
-        if getattr(given, name) is not None:
+    for name in _OF_SEVERAL_MACHINES if options.num_machines == 1 else ():
+        if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for several machines, and num_machines is 1: leave it out.")
-    for name, default in _OF_A_PIPELINE.items() if given.pp_size == 1 else ():
-        if getattr(given, name) != default:
+    for name, default in _OF_A_PIPELINE.items() if options.pp_size == 1 else ():
+        if getattr(options, name) != default:
             raise ValueError(f"--{name} is for a pipeline, and pp_size is 1: leave it out, or give --pp_size.")
-    ParallelConfig(pp=given.pp_size, **{name: getattr(given, name) for name in _OF_A_PIPELINE})
+    ParallelConfig(pp=options.pp_size, **{name: getattr(options, name) for name in _OF_A_PIPELINE})

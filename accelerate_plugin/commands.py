@@ -39,7 +39,7 @@ from lora_parallel.integration import (
     state_of,
 )
 
-_OWN_FOLDERS = [Path(__file__).parents[1] / name for name in ("accelerate_plugin", "lightning_lora", "lora_parallel")]
+_OUR_FOLDERS = [Path(__file__).parents[1] / name for name in ("accelerate_plugin", "lightning_lora", "lora_parallel")]
 
 
 def check_set_up(options: argparse.Namespace, script: list[str], sequence_length: int | None) -> None:
@@ -71,42 +71,38 @@ def _become_rank_zero(options: argparse.Namespace) -> None:
 
     options, _, _ = _validate_launch_command(options)
     options.main_process_port = 0  # nothing listens, and a port that is taken at the moment is no matter
-    os.environ.update(prepare_multi_gpu_env(options))
-    world = str(options.num_processes)
-    local = str(int(options.num_processes) // int(options.num_machines or 1))
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world, LOCAL_WORLD_SIZE=local)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.main_process_port))
+    world, local = str(options.num_processes), str(int(options.num_processes) // int(options.num_machines or 1))
+    os.environ.update(prepare_multi_gpu_env(options), RANK="0", LOCAL_RANK="0", WORLD_SIZE=world)
+    os.environ.update(LOCAL_WORLD_SIZE=local, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.main_process_port))
 
 
 def _sharded_by(script: list[str]) -> nn.Module:
     """Run a script until its first model is sharded, and return it; an error of this library ends the process."""
-    said = f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared."
     try:
         with end_after_set_up(), _joined():
             launch.main(script)
-    except SetUpIsPossible as found:
-        return found.model
+    except SetUpIsPossible as possible:
+        return possible.model
     except SystemExit as ended:
-        if ended.code in (None, 0):
-            sys.exit(said)
-        raise
+        if ended.code not in (None, 0):
+            raise
     except Exception as error:
-        place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if not any(folder in place.parents for folder in _OWN_FOLDERS):
+        file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if not any(folder in file.parents for folder in _OUR_FOLDERS):
             raise
         sys.exit(f"accelerate-lora check: {error}")
-    sys.exit(said)
+    sys.exit(f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared.")
 
 
 @contextmanager
 def _joined() -> Iterator[None]:
     """Within the context, `init_process_group` does nothing: a loop of torchrun's makes the process group by itself."""
-    own = dist.init_process_group
+    original = dist.init_process_group
     dist.init_process_group = lambda *args, **kwargs: None
     try:
         yield
     finally:
-        dist.init_process_group = own
+        dist.init_process_group = original
 
 
 def _print_prediction(model: nn.Module, processes: int, sequence_length: int) -> None:
@@ -115,7 +111,7 @@ def _print_prediction(model: nn.Module, processes: int, sequence_length: int) ->
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         raise ValueError(f"--seq is for models of transformers; this is a {type(model).__name__}: leave it out.")
-    adapters = [each for each in peft_configs(model).values() if isinstance(each, LoraConfig)]
+    adapters = [adapter for adapter in peft_configs(model).values() if isinstance(adapter, LoraConfig)]
     state = state_of(model)
     assert state is not None
     sizes = mesh_sizes(state.config, processes)
@@ -155,36 +151,36 @@ _MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_proces
 
 def plan(arguments: list[str]) -> None:
     """Print a plan for a model, from the command line after `plan`."""
-    given = _parser().parse_args(arguments)
-    if given.plot is not None:
-        _check_picture(Path(given.plot))
-    if not Path(given.model).exists():
-        print(f"There is no folder {given.model} here: the model hub is asked for it.", file=sys.stderr)
-    found = plan_memory(
-        given.model,
-        gpus=given.gpus,
-        gpu_memory=given.gpu_memory,
-        sequence_length=given.seq,
-        batch_size=given.batch,
-        rows=given.rows,
-        hardware=given.hardware,
-        full=given.full,
+    options = _parser().parse_args(arguments)
+    if options.plot is not None:
+        _check_picture(options.plot)
+    if not Path(options.model).exists():
+        print(f"There is no folder {options.model} here: the model hub is asked for it.", file=sys.stderr)
+    costs = plan_memory(
+        options.model,
+        gpus=options.gpus,
+        gpu_memory=options.gpu_memory,
+        sequence_length=options.seq,
+        batch_size=options.batch,
+        rows=options.rows,
+        hardware=options.hardware,
+        full=options.full,
         lora_config=None
-        if given.full
-        else LoraConfig(r=given.r, target_modules=given.target_modules or "all-linear", task_type="CAUSAL_LM"),
-        quantization_config=_QUANTIZATIONS.get(given.quantization),
-        dtype=getattr(torch, given.dtype),
-        optimizer=given.optimizer,
+        if options.full
+        else LoraConfig(r=options.r, target_modules=options.target_modules or "all-linear", task_type="CAUSAL_LM"),
+        quantization_config=_QUANTIZATIONS.get(options.quantization),
+        dtype=getattr(torch, options.dtype),
+        optimizer=options.optimizer,
     )
-    if given.json:
-        recommended = None if found.recommended is None else found.meshes.index(found.recommended)
-        print(json.dumps({**found.to_json(), "recommended": recommended}, indent=2))
+    if options.json:
+        recommended = None if costs.recommended is None else costs.meshes.index(costs.recommended)
+        print(json.dumps({**costs.to_json(), "recommended": recommended}, indent=2))
     else:
-        _print(found, None if given.all else _SHOWN)
-    if all(each.refused for each in found.meshes):
-        raise ValueError(f"No mesh is possible: {found.meshes[0].refused}")
-    if given.plot is not None:
-        _plot(found, Path(given.plot))
+        _print(costs, None if options.all else _SHOWN)
+    if all(mesh.refused for mesh in costs.meshes):
+        raise ValueError(f"No mesh is possible: {costs.meshes[0].refused}")
+    if options.plot is not None:
+        _plot(costs, options.plot)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -214,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (%(default)s)")
     parser.add_argument("--all", action="store_true", help=f"print every mesh, not the first {_SHOWN}")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, every mesh")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory of each mesh (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the memory of each mesh (needs matplotlib)")
     return parser
 
 
@@ -237,22 +233,22 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
     for name in ("forwards", "weights", "trained", "blocks", "logits", "total", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("sent")
-    costs = [each for each in plan.meshes if not each.refused]
-    for each in costs[:shown]:
-        mesh, *sizes, sent, seconds = cost_text(each)
-        sizes[-1] += "" if each.fits else " !"
-        table.add_row(mesh, str(each.microbatches), *sizes, seconds, sent, style="" if each.fits else "dim")
+    costs = [cost for cost in plan.meshes if not cost.refused]
+    for cost in costs[:shown]:
+        mesh, *sizes, sent, seconds = cost_text(cost)
+        sizes[-1] += "" if cost.fits else " !"
+        table.add_row(mesh, str(cost.microbatches), *sizes, seconds, sent, style="" if cost.fits else "dim")
     if costs:
         console.print(table)
     if shown is not None and len(costs) > shown:
         console.print(f"{len(costs) - shown} more meshes: --all prints them.")
-    for text, mesh in {each.refused: _mesh_text(each.sizes) for each in plan.meshes if each.refused}.items():
+    for text, mesh in {cost.refused: _mesh_text(cost.sizes) for cost in plan.meshes if cost.refused}.items():
         console.print(f"not possible, {mesh}: {text}", style="dim")
     if not costs:
         return
     best = plan.recommended
     if best is None:
-        least = min(each.total for each in costs)
+        least = min(cost.total for cost in costs)
         console.print(
             f"No mesh fits. The smallest needs {_gib(least)} GiB of {memory:g} GiB, of which 8 % are left free: take "
             "more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
@@ -293,7 +289,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     assert best is not None
     sizes, options = best.sizes, {name: value for name, value in best.options.items() if value}
     batch, accumulation = best.rows, best.microbatches
-    pipeline = {"size": sizes["pp"], "microbatches": best.microbatches} if sizes["pp"] > 1 else {}
+    pipeline = {"pp_size": sizes["pp"], "pp_microbatches": best.microbatches} if sizes["pp"] > 1 else {}
     if pipeline:
         batch, accumulation = batch * accumulation, 1
     machines = max(1, plan.gpus // plan.hardware.gpus_per_node)
@@ -302,7 +298,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     flags = f"accelerate-lora config --config_file mesh.yaml --num_processes {plan.gpus} --num_machines {machines}"
     flags += f" --tp_size {sizes['tp']} --dp_replicate_size {sizes['dp_replicate']} --mixed_precision no"
     flags += f" --cp_size {sizes['cp']}" if sizes["cp"] > 1 else ""
-    flags += "".join(f" --pp_{name} {value}" for name, value in pipeline.items())
+    flags += "".join(f" --{name} {value}" for name, value in pipeline.items())
     flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
     flags += " --require_adapters no" if plan.trains_all else ""
     if machines > 1:
@@ -366,13 +362,13 @@ def _plot(plan: MemoryPlan, path: Path) -> None:
     """Draw the memory of the meshes that were printed, as stacked bars."""
     from matplotlib import pyplot as plt
 
-    costs = [each for each in plan.meshes if not each.refused][:_SHOWN][::-1]
-    names = [f"{_mesh_text(each.sizes)}\n{_options_text(each.options)}".strip() for each in costs]
+    costs = [cost for cost in plan.meshes if not cost.refused][:_SHOWN][::-1]
+    names = [f"{_mesh_text(cost.sizes)}\n{_options_text(cost.options)}".strip() for cost in costs]
     figure, axis = plt.subplots(figsize=(9, 1.2 + 0.5 * len(costs)), layout="constrained")
     left = [0.0] * len(costs)
     fields = {"weights": "weights", "trained": "adapters", "states": "optimizer"}
     for field, label in {**fields, "activations": "activations, gradients", "logits": "logits"}.items():
-        widths = [getattr(each, field) / 2**30 for each in costs]
+        widths = [getattr(cost, field) / 2**30 for cost in costs]
         axis.barh(names, widths, left=left, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axis.axvline(plan.hardware.gpu_memory, color="black", linestyle="--", label="a GPU's memory")

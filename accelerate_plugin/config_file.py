@@ -151,12 +151,11 @@ def mesh_sections(
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration file that ask for a mesh.
 
-    `pipeline` has the values of the keys `parallelism_config_pp_*`, by their ends, and is empty without a pp axis.
+    `pipeline` has "pp_size" and other options of a pipeline, and is empty without a pp axis.
     """
-    mesh = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
+    mesh: dict[str, Any] = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
     mesh |= {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}
-    mesh |= {f"pp_{name}": value for name, value in pipeline.items()}
-    settings: dict[str, Any] = mesh if adapters else {**mesh, "require_adapters": False}
+    mesh |= pipeline if adapters else {**pipeline, "require_adapters": False}
     return {
         "fsdp_config": {
             "fsdp_version": 2,
@@ -167,7 +166,7 @@ def mesh_sections(
             "fsdp_cpu_ram_efficient_loading": False,
             "fsdp_offload_params": False,
         },
-        "parallelism_config": {f"parallelism_config_{name}": value for name, value in settings.items()},
+        "parallelism_config": {f"parallelism_config_{name}": value for name, value in mesh.items()},
     }
 
 
@@ -195,15 +194,14 @@ def check_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no configuration: `accelerate-lora config` writes one.")
     for section, begin in _SECTIONS.items():
-        known = [each for each in _options() if each.startswith(f"{begin}_")]
+        known = [option for option in (*_options(), *OWN_KEYS) if option.startswith(f"{begin}_")]
         keys = content.get(section) or {}
         if not isinstance(keys, dict):
             raise ValueError(f"{path}: {section} is {keys!r}: give keys with values there, or leave it out.")
-        for key, name in ((each, str(each)) for each in keys):
+        for key, name in zip(keys, map(str, keys), strict=True):
             option = name if begin == section or name.startswith(begin) else f"{begin}_{name}"
-            if option not in known and option not in OWN_KEYS:
-                own = [each for each in OWN_KEYS if each.startswith(begin)]
-                close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", [*known, *own], 1)
+            if option not in known:
+                close = difflib.get_close_matches(f"{begin}_{option.removeprefix(f'{begin}_')}", known, 1)
                 raise ValueError(
                     f"{path}: {section} has the key {key!r}, which `accelerate launch` does not know and drops: "
                     f"{f'did you mean {close[0]}?' if close else 'remove it.'}"
@@ -221,8 +219,8 @@ def own_keys(content: Mapping[str, Any]) -> dict[str, str]:
 def own_settings() -> dict[str, Any]:
     """Return the values of `OWN_KEYS` without their prefix: the environment's, else those of the file of the launch."""
     content = check_config_file()
-    given = own_keys(content) | {key: os.environ[key.upper()] for key in OWN_KEYS if os.environ.get(key.upper())}
-    return {key.removeprefix("parallelism_config_"): OWN_KEYS[key](key, text) for key, text in given.items()}
+    texts = own_keys(content) | {key: os.environ[key.upper()] for key in OWN_KEYS if os.environ.get(key.upper())}
+    return {key.removeprefix("parallelism_config_"): OWN_KEYS[key](key, text) for key, text in texts.items()}
 
 
 def config_file_of(arguments: list[str]) -> Path | None:
@@ -278,7 +276,7 @@ LAUNCHERS = ("accelerate.commands.", "accelerate_lora", "torch.distributed.run",
 """Beginnings of the names of modules that start processes."""
 
 
-def check_file(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def check_file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check a configuration file, with the settings of the command line in place of the file's; return its content."""
     content = check_config(path)
     if content.get("distributed_type") != "FSDP":
@@ -286,15 +284,15 @@ def check_file(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             f"{path} has distributed_type: {content.get('distributed_type')}: set it to FSDP, with fsdp_version: 2."
         )
     fsdp = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in (content.get("fsdp_config") or {}).items()}
-    section = content.get("parallelism_config") or {}
-    fsdp |= {key: value for key, value in given.items() if key.startswith("fsdp_")}
-    section = section | {key: value for key, value in given.items() if key.startswith("parallelism_config_")}
-    asked = {**content, **given, "fsdp_config": fsdp, "parallelism_config": section}
+    fsdp |= {key: value for key, value in options.items() if key.startswith("fsdp_")}
+    mesh = dict(content.get("parallelism_config") or {})
+    mesh |= {key: value for key, value in options.items() if key.startswith("parallelism_config_")}
+    asked = {**content, **options, "fsdp_config": fsdp, "parallelism_config": mesh}
     try:
         check_version(fsdp.get("fsdp_version", 1))
         check_precision(str(asked.get("mixed_precision") or "no").lower())
         _check_values(asked)
-        _check_mesh(section, int(asked["num_processes"]))
+        _check_mesh(mesh, int(asked["num_processes"]))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return content

@@ -64,7 +64,7 @@ def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) 
         data_loader.worker_init_fn = partial(init.func, *init.args, **{**init.keywords, "rank": dp_rank})
     if isinstance(data_loader.batch_sampler, BatchRebalanceSampler):
         data_loader.batch_sampler.rank = dp_rank  # Trainer gave it the process's
-    sampler = getattr(_dealer(data_loader), "sampler", None)
+    sampler = _sampler(data_loader)
     if type(sampler) is RandomSampler and sampler.generator is None and not seedable:
         # Accelerate makes a generator too, but not in a run with tensor parallelism only.
         sampler.generator = torch.Generator()
@@ -73,12 +73,11 @@ def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) 
 
 def resumable(loader: Any) -> Any:
     """Make a dataloader that Accelerate has prepared shuffle with rank 0's seed and resume in mid-epoch. Collective."""
-    dealer = _dealer(loader)
-    sampler = getattr(dealer, "sampler", None)
+    sampler = _sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = _from_rank_zero(sampler.initial_seed)
     elif type(sampler) is RandomSampler:
-        dealer.sampler = _Resumable(sampler)
+        _dealer(loader).sampler = _Resumable(sampler)
     shard = loader.dataset
     if isinstance(shard, IterableDatasetShard):  # Accelerate counts its rows by this process's share
         with suppress(TypeError, AttributeError):  # it has no length, or the loader no batches
@@ -93,6 +92,10 @@ def _dealer(loader: Any) -> Any:
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return batches
+
+
+def _sampler(loader: Any) -> Any:
+    return getattr(_dealer(loader), "sampler", None)
 
 
 def _from_rank_zero(seed: int) -> int:
@@ -128,7 +131,7 @@ def batch_size(loader: Any) -> int | None:
 
 def sampler_state(accelerator: Accelerator, loader: Any) -> dict[str, Any] | None:
     """Return the state from which a dataloader shuffles its current epoch again; None if it does not shuffle."""
-    sampler = getattr(_dealer(loader), "sampler", None)
+    sampler = _sampler(loader)
     active = accelerator.gradient_state.active_dataloader is loader
     if isinstance(sampler, SeedableRandomSampler):
         # Accelerate sets the sampler's epoch to `loader.iteration`, which goes up only after the loop over an epoch.
@@ -141,7 +144,7 @@ def sampler_state(accelerator: Accelerator, loader: Any) -> dict[str, Any] | Non
 
 def check_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
     """Check that a dataloader shuffles in the same way as the one whose `sampler_state` was saved."""
-    sampler = getattr(_dealer(loader), "sampler", None)
+    sampler = _sampler(loader)
     kind = "seed" if isinstance(sampler, SeedableRandomSampler) else "generator"
     present = isinstance(sampler, (SeedableRandomSampler, _Resumable))
     if (saved is not None and kind not in saved) or present != (saved is not None):
@@ -150,11 +153,9 @@ def check_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
         )
 
 
-def restore_sampler(loader: Any, saved: dict[str, Any] | None) -> None:
+def restore_sampler(loader: Any, saved: Any) -> None:
     """Make a dataloader shuffle as the saved one did, from the state that `sampler_state` returned."""
-    sampler = getattr(_dealer(loader), "sampler", None)
-    if saved is None:
-        return
+    sampler = _sampler(loader)  # one that shuffles if there is a saved state, and only then (see `check_sampler`)
     if isinstance(sampler, SeedableRandomSampler):
         sampler.epoch = loader.iteration = saved["epoch"]
         sampler.initial_seed = saved["seed"]
@@ -242,8 +243,8 @@ def gather_tensors(original: Callable[..., Any], tensor: Any) -> Any:
         return gathered
     processes = parallelism.total_size
 
-    def once(each: Tensor) -> Tensor:
-        return parallelism.one_per_batch(each.unflatten(0, (processes, len(each) // processes))).flatten(0, 1)
+    def once(rows: Tensor) -> Tensor:
+        return parallelism.one_per_batch(rows.unflatten(0, (processes, len(rows) // processes))).flatten(0, 1)
 
     return recursively_apply(once, gathered)
 
@@ -253,7 +254,7 @@ def gather_objects(original: Callable[..., Any], object: Any) -> Any:
     parallelism = parallelism_within_batch()
     if parallelism is None:
         return original(object)
-    return [each for part in parallelism.one_per_batch(original([object])) for each in part]
+    return [value for values in parallelism.one_per_batch(original([object])) for value in values]
 
 
 def reduce_tensors(original: Callable[..., Any], func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from accelerate.commands import launch as accelerate_launch
 from torch.distributed.launcher.api import elastic_launch
 
 from accelerate_plugin.config_file import LAUNCHERS
-from accelerate_plugin.parallelism import asked_by_environment
+from accelerate_plugin.parallelism import asked_by_environment, flag
 
 _USAGE = "usage: accelerate launch --config_file CONFIG -m accelerate_plugin.launch [-m] SCRIPT [ARGUMENTS]"
 
@@ -63,7 +63,7 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 
 def _nothing_asked() -> str:
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
+    if flag("ACCELERATE_USE_CPU"):
         return (
             "accelerate_plugin.launch: with --cpu, or use_cpu: true without distributed_type: FSDP, `accelerate "
             "launch` starts one process and drops fsdp_config and parallelism_config. Leave --cpu out and set "

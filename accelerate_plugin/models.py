@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from accelerate import Accelerator
@@ -14,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from accelerate_plugin.parallelism import LoRAParallelism, parallelism_of
+from accelerate_plugin.parallelism import LoRAParallelism, Original, standing_in
 from lora_parallel import parallelize
 from lora_parallel.integration import (
     HeldByName,
@@ -37,29 +35,25 @@ def prepare_models(
     evaluation_mode: bool = False,
 ) -> None:
     """Shard the models that are not sharded yet, and give the optimizers their sharded parameters. Collective."""
-    parallelism = parallelism_of(accelerator)
-    assert parallelism is not None
+    parallelism = accelerator.state.parallelism_config
     new = nn.ModuleList(model for model in dict.fromkeys(models) if not parallelized(model))
     sharded = {p for model in (*accelerator._models, *models) if parallelized(model) for p in model.parameters()}
-    fresh = [innermost(each) for each in optimizers]
+    bare = [innermost(optimizer) for optimizer in optimizers]
     with agreed():
-        if len(new):
-            remedy = (
-                "prepare the model before the optimizer steps, or make the optimizer from the prepared model's "
-                "parameters."
-            )
-            held = [HeldByName(each, new, sharded, remedy) for each in fresh]
-        else:
+        remedy = (
+            "prepare the model before the optimizer steps, or make the optimizer from the prepared model's parameters."
+        )
+        by_name = [HeldByName(optimizer, new, sharded, remedy) for optimizer in bare] if len(new) else []
+        if not len(new):
             check_not_stale(
-                fresh, sharded, "Prepare both at once: model, optimizer = accelerator.prepare(model, optimizer)."
+                bare, sharded, "Prepare both at once: model, optimizer = accelerator.prepare(model, optimizer)."
             )
-            held = []
     injected = [_shard(model, parallelism, evaluation_mode, bool(optimizers)) for model in new]
     with agreed():
-        for each in held:
-            each.restore_adapted(new) if any(injected) else each.restore(new)
-    check_alike(optimizers=[describe_optimizer(each, nn.ModuleList(models)) for each in fresh])
-    check_optimized([*accelerator._models, *models], fresh)
+        for optimizer in by_name:
+            optimizer.restore_adapted(new) if any(injected) else optimizer.restore(new)
+    check_alike(optimizers=[describe_optimizer(optimizer, nn.ModuleList(models)) for optimizer in bare])
+    check_optimized([*accelerator._models, *models], bare)
     accelerator._models.extend(model for model in models if model not in accelerator._models)
 
 
@@ -85,7 +79,7 @@ def _shard(model: nn.Module, parallelism: LoRAParallelism, evaluation_mode: bool
         _leave_out_fused_loss(model)
     parallelize(
         model,
-        parallelism.mesh,
+        parallelism.device_mesh,
         config if not frozen else replace(config, require_adapters=False),
         lora_config=lora_config,
         autocast_adapter_dtype=plugin.autocast_adapter_dtype,
@@ -101,18 +95,14 @@ def _leave_out_fused_loss(model: nn.Module) -> None:
     # They compute their losses from values of tokens. A loss of one micro-batch has no rows to be joined by.
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and "forward" in module.__dict__:
-            module.forward = _without_fused_loss(module.forward)
+            module.forward = standing_in(module.forward, _without_fused_loss)
 
 
-def _without_fused_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if kwargs.get("fused_lm_head"):
-            output = type(output)(**{name: value for name, value in output.items() if name != "loss"})
-        return output
-
-    return instead
+def _without_fused_loss(original: Original, *args: Any, **kwargs: Any) -> Any:
+    output = original(*args, **kwargs)
+    if kwargs.get("fused_lm_head"):
+        return type(output)(**{name: value for name, value in output.items() if name != "loss"})
+    return output
 
 
 def innermost(optimizer: Any) -> Optimizer:

@@ -10,13 +10,12 @@ trains with `lora_parallel` gets the methods of `AcceleratorOverrides` when it i
 from __future__ import annotations
 
 import atexit
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import Any
 
 from accelerate import Accelerator
@@ -24,7 +23,7 @@ from packaging.version import Version
 
 from accelerate_plugin import accelerator, data, trainer
 from accelerate_plugin.accelerator import AcceleratorOverrides
-from accelerate_plugin.parallelism import asked_by_environment
+from accelerate_plugin.parallelism import asked_by_environment, standing_in
 from lora_parallel.integration import defer_from_pretrained
 
 _OLDEST = {"accelerate": "1.15", "transformers": "5.17"}
@@ -45,45 +44,34 @@ class Patch:
 
     @property
     def target(self) -> Any:
-        module, _, name = self.owner.partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, name) if name else found
-
-    def check(self) -> None:
-        """Raise ImportError unless the method has the parameters that the replacement was written for."""
-        check_parameters(self.target, self.name, self.parameters or _parameters(self.instead))
+        return resolve_name(self.owner)
 
 
 def _parameters(function: Callable[..., Any]) -> str:
     return " ".join(name for name in inspect.signature(function).parameters if name != "original")
 
 
-def check_parameters(owner: Any, name: str, parameters: str) -> None:
+def _check_parameters(owner: Any, name: str, expected: str) -> None:
     """Raise ImportError unless a method of a class, or a function of a module, has these parameters."""
-    home = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__name__}"
-    original = inspect.unwrap(_function(owner.__dict__.get(name, None) or _absent))
-    found = _parameters(original)
-    if original is not _absent and found == parameters:
+    original = vars(owner).get(name)
+    present = _parameters(inspect.unwrap(_function(original))) if original is not None else None
+    if present == expected:
         return
+    home = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__name__}"
     package = home.split(".")[0]
-    place = f"{package} {version(package)} changed {home}.{name}"  # the version is read from a file, for an error only
-    remedy = f"Use a version of {package} that this release was tested with, or a later release of lightning-lora."
-    if original is _absent:
-        raise ImportError(f"{place}: it is gone. {remedy}")
-    raise ImportError(f"{place}: its parameters are ({found}), not ({parameters}). {remedy}")
+    change = "it is gone" if present is None else f"its parameters are ({present}), not ({expected})"
+    raise ImportError(
+        f"{package} {version(package)} changed {home}.{name}: {change}. Use a version of {package} that this release "
+        "was tested with, or a later release of lightning-lora."
+    )
 
 
-def _absent() -> None: ...
-
-
-def _function(attribute: Any) -> Callable[..., Any]:
+def _function(attribute: Any) -> Any:
     """Return the function of a property, or the attribute itself, which is a function."""
-    function: Any = attribute.fget if isinstance(attribute, property) else attribute
-    return function
+    return attribute.fget if isinstance(attribute, property) else attribute
 
 
 _STANDS_IN = "_stands_in_for_accelerate"
-
 
 _PARTIAL, _STATE = "accelerate.state:PartialState", "accelerate.state:AcceleratorState"
 _OPERATIONS, _DISPATCHER = "accelerate.utils.operations", "accelerate.data_loader:DataLoaderDispatcher"
@@ -98,12 +86,7 @@ PATCHES = (
         "processes that torchrun started on a machine without accelerators are not joined",
         "self cpu sagemaker_dp backend",
     ),
-    Patch(
-        _PARTIAL,
-        "split_between_processes",
-        accelerator.split_between_processes,
-        "it gives peers of one batch different inputs",
-    ),
+    Patch(_PARTIAL, "split_between_processes", accelerator.split_between_processes, "it gives peers different inputs"),
     Patch(
         _STATE,
         "__init__",
@@ -142,49 +125,18 @@ PATCHES = (
     Patch(_ARGUMENTS, "__post_init__", trainer.arguments_post_init, "bf16 without accelerators needs use_cpu"),
     Patch(_ARGUMENTS, "world_size", trainer.arguments_world_size, "it counts all processes, and batches by them"),
     Patch(_ARGUMENTS, "main_process_first", trainer.main_process_first, "none goes first where world_size is 1"),
-    Patch(
-        _TRAINER,
-        "create_accelerator_and_postprocess",
-        trainer.create_accelerator,
-        "TRL shards a reference model by itself",
-    ),
-    Patch(
-        _TRAINER,
-        "train",
-        trainer.train,
-        "TRL keeps the tensor-parallel size of its own",
-        "self resume_from_checkpoint trial ignore_keys_for_eval",
-    ),
-    Patch(
-        _TRAINER,
-        "_has_mixed_mesh_grads",
-        trainer.has_mixed_mesh_grads,
-        "Trainer would clip by itself, and knows no mesh whose axes a gradient is replicated over",
-    ),
+    Patch(_TRAINER, "create_accelerator_and_postprocess", trainer.create_accelerator, "TRL shards references itself"),
+    Patch(_TRAINER, "train", trainer.train, "TRL keeps the tensor-parallel size of its own"),
+    Patch(_TRAINER, "_has_mixed_mesh_grads", trainer.has_mixed_mesh_grads, "Trainer's clipping knows one mesh"),
     Patch(_TRAINER, "get_tp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
     Patch(_TRAINER, "get_cp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
     Patch(_TRAINER, "store_flos", trainer.store_flos, "it sums over all processes, in float32"),
     Patch(_TRAINER, "log", trainer.log, "a callback cannot add to an entry before those of report_to have sent it"),
-    Patch(
-        _TRAINER,
-        "save_model",
-        trainer.save_model,
-        "with SHARDED_STATE_DICT it writes nothing, with FULL_STATE_DICT it gathers the base",
-    ),
+    Patch(_TRAINER, "save_model", trainer.save_model, "by state-dict type it writes nothing, or gathers the base"),
     Patch(_TRAINER, "_save_checkpoint", trainer.save_checkpoint, "it writes in place, and half of one is resumed"),
-    Patch(
-        _TRAINER,
-        "_save_optimizer_and_scheduler",
-        trainer.save_optimizer_and_scheduler,
-        "save_fsdp_model writes the base; save_fsdp_optimizer knows one mesh",
-    ),
+    Patch(_TRAINER, "_save_optimizer_and_scheduler", trainer.save_optimizer_and_scheduler, "it writes the base too"),
     Patch(_TRAINER, "_load_from_checkpoint", trainer.load_from_checkpoint, "load_fsdp_model looks for a base"),
-    Patch(
-        _TRAINER,
-        "_load_optimizer_and_scheduler",
-        trainer.load_optimizer_and_scheduler,
-        "load_fsdp_optimizer loads onto the mesh that saved",
-    ),
+    Patch(_TRAINER, "_load_optimizer_and_scheduler", trainer.load_optimizer_and_scheduler, "it loads onto one mesh"),
     Patch(_TRAINER, "_load_rng_state", trainer.load_rng_state, "random states are by process, of one mesh alone"),
     Patch(_TRAINER, "_load_best_model", trainer.load_best_model, "load_fsdp_model looks for a base"),
     Patch(_SIGTERM, "on_step_end", trainer.on_step_end, "each process saves at the place where its own flag is set"),
@@ -201,10 +153,10 @@ def check() -> None:
         if Version(version(package)) < Version(oldest):
             raise ImportError(f"accelerate_plugin needs {package} >= {oldest}, and {version(package)} is installed.")
     for patch in PATCHES:
-        patch.check()
+        _check_parameters(patch.target, patch.name, patch.parameters or _parameters(patch.instead))
     for name, override in vars(AcceleratorOverrides).items():
         if inspect.isfunction(override):
-            check_parameters(Accelerator, name, _parameters(override))
+            _check_parameters(Accelerator, name, _parameters(override))
 
 
 @contextmanager
@@ -218,20 +170,12 @@ def patched() -> Iterator[None]:
             if hasattr(_function(original), _STANDS_IN):  # replaced already when the package was imported
                 continue
             stack.callback(setattr, patch.target, patch.name, original)
-            standing_in = _standing_in(_function(original), patch.instead)
-            setattr(patch.target, patch.name, property(standing_in) if isinstance(original, property) else standing_in)
+            method = standing_in(_function(original), patch.instead)
+            setattr(method, _STANDS_IN, True)
+            setattr(patch.target, patch.name, property(method) if isinstance(original, property) else method)
         if asked_by_environment():
             stack.enter_context(defer_from_pretrained())
         yield
-
-
-def _standing_in(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return instead(original, *args, **kwargs)
-
-    setattr(method, _STANDS_IN, True)
-    return method
 
 
 _active = ExitStack()

@@ -91,9 +91,9 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "require_adapters": require_adapters,
             "tp_plan": tp_plan,
         }
-        self._given = {name: value for name, value in configurable.items() if value is not None}
+        self._chosen = {name: value for name, value in configurable.items() if value is not None}
         self._options: dict[str, Any] = {
-            **self._given,
+            **self._chosen,
             "pp_split": pp_split,
             "sequence_parallel": sequence_parallel,
             "loss_parallel": loss_parallel,
@@ -117,16 +117,15 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             return plugin
         check_version(plugin.fsdp_version)
         _check_unused(plugin)
-        made = cls(
+        policy = plugin.mixed_precision_policy
+        reduce_dtype = policy.reduce_dtype if isinstance(policy, MixedPrecisionPolicy) else None
+        return cls(
             block_classes=plugin.transformer_cls_names_to_wrap,
             reshard_after_forward=plugin.reshard_after_forward,
             activation_checkpointing=plugin.activation_checkpointing,
             cpu_offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            reduce_dtype=reduce_dtype or torch.float32,
         )
-        policy = plugin.mixed_precision_policy
-        if isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype is not None:
-            made._options["reduce_dtype"] = policy.reduce_dtype
-        return made
 
     def parallel_config(
         self,
@@ -150,9 +149,9 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         """
         check_precision(mixed_precision)
         for name, value in configured.items():
-            if self._given.get(name, value) != value:
+            if self._chosen.get(name, value) != value:
                 raise ValueError(
-                    f"{name} is {self._given[name]!r} by LoRAParallelPlugin and {value!r} by the configuration: give "
+                    f"{name} is {self._chosen[name]!r} by LoRAParallelPlugin and {value!r} by the configuration: give "
                     "one of the two, or the same."
                 )
         return ParallelConfig(

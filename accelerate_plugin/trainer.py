@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,15 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from accelerate_plugin.accelerator import Original
 from accelerate_plugin.models import innermost
 from accelerate_plugin.parallelism import (
     LoRAParallelism,
+    Original,
     asked_by_environment,
     asks_for_pipeline,
     current_parallelism,
@@ -43,6 +41,7 @@ from accelerate_plugin.parallelism import (
     parallelism_within_batch,
     replaces,
     requested_parallelism,
+    standing_in,
 )
 from lora_parallel.integration import (
     Contents,
@@ -138,10 +137,10 @@ def create_accelerator(original: Original, self: Any) -> None:
         return
     _adopt_output_dir(self.args)
     for kind in type(self).__mro__:
-        module = sys.modules[kind.__module__]
+        module: Any = sys.modules[kind.__module__]
         prepare = vars(module).get("prepare_fsdp")
         if callable(prepare) and prepare.__module__ == "trl.models.utils" and not hasattr(prepare, "__wrapped__"):
-            module.prepare_fsdp = _by_accelerator(prepare)  # type: ignore[attr-defined]
+            module.prepare_fsdp = standing_in(prepare, _prepare_reference)
 
 
 def _adopt_output_dir(arguments: TrainingArguments) -> None:
@@ -161,14 +160,10 @@ def _adopt_output_dir(arguments: TrainingArguments) -> None:
             )
 
 
-def _by_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def prepare_fsdp(model: nn.Module, accelerator: Any) -> Any:
-        if parallelism_of(accelerator) is None:
-            return original(model, accelerator)
-        return accelerator.prepare_model(model, evaluation_mode=True).eval()
-
-    return prepare_fsdp
+def _prepare_reference(original: Original, model: nn.Module, accelerator: Any) -> Any:
+    if parallelism_of(accelerator) is None:
+        return original(model, accelerator)
+    return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
 
 @replaces()
@@ -177,17 +172,22 @@ def one_process(self: Any) -> int:
     return 1
 
 
-def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+def train(
+    original: Original,
+    self: Any,
+    resume_from_checkpoint: Any = None,
+    trial: Any = None,
+    ignore_keys_for_eval: Any = None,
+) -> Any:
     """Train, after checks of the losses and of the checkpoint to resume from."""
     if parallelism_of(self.accelerator) is not None:
         _refuse_gathering_losses(getattr(self, "loss", None))
         if hasattr(self, "_tp_size"):
             self._tp_size = 1  # TRL's trainers divide counts of tokens by it
-        resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
-        if isinstance(resume, str):
-            with agreed():
-                _check_readable(local_path(resume))  # before Trainer fails because a file of its own is missing
-    return original(self, *args, **kwargs)
+        if isinstance(resume_from_checkpoint, str):
+            with agreed():  # before Trainer fails because a file of its own is missing
+                _check_readable(local_path(resume_from_checkpoint))
+    return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
 
 def _refuse_gathering_losses(loss: Any) -> None:
@@ -211,7 +211,7 @@ def has_mixed_mesh_grads(self: Any, model: nn.Module) -> bool:
 def store_flos(self: Any) -> None:
     """Add up the floating-point operations that the data-parallel processes have counted, each for its own batches."""
     # Tensor-parallel peers see the same batches, and count once. A pipeline rank has counted those of its own blocks.
-    counted = sum(over_stages(float(self.current_flos), self.accelerator.state.parallelism_config.mesh))
+    counted = sum(over_stages(float(self.current_flos), self.accelerator.state.parallelism_config.device_mesh))
     total = torch.tensor(counted, dtype=torch.float64, device=self.args.device)
     self.state.total_flos += self.accelerator.reduce(total, "sum").item()
     self.current_flos = 0
@@ -308,14 +308,14 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
 
 def _note_callbacks(self: Any) -> None:
     """Put the states that callbacks export into the state that Trainer saves."""
-    kept = self.state.stateful_callbacks
-    for each in [*self.callback_handler.callbacks, self.control]:
-        if isinstance(each, ExportableState):
-            name = type(each).__name__
-            if isinstance(kept[name], list):
-                kept[name].append(each.state())
+    states = self.state.stateful_callbacks
+    for callback in [*self.callback_handler.callbacks, self.control]:
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            if isinstance(states[name], list):
+                states[name].append(callback.state())
             else:
-                kept[name] = each.state()
+                states[name] = callback.state()
 
 
 @replaces("Trainer's saving of the optimizer")
@@ -336,11 +336,11 @@ def _train_state(self: Any) -> TrainState:
 @replaces("Trainer's loading of a checkpoint")
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
     """Load the adapters, each process its own slices, and the count of forwards. Collective."""
-    found = _read(resume_from_checkpoint)
+    contents = _read(resume_from_checkpoint)
     state = _train_state(self)
-    for commit in load_models(found, state):
+    for commit in load_models(contents, state):
         commit()
-    resume_counting(found, state)
+    resume_counting(contents, state)
 
 
 @replaces("Trainer's loading of the optimizer")
@@ -348,10 +348,10 @@ def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
     """Load the states of the optimizer and of the scheduler. Collective."""
     if checkpoint is None:
         return
-    found = _read(checkpoint)
-    for commit in load_optimizers(found, _train_state(self)):
+    contents = _read(checkpoint)
+    for commit in load_optimizers(contents, _train_state(self)):
         commit()
-    saved = found.record["trainer"]["scheduler"]
+    saved = contents.record["trainer"]["scheduler"]
     if saved is not None and self.lr_scheduler is not None:
         self.lr_scheduler.load_state_dict(saved)
 
@@ -360,7 +360,7 @@ def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
 def load_rng_state(self: Any, checkpoint: str | None) -> None:
     """Load the random state of this process's data-parallel rank; a rank that is new derives it. Collective."""
     if checkpoint is not None:
-        restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.mesh)
+        restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.device_mesh)
 
 
 @replaces("Trainer's loading of the best model")
@@ -403,41 +403,33 @@ class MeshCallback(TrainerCallback):
 
     def __init__(self, peak_flops: float | None = None, profile_every: int | None = None) -> None:
         self._peak_flops, self._profile_every = peak_flops, profile_every
-        self._meter: MeshMeter | None = None
+        self._meter: Any = None  # a MeshMeter, while a Trainer trains
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        self._close()  # of a run that has failed
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.on_train_end(args, state, control)  # of a run that has failed
         models = list(parallelized(model).values()) or [model]
         self._meter = MeshMeter(models, self._peak_flops, self._profile_every)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._meter is not None:
-            self._meter.begin_step()
+        self._meter.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._meter is not None:
-            self._meter.end_step()
+        self._meter.end_step()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._meter is not None:
             self._meter.pause()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_evaluate(args, state, control)
+    on_save = on_evaluate
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._close()
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = None
 
     def read(self) -> dict[str, float]:
         """Return the numbers of the steps since the last call. Collective."""
         return {} if self._meter is None else self._meter.read()
-
-    def _close(self) -> None:
-        if self._meter is not None:
-            self._meter.close()
-        self._meter = None
 
 
 def log(original: Original, self: Any, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning_lora.namespace import TrainerNamespace
 from lora_parallel.integration import MeshMeter, ask_for_largest, parallelized
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class MeshCallbackLogic(Base):
         super().__init__()
         self.metrics: dict[str, float] = {}
         self._peak_flops, self._profile_every = peak_flops, profile_every
-        self._meter: MeshMeter | None = None
+        self._meter: Any = None  # a MeshMeter, while a Trainer trains
         self._step: int | None = None  # number of steps done before the one that runs; None between steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -47,12 +48,12 @@ class MeshCallbackLogic(Base):
         self._step = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._step is None and self._meter is not None:
+        if self._step is None:
             self._step = trainer.global_step
             self._meter.begin_step()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if self._meter is None or trainer.global_step == self._step:  # in mid-accumulation
+        if trainer.global_step == self._step:  # in mid-accumulation
             return
         self._step = None
         self._meter.end_step()
@@ -65,26 +66,16 @@ class MeshCallbackLogic(Base):
         if self._meter is not None:
             self._meter.pause()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def on_train_end(self, *args: Any) -> None:
         if self._meter is not None:
             self._meter.close()
         self._meter = None
 
+    on_exception: Any = on_train_end
 
-class Logging:
+
+class Logging(partial[None]):
     """Call a method of the LightningModule, as `log` of a callback; Lightning's own would copy the module with it."""
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._method(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Logging:
         return self
@@ -100,7 +91,7 @@ def _no_run(*args: Any, **kwargs: Any) -> None:
 log = logging.getLogger(__name__)
 
 
-def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
+def watch(trainer: Any, lightning: SimpleNamespace) -> Callable[[], None]:
     """Act on signals between the steps of `fit`, until the function that is returned is called."""
     connector = trainer._signal_connector
     environment = trainer._accelerator_connector.cluster_environment
@@ -149,17 +140,17 @@ def watch(trainer: Any, lightning: TrainerNamespace) -> Callable[[], None]:
     vars(connector).update(handlers)
 
     def unwatch() -> None:
-        trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
+        trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
         for name in handlers:
             delattr(connector, name)
 
     return unwatch
 
 
-def _warn_if_nothing_saves(trainer: Any, lightning: TrainerNamespace) -> None:
+def _warn_if_nothing_saves(trainer: Any, lightning: SimpleNamespace) -> None:
     saves = any(
-        isinstance(each, lightning.OnExceptionCheckpoint) or getattr(each, "save_on_exception", False)
-        for each in trainer.callbacks
+        isinstance(callback, lightning.OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+        for callback in trainer.callbacks
     )
     if trainer.is_global_zero and not saves:
         log.warning(

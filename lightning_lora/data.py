@@ -35,8 +35,7 @@ def seed_workers(dataloader: object, rank: int, worker_init_function: Callable[.
 def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
     """Check that each data-parallel rank has a sample to predict: without one it could not join the sharded forward."""
     # For loaders that were not passed to `predict` Lightning's sampler raises an error on the ranks without a sample.
-    source = getattr(predict_loop, "_data_source", None)
-    loaders = source.instance if source is not None else None
+    loaders = predict_loop._data_source.instance
     for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized) and len(dataset) < dp_size(mesh):
@@ -46,24 +45,21 @@ def check_shares(predict_loop: Any, mesh: DeviceMesh) -> None:
             )
 
 
-def sync_metrics(module: nn.Module | None, mesh: DeviceMesh) -> None:
+def sync_metrics(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let torchmetrics sync over data-parallel ranks only: over all ranks, values of peers would count twice."""
-    metrics = [each for each in (module.modules() if module is not None else ()) if isinstance(each, Metric)]
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     if not metrics:
         return
     replicas = mesh["dp_replicate"].size() > 1
     group = mesh["dp_replicate", "dp_shard"]._flatten().get_group() if replicas else mesh.get_group("dp_shard")
-    copyreg.pickle(dist.ProcessGroup, _by_name)  # torch has no way to copy one
+    # Torch has no way to copy a group.
+    copyreg.pickle(dist.ProcessGroup, lambda group: (_group_of_this_process, (group.group_name,)))
     for metric in metrics:
         if metric.process_group is None:
             metric.process_group = group
 
 
-def _by_name(group: dist.ProcessGroup) -> tuple[Any, ...]:
-    return _found, (group.group_name,)
-
-
-def _found(name: str) -> dist.ProcessGroup:
+def _group_of_this_process(name: str) -> dist.ProcessGroup:
     group = group_named(name)
     if group is None:
         raise RuntimeError(f"process group {name} is of another process: copy a metric in its own")
@@ -115,15 +111,15 @@ def seed_order(dataloader: object) -> None:
     torchdata: Any = sys.modules.get("torchdata.stateful_dataloader.sampler")
     batches: Any = getattr(dataloader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
-    own = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # of Lightning's DistributedSamplerWrapper
-    if torchdata is None or not isinstance(sampler, DistributedSampler) or not isinstance(own, torchdata.RandomSampler):
-        return
-    if not own.replacement and own.num_samples == len(own.data_source):
+    # Of Lightning's DistributedSamplerWrapper, whose dataset lists the sampler's indices.
+    inner: Any = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    shuffles = torchdata is not None and isinstance(inner, torchdata.RandomSampler) and not inner.replacement
+    if isinstance(sampler, DistributedSampler) and shuffles and inner.num_samples == len(inner.data_source):
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
-        batches.sampler = DistributedSampler(own.data_source, **{name: getattr(sampler, name) for name in names})
+        batches.sampler = DistributedSampler(inner.data_source, **{name: getattr(sampler, name) for name in names})
 
 
-def moved_position(state: Any, before: int, after: int) -> Any:
+def moved_position(state: Any, before: int, after: int, of_sampler: bool = False) -> Any:
     """Return the state of a dataloader for another number of data-parallel ranks; torchdata counts rows of one rank."""
     if not isinstance(state, dict) or before == after:
         return state
@@ -133,24 +129,16 @@ def moved_position(state: Any, before: int, after: int) -> Any:
             f"{before} data-parallel ranks can go on from: resume with {before}, or from a checkpoint of the end of an "
             "epoch; save with snapshot_every_n_steps=1 (torchdata's default) to resume with another number."
         )
-    inside = {key: moved_position(value, before, after) for key, value in state.items() if key in _HOLDERS}
-    return {**state, **{key: _moved(value, before, after) for key, value in inside.items()}}
-
-
-def _moved(state: Any, before: int, after: int) -> Any:
-    if not isinstance(state, dict):
-        return state
-    moved = {}
+    moved = dict(state)
     for key, value in state.items():
-        if key in _SAMPLERS:
-            value = _moved(value, before, after)
-        elif key in _ROWS and isinstance(value, int):
+        if key in _HOLDERS or (of_sampler and key in _SAMPLERS):
+            moved[key] = moved_position(value, before, after, of_sampler=True)
+        elif of_sampler and key in _ROWS and isinstance(value, int):
             rows, left = divmod(value * before, after)
             if left:
                 raise ValueError(
                     f"the checkpoint was saved in mid-epoch, after {value * before} rows, which {after} data-parallel "
                     f"ranks do not divide: resume with {before}, or from a checkpoint of the end of an epoch."
                 )
-            value = rows
-        moved[key] = value
+            moved[key] = rows
     return moved

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_lora.data import moved_position
 from lightning_lora.loading import find_roots
 from lightning_lora.namespace import is_lightning_module
-from lightning_lora.strategy_base import BaseLogic
-from lora_parallel import clip_grad_norm_, no_sync
+from lightning_lora.strategy_base import BaseLogic, precision_property, without_reduction
+from lora_parallel import clip_grad_norm_
 from lora_parallel.integration import (
     Contents,
     HeldByName,
@@ -60,14 +60,10 @@ class FabricState:
     rest: dict[str, Any] = field(default_factory=dict)
     """All other entries by key, schedulers and unsharded modules included."""
 
-    def rest_values(self) -> dict[str, Any]:
-        """Return `rest` as it is stored: the state dict of each `Stateful` object, and other values as they are."""
-        return {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in self.rest.items()}
-
 
 def divide(state: Mapping[str, Any]) -> FabricState:
     """Divide a dictionary whose models and optimizers were taken out of Fabric's wrappers; refuse what has no place."""
-    found = FabricState()
+    entries = FabricState()
     holders: dict[nn.Module, str] = {}
     for key, value in state.items():
         if isinstance(value, nn.Module) and parallelized(value):
@@ -83,29 +79,29 @@ def divide(state: Mapping[str, Any]) -> FabricState:
                         f"state[{holders[model]!r}] and state[{key!r}] are the same model, or hold it: put it in the "
                         "state once."
                     )
-            found.models.add_module(key, value)
+            entries.models.add_module(key, value)
         elif isinstance(value, Optimizer):
-            found.optimizers[key] = value
+            entries.optimizers[key] = value
         else:
-            found.rest[key] = value
-    if not parallelized(found.models):
+            entries.rest[key] = value
+    if not parallelized(entries.models):
         raise ValueError(
             f"the state ({', '.join(map(str, state)) or 'empty'}) holds no model that Fabric has set up: put the model "
             'that fabric.setup returned in it, for example {"model": model, "optimizer": optimizer, "step": step}.'
         )
     check_not_stale(
-        found.optimizers.values(),
-        set(found.models.parameters()),
+        entries.optimizers.values(),
+        set(entries.models.parameters()),
         "Put all models whose parameters it holds in the state too.",
     )
-    for key, value in found.rest.items():
-        for each in tree_leaves(value):
-            if isinstance(each, (nn.Module, Optimizer, DTensor)) and each is not value:
+    for key, value in entries.rest.items():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, (nn.Module, Optimizer, DTensor)) and leaf is not value:
                 raise ValueError(
-                    f"state[{key!r}] has a {type(each).__name__} inside: put models and optimizers in the state "
+                    f"state[{key!r}] has a {type(leaf).__name__} inside: put models and optimizers in the state "
                     "directly, under keys of their own."
                 )
-    return found
+    return entries
 
 
 def kinds(state: Mapping[str, Any]) -> dict[str, str]:
@@ -117,18 +113,6 @@ def kinds(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 _WRITER = "Fabric"
-
-
-class BackwardSync:
-    """Provide the context that `fabric.no_backward_sync` enters."""
-
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Accumulate: within the context, `backward` reduces no gradients of the models in `module`."""
-        with ExitStack() as stack:
-            for model in parallelized(module).values() if enabled else ():
-                stack.enter_context(no_sync(model))
-            yield
 
 
 class FabricLogic(BaseLogic, Base):
@@ -154,15 +138,14 @@ class FabricLogic(BaseLogic, Base):
     def num_nodes(self, number: int) -> None:
         self._num_nodes = number
 
-    def _set_world_ranks(self) -> None:
-        self.set_world_ranks()
+    _set_world_ranks = BaseLogic.set_world_ranks  # what Fabric calls
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self._connect()
         # Fabric warns of a model on meta with adapters in memory; but with this strategy it does not move the model.
         warnings.filterwarnings("ignore", message=r".*parameters on different devices \(for example")
-        self._backward_sync_control = BackwardSync()  # type: ignore[assignment]  # Fabric only calls its method
+        self._backward_sync_control = self  # type: ignore[assignment]  # Fabric only calls its no_backward_sync
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce a tensor in place over data-parallel ranks, and return it, as Fabric's other strategies do."""
@@ -173,15 +156,7 @@ class FabricLogic(BaseLogic, Base):
 
     # ------------------------------------------------------------------ precision, plugins
 
-    @property
-    def precision(self) -> Any:
-        return self._sharded(self._precision)
-
-    @precision.setter
-    def precision(self, plugin: Any) -> None:
-        self._precision = None if plugin is None else self._sharded(plugin)
-
-    _plugin = precision
+    precision = _plugin = precision_property("_precision")
 
     @property
     def checkpoint_io(self) -> Any:
@@ -257,16 +232,20 @@ class FabricLogic(BaseLogic, Base):
                 "set the model up first (model = fabric.setup_module(model)) and make the optimizer from its "
                 "parameters afterwards."
             )
-            held = [HeldByName(optimizer, module, sharded, remedy) for optimizer in optimizers]
+            by_name = [HeldByName(optimizer, module, sharded, remedy) for optimizer in optimizers]
         self._set_up(module, trains=bool(optimizers))
-        for each in held:
-            each.restore(module)
+        for optimizer_by_name in by_name:
+            optimizer_by_name.restore(module)
         return module, optimizers, scheduler
 
     def _parameters(self) -> set[nn.Parameter]:
         return {parameter for module in self._modules for parameter in module.parameters()}
 
     # ------------------------------------------------------------------ gradients
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return the context that `fabric.no_backward_sync` enters: in it `backward` reduces no gradients."""
+        return without_reduction(parallelized(module).values() if enabled else ())
 
     def clip_gradients_norm(
         self,
@@ -320,14 +299,16 @@ class FabricLogic(BaseLogic, Base):
                     f"fabric.save does not support filter (for {', '.join(filter)}) here: of a model, what trains is "
                     "saved, and nothing else."
                 )
-            found = divide(state)
-            rest = found.rest_values()
+            entries = divide(state)
+            rest = {
+                k: value.state_dict() if isinstance(value, Stateful) else value for k, value in entries.rest.items()
+            }
             folder = local_path(name)
         check_alike(state=kinds(state))
         write_checkpoint(
             folder,
-            TrainState(found.models, found.optimizers),
-            {"state": rest, "modules": [name for name, _ in found.models.named_children()]},
+            TrainState(entries.models, entries.optimizers),
+            {"state": rest, "modules": [name for name, _ in entries.models.named_children()]},
             _WRITER,
             replace=True,
         )
@@ -361,10 +342,10 @@ class FabricLogic(BaseLogic, Base):
                     "fabric.load needs the objects to fill: fabric.load(path, {'model': model, 'optimizer': optimizer})"
                 )
         check_alike(state=kinds(state), strict=strict, weights_only=weights_only)
-        found = read_checkpoint(path, _WRITER, weights_only)
-        rest = found.record["state"]
+        contents = read_checkpoint(path, _WRITER, weights_only)
+        rest = contents.record["state"]
         with agreed():
-            present = {*rest, *found.record["modules"], *found.optimizers}
+            present = {*rest, *contents.record["modules"], *contents.optimizers}
             missing = [key for key in state if key not in present]
             if missing and strict:
                 raise KeyError(
@@ -372,34 +353,34 @@ class FabricLogic(BaseLogic, Base):
                     "it, or pass strict=False."
                 )
             wanted = divide({key: value for key, value in state.items() if key in present})
-            _check_kinds(wanted, found)
+            _check_kinds(wanted, contents)
         target = TrainState(wanted.models, wanted.optimizers)
-        commits = [*load_models(found, target), *load_optimizers(found, target)]
+        commits = [*load_models(contents, target), *load_optimizers(contents, target)]
         with agreed():  # before any model is changed, since an object may refuse its state
             for key, value in wanted.rest.items():
                 if isinstance(value, Stateful):
-                    value.load_state_dict(moved_position(rest.pop(key), found.dp, dp_size(self.device_mesh)))
+                    value.load_state_dict(moved_position(rest.pop(key), contents.dp, dp_size(self.device_mesh)))
         for commit in commits:
             commit()
-        resume_counting(found, target)
+        resume_counting(contents, target)
         if wanted.optimizers:
-            restore_random_state(found.record["random"], self.device_mesh)
+            restore_random_state(contents.record["random"], self.device_mesh)
         state.update({key: rest.pop(key) for key in wanted.rest if key in rest})
         return rest
 
 
-def _check_kinds(wanted: FabricState, found: Contents) -> None:
+def _check_kinds(wanted: FabricState, contents: Contents) -> None:
     """Check that each key of `wanted` holds the kind of object that was saved under it."""
     for kind, keys, saved in (
-        ("model that was set up", parallelized(wanted.models), found.record["models"]),
-        ("optimizer", wanted.optimizers, found.optimizers),
+        ("model that was set up", parallelized(wanted.models), contents.record["models"]),
+        ("optimizer", wanted.optimizers, contents.optimizers),
     ):
         for key in keys:
             if key not in saved:
-                raise ValueError(f"state[{key!r}] is a {kind}; {found.path} holds no such under this name.")
-    for key in wanted.rest:
-        if key in found.record["modules"] or key in found.optimizers:
+                raise ValueError(f"state[{key!r}] is a {kind}; {contents.path} holds no such under this name.")
+    for key, value in wanted.rest.items():
+        if key in contents.record["modules"] or key in contents.optimizers:
             raise ValueError(
-                f"state[{key!r}] is a {type(wanted.rest[key]).__name__}, and {found.path} holds a sharded model or an "
+                f"state[{key!r}] is a {type(value).__name__}, and {contents.path} holds a sharded model or an "
                 "optimizer under this name: pass what fabric.setup returned."
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lora.namespace import installed_trainers
+from lightning_lora.namespace import installed_trainers, wrap
 from lightning_lora.single_file_checkpoint import PACKED, TRAINER, unpack
 from lora_parallel.integration import (
     Contents,
@@ -40,7 +39,7 @@ class _Trained:
     """Hold the part of a module's state that a checkpoint has."""
 
     path: Any  # as the user gave it
-    found: Contents
+    contents: Contents
     values: dict[str, Any]
     """Entries of the module's state dict: full parameters and buffers, and other states."""
     unpacked: Any = None
@@ -51,54 +50,48 @@ def load_folders() -> None:
     """Let `load_from_checkpoint` read this library's checkpoints, in every installed namespace."""
     for package in installed_trainers():
         saving: Any = import_module(f"{package}.core.saving")
-        if not hasattr(saving.pl_load, "__wrapped__"):
-            saving.pl_load, saving._load_state = _reading(saving.pl_load), _filling(saving._load_state)
+        wrap(saving, "pl_load", _load)
+        wrap(saving, "_load_state", _load_state)
 
 
-def _reading(original: Any) -> Any:
-    @wraps(original)
-    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if isinstance(path, (str, Path)) and is_checkpoint(Path(path)):
-            found = open_checkpoint_folder(Path(path), TRAINER, weights_only)
-            checkpoint: dict[str, Any] = found.record["trainer"]
-            return {**checkpoint, "state_dict": {}, _TRAINED: _Trained(path, found, state_dict_of(found))}
-        read = original(path, map_location=map_location, weights_only=weights_only)
-        if not isinstance(read, dict) or PACKED not in read:
-            return read
-        folder = unpack(read.pop(PACKED), path)
-        found = open_checkpoint_folder(Path(folder.name), TRAINER, weights_only)
-        return {**read, "state_dict": {}, _TRAINED: _Trained(path, found, read["state_dict"], folder)}
-
-    return load
+def _load(original: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    if isinstance(path, (str, Path)) and is_checkpoint(Path(path)):
+        contents = open_checkpoint_folder(Path(path), TRAINER, weights_only)
+        trained = _Trained(path, contents, state_dict_of(contents))
+        return {**contents.record["trainer"], "state_dict": {}, _TRAINED: trained}
+    checkpoint = original(path, map_location=map_location, weights_only=weights_only)
+    if not isinstance(checkpoint, dict) or PACKED not in checkpoint:
+        return checkpoint
+    folder = unpack(checkpoint.pop(PACKED), path)
+    contents = open_checkpoint_folder(Path(folder.name), TRAINER, weights_only)
+    return {**checkpoint, "state_dict": {}, _TRAINED: _Trained(path, contents, checkpoint["state_dict"], folder)}
 
 
-def _filling(original: Any) -> Any:
-    @wraps(original)
-    def load_state(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **kwargs: Any) -> Any:
-        trained: _Trained | None = checkpoint.pop(_TRAINED, None)
-        if trained is None:
-            return original(cls, checkpoint, **({} if strict is None else {"strict": strict}), **kwargs)
-        with warnings.catch_warnings():  # a warning of keys of the base, which the module has loaded itself
-            warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
-            module = original(cls, checkpoint, strict=False, **kwargs)
-        tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        tensors |= dict(module.named_buffers(remove_duplicate=False))
-        others = {name: value for name, value in trained.values.items() if name not in tensors}
-        unknown = module.load_state_dict(others, strict=False).unexpected_keys
-        try:
-            _check_tensors(trained, tensors, unknown, strict is not False)
-            if strict is not False:
-                _check_models(trained.found, module)
-        except ValueError as error:
-            raise ValueError(f"{trained.path} does not fit {cls.__name__}: {error}") from error
-        with torch.no_grad():
-            for name, values in trained.values.items():
-                if name in tensors:
-                    tensors[name].copy_(values)
-        checkpoint["state_dict"] = trained.values  # Lightning looks at the device that they are on
-        return module
-
-    return load_state
+def _load_state(
+    original: Any, cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **kwargs: Any
+) -> nn.Module:
+    trained: _Trained | None = checkpoint.pop(_TRAINED, None)
+    if trained is None:
+        return original(cls, checkpoint, **({} if strict is None else {"strict": strict}), **kwargs)
+    with warnings.catch_warnings():  # a warning of keys of the base, which the module has loaded itself
+        warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
+        module: nn.Module = original(cls, checkpoint, strict=False, **kwargs)
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    others = {name: value for name, value in trained.values.items() if name not in tensors}
+    unknown = module.load_state_dict(others, strict=False).unexpected_keys
+    try:
+        _check_tensors(trained, tensors, unknown, strict is not False)
+        if strict is not False:
+            _check_models(trained.contents, module)
+    except ValueError as error:
+        raise ValueError(f"{trained.path} does not fit {cls.__name__}: {error}") from error
+    with torch.no_grad():
+        for name, values in trained.values.items():
+            if name in tensors:
+                tensors[name].copy_(values)
+    checkpoint["state_dict"] = trained.values  # Lightning looks at the device that they are on
+    return module
 
 
 def _check_tensors(trained: _Trained, tensors: dict[str, Tensor], unknown: list[str], strict: bool) -> None:
@@ -117,23 +110,23 @@ def _check_tensors(trained: _Trained, tensors: dict[str, Tensor], unknown: list[
             )
 
 
-def _check_models(found: Contents, module: nn.Module) -> None:
+def _check_models(contents: Contents, module: nn.Module) -> None:
     """Check, in this process alone, that the models' adapter configs and base are those of the checkpoint."""
-    for name in found.record["models"]:
-        model, folder = module.get_submodule(name), found.adapter_folder(name)
+    for name in contents.record["models"]:
+        model, folder = module.get_submodule(name), contents.adapter_folder(name)
         configs = peft_configs(model)
-        for adapter in found.record["adapters"][name]:
+        for adapter in contents.record["adapters"][name]:
             check_config(folder if adapter == "default" else folder / adapter, configs[adapter])
-        _check_base(found, name, model)
+        _check_base(contents, name, model)
 
 
-def _check_base(found: Contents, name: str, model: nn.Module) -> None:
-    stored, held = found.meta["fingerprints"][name], found.held_by(name)
+def _check_base(contents: Contents, name: str, model: nn.Module) -> None:
+    saved, in_adapters = contents.meta["fingerprints"][name], contents.held_by(name)
     errors = []
     # Training may have cast the base to another dtype; this process holds it as it was loaded. None: it was not cast.
     for dtype in (None, torch.bfloat16, torch.float64):
         try:
-            return check_base(stored, base_fingerprints(model, None, dtype), model, "it", held)
+            return check_base(saved, base_fingerprints(model, None, dtype), model, "it", in_adapters)
         except ValueError as error:
             errors.append(error)
     raise errors[0]

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lora.namespace import Namespace
 from lora_parallel import clip_grad_norm_
 from lora_parallel.integration import adapter_parameters, clip_grad_value_
 
@@ -31,6 +31,8 @@ _STORED = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 class PrecisionLogic:
     """Override Lightning's own precision plugins: clip gradients across the mesh, and use no autocast."""
 
+    main_params: Callable[[Optimizer], Iterable[torch.Tensor]]  # of Lightning's class
+
     def __init__(self, precision: str) -> None:
         self.precision = precision
         self.stored_dtype = _STORED.get(precision)
@@ -39,10 +41,6 @@ class PrecisionLogic:
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self).__bases__[1], self.precision)
 
-    def main_params(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """List the optimizer's parameters."""
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip an optimizer's gradients by their norm over the whole mesh."""
         clip_grad_norm_(self.main_params(optimizer), clip_val)
@@ -50,10 +48,6 @@ class PrecisionLogic:
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of an optimizer's gradients."""
         clip_grad_value_(self.main_params(optimizer), clip_val)
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module as it is: the strategy converts each model before it shards it (see `convert_base`)."""
-        return module
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point tensors of a batch to the stored dtype, as Lightning's own plugins do."""
@@ -88,7 +82,7 @@ class PrecisionLogic:
     module_init_context = forward_context = tensor_init_context  # for modules, and for tensors that a forward makes
 
 
-def sharded_precision(plugin: Any, lightning: Namespace) -> Any:
+def sharded_precision(plugin: Any, lightning: SimpleNamespace) -> Any:
     """Return a precision plugin for sharded training in place of the one that Trainer or Fabric chose."""
     if isinstance(plugin, PrecisionLogic):
         return plugin

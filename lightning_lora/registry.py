@@ -22,9 +22,10 @@ def register_strategies() -> None:
 
     from lightning_lora import strategy
 
-    registries: list[tuple[Any, Any]] = [
-        (StrategyRegistry, strategy.LoRAParallelStrategy),
-        (STRATEGY_REGISTRY, strategy.FabricLoRAParallelStrategy),
+    # Registry, class, and what may stand before the class's name in a LightningCLI file; Fabric has no such files.
+    registries: list[tuple[Any, Any, list[str]]] = [
+        (StrategyRegistry, strategy.LoRAParallelStrategy, ["", "lightning_lora.", "lightning_lora.strategy."]),
+        (STRATEGY_REGISTRY, strategy.FabricLoRAParallelStrategy, []),
     ]
     if importlib.util.find_spec("pytorch_lightning") is not None:
         log = rank_zero.log  # both namespaces share this variable, and each sets it to its own logger on import
@@ -35,11 +36,11 @@ def register_strategies() -> None:
 
         rank_zero.log = log
         registries += [
-            (LegacyRegistry, legacy.LoRAParallelStrategy),
-            (LEGACY_FABRIC_REGISTRY, legacy.FabricLoRAParallelStrategy),
+            (LegacyRegistry, legacy.LoRAParallelStrategy, ["", "lightning_lora.legacy."]),
+            (LEGACY_FABRIC_REGISTRY, legacy.FabricLoRAParallelStrategy, []),
         ]
-    for registry, kind in registries:
-        for name, size in {**NAMES, **dict.fromkeys(class_paths(kind), 1)}.items():
+    for registry, kind, prefixes in registries:
+        for name, size in {**NAMES, **{f"{prefix}{kind.__name__}".lower(): 1 for prefix in prefixes}}.items():
             registry.register(
                 name,
                 kind,
@@ -47,13 +48,3 @@ def register_strategies() -> None:
                 override=True,
                 tensor_parallel_size=size,
             )
-
-
-def class_paths(kind: type) -> list[str]:
-    """Return the ways to write the class in a LightningCLI file, in lower case; none for the classes for Fabric."""
-    if kind.__name__ != "LoRAParallelStrategy":
-        return []
-    paths = [kind.__name__, f"{kind.__module__}.{kind.__name__}"]
-    if kind.__module__ == "lightning_lora.strategy":
-        paths.append(f"lightning_lora.{kind.__name__}")
-    return [path.lower() for path in paths]

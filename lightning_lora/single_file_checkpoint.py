@@ -50,7 +50,12 @@ def save_in_one_file(path: Path, state: TrainState, extra: Mapping[str, Any], en
         with agreed():
             if rank == 0:
                 whole = state_dict_of(open_checkpoint_folder(folder, TRAINER, weights_only=False))
-                packed = {**entries, "state_dict": whole, PACKED: _files(folder)}
+                files = {
+                    str(file.relative_to(folder)): torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+                    for file in sorted(folder.rglob("*"))
+                    if file.is_file()
+                }
+                packed = {**entries, "state_dict": whole, PACKED: files}
                 torch.save(packed, scratch.path / "packed")
                 scratch.place_file("packed")
     finally:
@@ -64,14 +69,6 @@ def _is_packed(path: Path) -> bool:
         return False
     with zipfile.ZipFile(path) as file:
         return any(name.endswith("/data.pkl") and PACKED.encode() in file.read(name) for name in file.namelist())
-
-
-def _files(folder: Path) -> dict[str, Tensor]:
-    return {
-        str(file.relative_to(folder)): torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
 
 
 def unpacked(path: Path, weights_only: bool | None) -> tempfile.TemporaryDirectory[str] | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,9 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh
 
 from lightning_lora.data import seed_order, seed_workers
-from lightning_lora.namespace import Namespace
 from lightning_lora.precision import convert_base, sharded_precision
-from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
+from lora_parallel import ParallelConfig, build_mesh, meta_init, no_sync, parallelize
 from lora_parallel.integration import (
     adopt_rank_zero,
     agreed,
@@ -42,11 +42,9 @@ from lora_parallel.sizes import AXES, axis_sizes, coordinates
 
 
 class _Gather(torch.autograd.Function):
-    """Stack every rank's tensor along a new first dim, [ranks, ...], with gradients.
+    """Stack every rank's tensor along a new first dim, [ranks, ...], with gradients."""
 
-    The all-gather of torch.distributed.nn does not support sub-groups of gloo in backward.
-    """
-
+    # The all-gather of torch.distributed.nn does not support sub-groups of gloo in backward.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -64,11 +62,33 @@ class _Gather(torch.autograd.Function):
         return total[dist.get_rank(ctx.group)], None
 
 
+@contextmanager
+def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Accumulate: within the context, `backward` reduces no gradients of the models."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(no_sync(model))
+        yield
+
+
+def precision_property(attribute: str) -> Any:
+    """Return a property for the precision plugin that is kept under `attribute`, in its form for sharded training."""
+
+    def read(self: BaseLogic) -> Any:
+        plugin = getattr(self, attribute)
+        return sharded_precision(plugin if plugin is not None else self.lightning.Precision(), self.lightning)
+
+    def write(self: BaseLogic, plugin: Any) -> None:
+        setattr(self, attribute, None if plugin is None else sharded_precision(plugin, self.lightning))
+
+    return property(read, write)
+
+
 @suggest_arguments
 class BaseLogic:
     """Implement the part of a strategy that is the same for Trainer and for Fabric."""
 
-    lightning: ClassVar[Namespace]
+    lightning: ClassVar[SimpleNamespace]  # see `namespace`
 
     # Attributes of Lightning's ParallelStrategy, in both namespaces.
     accelerator: Any
@@ -168,9 +188,6 @@ class BaseLogic:
         seed = self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
         return ParallelConfig(**self._options, seed=seed, param_dtype=self._plugin.compute_dtype)
 
-    def _sharded(self, plugin: Any) -> Any:
-        return sharded_precision(plugin if plugin is not None else self.lightning.Precision(), self.lightning)
-
     # ------------------------------------------------------------------ processes and mesh
 
     @property
@@ -193,7 +210,7 @@ class BaseLogic:
     @property
     def num_processes(self) -> int:
         """Return the number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        return len(self.parallel_devices or ())
 
     def _configure_launcher(self) -> None:
         mesh_sizes(self.config, self.num_nodes * self.num_processes)  # before anything is launched
@@ -240,10 +257,7 @@ class BaseLogic:
         if not dist.is_initialized():
             return
         with collective_call("barrier"):
-            if dist.get_backend() == "nccl":
-                dist.barrier(device_ids=[self.root_device.index])
-            else:
-                dist.barrier()
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():
@@ -322,10 +336,9 @@ class BaseLogic:
         """Enter the context that models are built in: on meta or in CPU memory, in the precision's dtype."""
         # None lets `from_pretrained` alone build on meta, so that each rank reads its shard only. No default device is
         # set: a model that is built in memory is in the CPU's, and moves to the device shard by shard.
-        deferral: AbstractContextManager[None] = nullcontext()
-        if empty_init is not False:
-            deferral = meta_init() if empty_init else defer_from_pretrained()
-        with deferral, self._plugin.module_init_context():
+        contexts: dict[bool | None, Callable[[], AbstractContextManager[None]]]
+        contexts = {None: defer_from_pretrained, True: meta_init, False: nullcontext}
+        with contexts[empty_init](), self._plugin.module_init_context():
             yield
 
     def _uncompile(self, module: nn.Module) -> nn.Module:

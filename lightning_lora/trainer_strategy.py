@@ -8,12 +8,11 @@ strategies they do what they did before; `tests/lightning_lora/test_compile.py` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,9 @@ from torch.optim import Optimizer
 from lightning_lora.callbacks import Logging, watch
 from lightning_lora.data import UnevenPrediction, check_shares, moved_position, sync_metrics
 from lightning_lora.loading import find_roots
-from lightning_lora.namespace import TrainerNamespace, installed_trainers
+from lightning_lora.namespace import installed_trainers, wrap
 from lightning_lora.single_file_checkpoint import TRAINER, save_in_one_file, unpacked
-from lightning_lora.strategy_base import BaseLogic
-from lora_parallel import no_sync
+from lightning_lora.strategy_base import BaseLogic, precision_property, without_reduction
 from lora_parallel.integration import (
     Contents,
     TrainState,
@@ -68,14 +66,12 @@ class TrainerStrategyLogic(BaseLogic, Base):
     layers or, if `lora_config` is given, without.
     """
 
-    lightning: ClassVar[TrainerNamespace]
-
     _roots: Mapping[str, nn.Module] = MappingProxyType({})
     _models_from: Contents | None = None
     _optimizers_from: Contents | None = None
     _random_from: Contents | None = None
     _unpacked: Any = None
-    _prediction: UnevenPrediction | None = None
+    _prediction: UnevenPrediction
     _unwatch: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
@@ -102,15 +98,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
             trainer = self.lightning_module.trainer
             trainer.loggers = [self.lightning.DummyLogger() for _ in trainer.loggers]  # a logger makes its folder soon
 
-    @property
-    def precision_plugin(self) -> Any:
-        return self._sharded(self._precision_plugin)
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = None if plugin is None else self._sharded(plugin)
-
-    _plugin = precision_plugin
+    precision_plugin = _plugin = precision_property("_precision_plugin")
 
     # ------------------------------------------------------------------ the model
 
@@ -143,9 +131,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
         if fits:
             self._unwatch = watch(trainer, self.lightning)
             self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if fits:
             self.lightning.optimizers_to_device(self.optimizers, self.root_device)
+        self.setup_precision_plugin()
 
     def _find_roots(self, trains: bool) -> dict[str, nn.Module]:
         injects = self._lora_config is not None
@@ -185,13 +172,8 @@ class TrainerStrategyLogic(BaseLogic, Base):
     def model_to_device(self) -> None:
         self.lightning_module.to(self.root_device)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate: within the context, `backward` reduces no gradients."""
-        with ExitStack() as stack:
-            for model in self._roots.values():
-                stack.enter_context(no_sync(model))
-            yield
+    def block_backward_sync(self) -> Any:
+        return without_reduction(self._roots.values())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with explained():
@@ -203,15 +185,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
             return super().optimizer_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._prediction is not None
         step = super().predict_step
         return self._prediction.step(lambda: step(*args, **kwargs))
 
     def on_predict_end(self) -> None:
         """Keep this rank in the sharded forward, after its last batch, until all ranks have predicted theirs."""
-        if self._prediction is not None:
-            with torch.no_grad():
-                self._prediction.finish()
+        with torch.no_grad():
+            self._prediction.finish()
 
     # ------------------------------------------------------------------ the end
 
@@ -228,16 +208,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Return False, so that Lightning reads a checkpoint before `setup`, which fills the tensors it has sharded."""
-        return False
+    # Lightning reads a checkpoint before `setup` (`restore_checkpoint_after_setup`), which fills the sharded tensors.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return by name what a checkpoint holds of the module: its trained shards, its buffers and other states."""
-        return {**self._own_tensors(), **self._train_state().other_state()}
+        return {**self._saved_tensors(), **self._train_state().other_state()}
 
-    def _own_tensors(self) -> dict[str, Tensor]:
+    def _saved_tensors(self) -> dict[str, Tensor]:
         trained = {name: p.detach() for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         return {**trained, **self._train_state().buffers()}
 
@@ -268,11 +245,13 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def _check_untouched(self, state_dict: Mapping[str, Any]) -> None:
         """Check that no hook has put values into `state_dict`: tensors are written from the module, not from there."""
-        known, own = self.lightning_module_state_dict(), self._own_tensors()
+        entries = self.lightning_module_state_dict()
+        addresses = {name: local(tensor).data_ptr() for name, tensor in self._saved_tensors().items()}
         foreign = [
             name
             for name, value in state_dict.items()
-            if name not in known or (name in own and not _is_held_by(value, own[name]))
+            if name not in entries
+            or (name in addresses and not (isinstance(value, Tensor) and local(value).data_ptr() == addresses[name]))
         ]
         if foreign:
             raise ValueError(
@@ -286,7 +265,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
         return TrainState(self.lightning_module, optimizers, mesh_without_models=self.device_mesh)
 
     def _optimizers_by_name(self) -> dict[str, Optimizer]:
-        return {str(index): getattr(each, "_optimizer", each) for index, each in enumerate(self.optimizers)}
+        return {str(index): getattr(wrapper, "_optimizer", wrapper) for index, wrapper in enumerate(self.optimizers)}
 
     @collective_call("Trainer's loading of a checkpoint")
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -294,17 +273,17 @@ class TrainerStrategyLogic(BaseLogic, Base):
         with agreed():
             path = local_path(name)
             folder = unpacked(path, weights_only) if path.is_file() else None
-        found = read_checkpoint(path if folder is None else Path(folder.name), TRAINER, weights_only)
+        contents = read_checkpoint(path if folder is None else Path(folder.name), TRAINER, weights_only)
         self._unpacked = folder  # until everything is loaded
-        state: dict[str, Any] = found.record["trainer"]
+        state: dict[str, Any] = contents.record["trainer"]
         state["state_dict"] = {}
-        if not found.record["weights_only"]:
+        if not contents.record["weights_only"]:
             state["optimizer_states"] = []
-        self._models_from = self._optimizers_from = found
+        self._models_from = self._optimizers_from = contents
         dp = self.distributed_sampler_kwargs["num_replicas"]
         fit = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in fit:
-            fit["combined_loader"] = [moved_position(each, found.dp, dp) for each in fit["combined_loader"]]
+            fit["combined_loader"] = [moved_position(loader, contents.dp, dp) for loader in fit["combined_loader"]]
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -314,40 +293,35 @@ class TrainerStrategyLogic(BaseLogic, Base):
 
     def _fill_model(self) -> None:
         """Load the models from the checkpoint that `load_checkpoint` has opened; a later run keeps its values."""
-        found, self._models_from = self._models_from, None
-        if found is not None:
-            for commit in load_models(found, self._train_state()):
+        contents, self._models_from = self._models_from, None
+        if contents is not None:
+            for commit in load_models(contents, self._train_state()):
                 commit()
 
     @collective_call("Trainer's loading of optimizers")
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
-        found = self._optimizers_from
-        assert found is not None
-        if len(found.optimizers) != len(self.optimizers):
+        contents = self._optimizers_from
+        assert contents is not None
+        if len(contents.optimizers) != len(self.optimizers):
             raise ValueError(
-                f"{found.path} holds {len(found.optimizers)} optimizer states; configure_optimizers made "
+                f"{contents.path} holds {len(contents.optimizers)} optimizer states; configure_optimizers made "
                 f"{len(self.optimizers)}."
             )
         state = self._train_state(self._optimizers_by_name())
-        for commit in load_optimizers(found, state):
+        for commit in load_optimizers(contents, state):
             commit()
-        resume_counting(found, state)
-        restore_random_state(found.record["random"], self.device_mesh)
-        self._random_from = found
+        resume_counting(contents, state)
+        restore_random_state(contents.record["random"], self.device_mesh)
+        self._random_from = contents
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the random state again before the first batch of a run that resumes in mid-epoch."""
         # Lightning has made a new dataloader iterator for the rest of the epoch, which draws from the random state. The
         # interrupted run made no iterator at this point.
         super().on_train_batch_start(batch, batch_idx)
-        found, self._random_from = self._random_from, None
-        if found is not None and batch_idx > 0:
-            restore_random_state(found.record["random"], self.device_mesh)
-
-
-def _is_held_by(value: object, tensor: Tensor) -> bool:
-    """Return True if `value` is a tensor in the memory of `tensor`."""
-    return isinstance(value, Tensor) and local(value).data_ptr() == local(tensor).data_ptr()
+        contents, self._random_from = self._random_from, None
+        if contents is not None and batch_idx > 0:
+            restore_random_state(contents.record["random"], self.device_mesh)
 
 
 _ARGUMENTS = "_lora_parallel_compile"
@@ -357,32 +331,20 @@ def accept_compiled_modules() -> None:
     """Let Trainer take a compiled LightningModule with this library's strategy, in every installed namespace."""
     for package in installed_trainers():
         trainer: Any = import_module(f"{package}.trainer.trainer")
-        if not hasattr(trainer._verify_strategy_supports_compile, "__wrapped__"):
-            to_uncompiled = import_module(f"{package}.utilities.compile").to_uncompiled
-            trainer._maybe_unwrap_optimized = _unwrapping(trainer._maybe_unwrap_optimized)
-            trainer._verify_strategy_supports_compile = _accepting(
-                trainer._verify_strategy_supports_compile, to_uncompiled
-            )
+        wrap(trainer, "_maybe_unwrap_optimized", _unwrap_compiled)
+        wrap(trainer, "_verify_strategy_supports_compile", _accept_compiled)
 
 
-def _unwrapping(original: Any) -> Any:
-    @wraps(original)
-    def unwrap(model: Any) -> Any:
-        module = original(model)
-        if module is not model:
-            module.__dict__[_ARGUMENTS] = getattr(model, "_compile_kwargs", {})  # Lightning keeps them there
-        return module
-
-    return unwrap
+def _unwrap_compiled(original: Any, model: Any) -> Any:
+    module = original(model)
+    if module is not model:
+        module.__dict__[_ARGUMENTS] = getattr(model, "_compile_kwargs", {})  # Lightning keeps them there
+    return module
 
 
-def _accepting(original: Any, to_uncompiled: Any) -> Any:
-    @wraps(original)
-    def verify(model: Any, strategy: Any) -> None:
-        arguments = model.__dict__.pop(_ARGUMENTS, {})
-        if not isinstance(strategy, TrainerStrategyLogic):
-            original(model, strategy)
-        elif model._compiler_ctx is not None:
-            strategy.compile_blocks(to_uncompiled(model), arguments)
-
-    return verify
+def _accept_compiled(original: Any, model: Any, strategy: Any) -> None:
+    arguments = model.__dict__.pop(_ARGUMENTS, {})
+    if not isinstance(strategy, TrainerStrategyLogic):
+        original(model, strategy)
+    elif model._compiler_ctx is not None:
+        strategy.compile_blocks(import_module(original.__module__).to_uncompiled(model), arguments)

@@ -68,7 +68,7 @@ def _forget() -> None:
     AcceleratorState._reset_state()
     PartialState._shared_state.clear()  # _reset_state does no more
     GradientState._reset_state()
-    parallelism._given = None
+    parallelism._last_plugin = None
 
 
 def environment(mesh: str, precision: str = "no", **others: str) -> dict[str, str]:

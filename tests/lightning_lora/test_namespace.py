@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lora.namespace import (
-    Namespace,
-    TrainerNamespace,
-    fabric_namespace,
-    is_lightning_module,
-    trainer_namespace,
-)
+from lightning_lora.namespace import fabric_namespace, is_lightning_module, trainer_namespace
 from lightning_lora.trainer_strategy import _REFUSED_CALLBACKS
 from tests.lightning_lora.harness import Tokens, tidy
 
@@ -38,12 +32,12 @@ def fabric(pytorch) -> str:
 
 
 @pytest.fixture
-def names(pytorch, fabric) -> TrainerNamespace:
+def names(pytorch, fabric) -> SimpleNamespace:
     return trainer_namespace(pytorch, fabric)
 
 
 @pytest.fixture
-def fabric_names(fabric) -> Namespace:
+def fabric_names(fabric) -> SimpleNamespace:
     return fabric_namespace(fabric)
 
 
@@ -276,6 +270,7 @@ def test_hooks_of_the_strategy(pytorch):
     made = ours.LoRAParallelStrategy()
     for name in ("_launcher", "_layer_sync", "_lightning_module", "cluster_environment", "accelerator", "optimizers"):
         assert hasattr(made, name), name
+    assert not made.restore_checkpoint_after_setup
 
 
 # ---------------------------------------------------------------------- Fabric's own

@@ -17,7 +17,7 @@ BREAKAGES = [
         "checkpoint",
         "A resumed run starts its learning-rate schedule again.",
         FILES,
-        "resume_schedule(scheduler.scheduler, saved, _scale(accelerator, extra))",
+        "resume_schedule(scheduler.scheduler, saved, _scale(self, extra))",
         "pass",
     ),
     Mutant(
@@ -45,14 +45,14 @@ BREAKAGES = [
         "checkpoint",
         "A dataloader for evaluations, with a batch size of its own, changes where a schedule goes on.",
         UNITS,
-        "return next((index for index, each in enumerate(accelerator._dataloaders) if each is active), 0)",
+        "return next((index for index, loader in enumerate(accelerator._dataloaders) if loader is active), 0)",
         "return max(len(accelerator._dataloaders) - 1, 0)",
     ),
     Mutant(
         "checkpoint",
         "A run that is saved in mid-accumulation steps its optimizer at another micro-batch once resumed.",
         NO_MODEL,
-        """accelerator.step = extra["step"]""",
+        """self.step = extra["step"]""",
         "pass",
     ),
     Mutant(
@@ -88,31 +88,31 @@ BREAKAGES = [
         "checkpoint",
         "What a script registers for checkpointing starts again in a resumed run.",
         FILES,
-        "each.load_state_dict(saved)\n    accelerator.step",
-        "pass\n    accelerator.step",
+        "registered.load_state_dict(saved)\n    self.step",
+        "pass\n    self.step",
     ),
     Mutant(
         "checkpoint",
         "A resumed run draws other random numbers than the run would have that was not interrupted.",
         NO_MODEL,
-        """accelerator.step = extra["step"]
-    restore_random_state(found.record["random"], state.mesh)""",
-        """accelerator.step = extra["step"]""",
+        """self.step = extra["step"]
+    restore_random_state(contents.record["random"], state.mesh)""",
+        """self.step = extra["step"]""",
     ),
     Mutant(
         "checkpoint",
         "A resumed run drops other elements in LoRA dropout than the run would have that was not interrupted.",
         FILES,
-        "resume_counting(found, state)\n    with agreed():",
+        "resume_counting(contents, state)\n    with agreed():",
         "with agreed():",
     ),
     Mutant(
         "checkpoint",
         "A resumed run starts with an empty state of its optimizers.",
         FILES,
-        """commits = [*load_models(found, state), *load_optimizers(found, state)]
+        """commits = [*load_models(contents, state), *load_optimizers(contents, state)]
     with agreed():""",
-        """commits = [*load_models(found, state)]
+        """commits = [*load_models(contents, state)]
     with agreed():""",
     ),
     Mutant(
@@ -126,8 +126,8 @@ BREAKAGES = [
         "checkpoint",
         "A limit on the number of checkpoints removes the newest ones and keeps the oldest.",
         NAMES,
-        "for old in _numbered(path.parent)[: -accelerator.project_configuration.total_limit]:",
-        "for old in _numbered(path.parent)[accelerator.project_configuration.total_limit :]:",
+        "for old in _numbered(path.parent)[: -self.project_configuration.total_limit]:",
+        "for old in _numbered(path.parent)[self.project_configuration.total_limit :]:",
     ),
     Mutant(
         "checkpoint",
@@ -176,14 +176,14 @@ BREAKAGES = [
         "guard",
         "A checkpoint is loaded before the model is prepared, and the adapters stay as the script made them.",
         BAD,
-        """if found.record["models"] and not state.models:""",
+        """if contents.record["models"] and not state.models:""",
         "if False:",
     ),
     Mutant(
         "guard",
         "A checkpoint is loaded before the optimizer is prepared, whose state starts empty.",
         BAD,
-        "if found.optimizers.keys() != state.optimizers.keys():",
+        "if contents.optimizers.keys() != state.optimizers.keys():",
         "if False:",
     ),
     Mutant(
@@ -211,7 +211,7 @@ BREAKAGES = [
         "checkpoint",
         "A run that resumes in mid-epoch shuffles anew: some rows are seen twice, others never.",
         f"{CHECKPOINT}::test_shuffling_goes_on_in_mid_epoch",
-        """dealer.sampler = _Resumable(sampler)""",
+        """_dealer(loader).sampler = _Resumable(sampler)""",
         """pass""",
     ),
 ]

@@ -23,7 +23,7 @@ BREAKAGES = [
         "replaced",
         "gather_object, and gather_for_metrics of what are no tensors, repeat the objects of tensor-parallel peers.",
         PEERS,
-        "return [each for part in parallelism.one_per_batch(original([object])) for each in part]",
+        "return [value for values in parallelism.one_per_batch(original([object])) for value in values]",
         "return original(object)",
     ),
     Mutant(
@@ -184,7 +184,7 @@ BREAKAGES = [
         "guard",
         "Processes whose optimizers differ train apart under Accelerate.",
         "tests/accelerate_plugin/test_refusals.py::test_bad_input_is_one_error_on_every_rank",
-        """check_alike(optimizers=[describe_optimizer(each, nn.ModuleList(models)) for each in fresh])""",
+        """check_alike(optimizers=[describe_optimizer(optimizer, nn.ModuleList(models)) for optimizer in bare])""",
         """pass""",
     ),
     Mutant(

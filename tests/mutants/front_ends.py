@@ -28,8 +28,8 @@ BREAKAGES = [
         "replaced",
         "no_backward_sync of Fabric leaves out the last reduction too, and ranks step by gradients of their own.",
         "tests/lightning_lora/test_fabric.py::test_training_equals_one_process",
-        "for model in parallelized(module).values() if enabled else ():",
-        "for model in parallelized(module).values():",
+        "without_reduction(parallelized(module).values() if enabled else ())",
+        "without_reduction(parallelized(module).values())",
     ),
     Mutant(
         "replaced",
@@ -63,14 +63,14 @@ BREAKAGES = [
         "checkpoint",
         "A fit without ckpt_path goes back to the checkpoint of the run before it.",
         "tests/lightning_lora/test_checkpoint.py::test_a_path_is_good_for_one_run",
-        "found, self._models_from = self._models_from, None",
-        "found = self._models_from",
+        "contents, self._models_from = self._models_from, None",
+        "contents = self._models_from",
     ),
     Mutant(
         "checkpoint",
         "A run that resumes in mid-epoch draws other random numbers after its dataloader has drawn one.",
         "tests/lightning_lora/test_checkpoint.py::test_the_models_own_randomness_goes_on_where_it_was",
-        "if found is not None and batch_idx > 0:",
+        "if contents is not None and batch_idx > 0:",
         "if False:",
     ),
     Mutant(

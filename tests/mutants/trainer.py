@@ -10,16 +10,16 @@ BREAKAGES = [
         "checkpoint",
         "A resumed Trainer begins with fresh adapters.",
         FILES,
-        """    for commit in load_models(found, state):
+        """    for commit in load_models(contents, state):
         commit()
-    resume_counting(found, state)""",
-        "    resume_counting(found, state)",
+    resume_counting(contents, state)""",
+        "    resume_counting(contents, state)",
     ),
     Mutant(
         "checkpoint",
         "A resumed Trainer starts with an empty state of its optimizer.",
         FILES,
-        """for commit in load_optimizers(found, _train_state(self)):
+        """for commit in load_optimizers(contents, _train_state(self)):
         commit()""",
         "pass",
     ),
@@ -34,7 +34,8 @@ BREAKAGES = [
         "checkpoint",
         "A resumed Trainer draws other random numbers than the run would have that was not interrupted.",
         GOES_ON,
-        """restore_random_state(_read(checkpoint).record["random"], self.accelerator.state.parallelism_config.mesh)""",
+        'restore_random_state(_read(checkpoint).record["random"], '
+        "self.accelerator.state.parallelism_config.device_mesh)",
         "pass",
     ),
     Mutant(
@@ -49,7 +50,7 @@ BREAKAGES = [
         "A resumed Trainer drops other elements in LoRA dropout.",
         FILES,
         """        commit()
-    resume_counting(found, state)
+    resume_counting(contents, state)
 
 
 @replaces""",
