@@ -252,7 +252,7 @@ class ParallelConfig:
         if isinstance(self.pp_split, str):
             if self.pp_split != "auto":
                 raise ValueError(f'pp_split={self.pp_split!r}: give "auto" or a list of names of blocks.')
-        elif not isinstance(self.pp_split, (list, tuple)) or not all(isinstance(each, str) for each in self.pp_split):
+        elif not isinstance(self.pp_split, (list, tuple)) or not all(isinstance(name, str) for name in self.pp_split):
             raise TypeError(f'pp_split={self.pp_split!r}: give "auto" or a list of names of blocks.')
         elif self.pp > 1 and len(self.pp_split) != self.pp * self.pp_stages_per_rank - 1:
             raise ValueError(

@@ -106,14 +106,9 @@ def device_peak(device_type: str, name: str | None = None) -> float | None:
 class TokenFlops:
     """Hold what the operations for a token depend on."""
 
-    frozen: float
-    """Number of elements of the frozen matrices that a token is multiplied with."""
-
-    trained: float
-    """Number of elements of the matrices that train."""
-
-    attention: float
-    """Sum over the layers of heads times head size; 0 if the model's config does not say."""
+    frozen: float  # number of elements of the frozen matrices that a token is multiplied with
+    trained: float  # number of elements of the matrices that train
+    attention: float  # sum over the layers of heads times head size; 0 if the model's config does not say
 
     def training(self, length: int) -> float:
         """Return the operations of a training step for one token of a sequence of `length` tokens."""

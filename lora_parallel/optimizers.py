@@ -45,17 +45,17 @@ class SharedDraws:
 
     def __init__(self, device: torch.device) -> None:
         self._random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-        own = self._random.get_rng_state()
-        shared = own.clone() if device.type == "cpu" else own.to(device)
+        before = self._random.get_rng_state()
+        shared = before.clone() if device.type == "cpu" else before.to(device)
         dist.broadcast(shared, 0)
-        self._own = None if torch.equal(shared.cpu(), own) else own
-        if self._own is not None:
+        self._before = None if torch.equal(shared.cpu(), before) else before
+        if self._before is not None:
             self._random.set_rng_state(shared.cpu())
 
     def end(self) -> None:
         """Give the rank its own random state back."""
-        if self._own is not None:
-            self._random.set_rng_state(self._own)
+        if self._before is not None:
+            self._random.set_rng_state(self._before)
 
 
 class StepsOn(Enum):
@@ -204,12 +204,12 @@ class _ShardStep:
         for parameter, gradient in zip(trained, gradients, strict=True):
             self._of[parameter].grad = gradient
 
-    def closure(self, own: Callable[[], Any]) -> Callable[[], Any]:
+    def closure(self, users: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that computes with the parameters as the step has changed them so far."""
 
         def computed() -> Any:
             self.put()
-            loss = own()
+            loss = users()
             self.take_gradients()
             return self._joined(loss)
 
@@ -218,8 +218,8 @@ class _ShardStep:
     def finish(self) -> None:
         """Give the optimizer what the step has made."""
         self.put()
-        own, made = self._optimizer, self.stand_in
-        for group, stepped in zip(own.param_groups, made.param_groups, strict=True):
+        optimizer, made = self._optimizer, self.stand_in
+        for group, stepped in zip(optimizer.param_groups, made.param_groups, strict=True):
             group.update({key: value for key, value in stepped.items() if key != "params"})
         states: dict[Any, Any] = {}
         for owner, value in made.state.items():
@@ -227,9 +227,9 @@ class _ShardStep:
             if parameter is not None:
                 value = {key: self._sharded(state, parameter) for key, state in value.items()}
             states[owner if parameter is None else parameter] = value
-        own.state.clear()
-        own.state.update(states)
-        own.__dict__.update({key: value for key, value in made.__dict__.items() if key not in self._replaced})
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        optimizer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in self._replaced})
 
     def put(self) -> None:
         """Give the parameters the values of their stand-ins."""
@@ -254,7 +254,7 @@ class _FullStep(_ShardStep):
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(optimizer, parameters)
-        _tell(type(optimizer), sum(mine.nbytes for mine in self._back))
+        _log_once(type(optimizer), sum(mine.nbytes for mine in self._back))
         self._draws = [SharedDraws(device) for device in {p.device.type: p.device for p in parameters}.values()]
 
     def finish(self) -> None:
@@ -286,13 +286,13 @@ class _FullStep(_ShardStep):
         return value
 
 
-_told: set[type[Optimizer]] = set()
+_logged: set[type[Optimizer]] = set()
 
 
-def _tell(kind: type[Optimizer], size: int) -> None:
-    if kind in _told or dist.get_rank() != 0:
+def _log_once(kind: type[Optimizer], size: int) -> None:
+    if kind in _logged or dist.get_rank() != 0:
         return
-    _told.add(kind)
+    _logged.add(kind)
     log.info(
         "%s steps on full tensors, as in one process: each step gathers the trained parameters (%.1f MiB), their "
         "gradients and the optimizer's states on every rank. AdamW and other optimizers that treat each element by "

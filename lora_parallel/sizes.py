@@ -24,8 +24,8 @@ def axis_sizes(asked: Mapping[str, Any], world_size: int, remedy: str = 'leave d
     Raises ValueError, which ends with `remedy`, if the product of the sizes is not `world_size`, or does not divide it.
     """
     asked = {axis: asked[axis] for axis in AXES}
-    given = {axis: size for axis, size in asked.items() if size != "auto" and (size > 1 or axis not in _ONLY_IF_USED)}
-    product, text = prod(given.values()), " x ".join(f"{axis}={size}" for axis, size in given.items())
+    fixed = {axis: size for axis, size in asked.items() if size != "auto" and (size > 1 or axis not in _ONLY_IF_USED)}
+    product, text = prod(fixed.values()), " x ".join(f"{axis}={size}" for axis, size in fixed.items())
     if asked["dp_shard"] == "auto":
         if world_size % product:
             raise ValueError(
@@ -68,7 +68,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Return the place of a rank along each axis of `AXES`."""
+    """Return the index of a rank along each axis of `AXES`."""
     indices = {}
     for axis in reversed(AXES):
         rank, indices[axis] = divmod(rank, sizes.get(axis, 1))
@@ -94,9 +94,9 @@ def rank_lines(sizes: Mapping[str, int]) -> Iterator[str]:
         if same_batch:
             yield f"ranks that differ in {' or '.join(same_batch)} alone share a batch"
         return
-    at = [coordinates(sizes, rank) for rank in range(ranks)]
-    rows: dict[str, list[int]] = {"rank": [*range(ranks)], **{axis: [each[axis] for each in at] for axis in used}}
+    indices = [coordinates(sizes, rank) for rank in range(ranks)]
+    rows: dict[str, list[int]] = {"rank": [*range(ranks)], **{axis: [at[axis] for at in indices] for axis in used}}
     if same_batch:
-        rows["batch"] = [each["dp_replicate"] * sizes.get("dp_shard", 1) + each["dp_shard"] for each in at]
+        rows["batch"] = [at["dp_replicate"] * sizes.get("dp_shard", 1) + at["dp_shard"] for at in indices]
     for name, numbers in rows.items():
         yield f"{name:<13}" + " ".join(f"{number:>2}" for number in numbers)

@@ -67,7 +67,7 @@ def simulated_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from lora_parallel.cost import simulations, worker
 
     jobs: list[str] = []
-    answers = worker._answers(iter(jobs.pop, ""))  # type: ignore[arg-type]
+    answers = worker.answers_to(iter(jobs.pop, ""))
 
     def ask(self: simulations.Simulations, job: dict[str, Any]) -> dict[str, Any]:
         jobs.append(json.dumps(job))

@@ -29,26 +29,23 @@ _LAST = 3  # last blocks that stay in: FSDP2 holds up to two gathered blocks, an
 class Stack:
     """Describe a model's blocks, which lie in one list of modules."""
 
-    name: str
-    """Name of the list in the model."""
-
-    kinds: tuple[int, ...]
-    """Kind of each block: those of one number have equal parameters and equal settings in the model's config."""
+    name: str  # of the list in the model
+    kinds: tuple[int, ...]  # of each block: those of one number have equal parameters and settings in the config
 
     @property
-    def few(self) -> list[int]:
+    def few(self) -> tuple[int, ...]:
         """Return the blocks of the shortest model: the first of each kind and the last of all."""
-        first = {kind: index for index, kind in reversed([*enumerate(self.kinds)])}
-        return sorted({*first.values(), *range(max(0, len(self.kinds) - _LAST), len(self.kinds))})
+        last = range(max(0, len(self.kinds) - _LAST), len(self.kinds))
+        return tuple(sorted({*map(self.kinds.index, self.kinds), *last}))
 
-    def pairs(self) -> dict[int, tuple[list[int], list[int]]]:
+    def pairs(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Map each kind to the blocks of two models, of which the first has one more of that kind: one is `few`."""
-        pairs: dict[int, tuple[list[int], list[int]]] = {}
+        pairs: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         for index, kind in enumerate(self.kinds):
             if index not in self.few:
-                pairs.setdefault(kind, (sorted([*self.few, index]), self.few))
+                pairs.setdefault(kind, (tuple(sorted((*self.few, index))), self.few))
         for index in self.few if len(self.few) > 1 else ():
-            pairs.setdefault(self.kinds[index], (self.few, [other for other in self.few if other != index]))
+            pairs.setdefault(self.kinds[index], (self.few, tuple(other for other in self.few if other != index)))
         return pairs
 
 
@@ -84,9 +81,8 @@ def shorten(model: nn.Module, stack: Stack, keep: Collection[int]) -> None:
 
 def _settings_of_blocks(model: nn.Module, count: int) -> Iterator[tuple[Any, str, Any]]:
     """Yield the config, the name and the value of each list in the model's configs with an entry for each block."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in found if config is not None}
-    for config in configs.values():
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for config in {id(config): config for config in configs if config is not None}.values():
         for key, value in vars(config).items():
             if isinstance(value, (list, tuple)) and len(value) == count:
                 yield config, key, value
@@ -96,58 +92,51 @@ def _settings_of_blocks(model: nn.Module, count: int) -> Iterator[tuple[Any, str
 class DescribedModel:
     """Describe a model by files that hold no weights."""
 
-    config: str
-    """Folder with a config.json, or that file."""
-
-    lora: str | None
-    """Folder with an adapter_config.json; None trains all parameters."""
-
+    config: str  # folder with a config.json, or that file
+    lora: str | None  # folder with an adapter_config.json; None trains all parameters
     dtype: str
-    quantization: dict[str, Any] | None = None
-    """Settings as in a config's `quantization_config`; None quantises nothing."""
-
+    quantization: dict[str, Any] | None = None  # settings as in a config's `quantization_config`
     _built: dict[tuple[int, ...], PreTrainedModel] = field(default_factory=dict, init=False)
 
-    def widths(self) -> dict[str, int]:
-        """Return the width of the hidden states between blocks, and that of the logits."""
-        config: Any = AutoConfig.from_pretrained(self.config, trust_remote_code=False).get_text_config()
-        return {"hidden": int(config.hidden_size), "vocabulary": int(config.vocab_size)}
-
+    @cached_property
     def stack(self) -> Stack:
+        """Find the model's blocks."""
         return find_stack(self._base())
 
-    def layer_costs(self, stack: Stack) -> dict[str, Any]:
-        """Return what a pipeline is divided by: the costs of all blocks, of what is before them, and after them."""
-        model, blocks = self.build(stack, stack.few)
-        config = model.config
-        kinds = [stack.kinds[index] for index in stack.few]
-        of_kind = {kind: layer_cost(block, config) for kind, block in zip(kinds, blocks, strict=True)}
+    def describe(self) -> dict[str, Any]:
+        """Return the widths of the hidden states between blocks and of the logits, and what a pipeline is divided by:
+        the costs of all blocks, of what is before them, and after them.
+        """
+        text_config: Any = AutoConfig.from_pretrained(self.config, trust_remote_code=False).get_text_config()
+        few = self.stack.few
+        model, blocks = self.build(few)
+        costs = {
+            self.stack.kinds[index]: layer_cost(block, model.config) for index, block in zip(few, blocks, strict=True)
+        }
         inside = {module for block in blocks for module in block.modules()}
         around = [module for module in model.modules() if module not in inside and module._parameters]
-        before = [layer_cost(module, config) for module in around if isinstance(module, nn.Embedding)]
-        after = [layer_cost(module, config) for module in around if not isinstance(module, nn.Embedding)]
-        costs = [of_kind[kind] for kind in stack.kinds]
-        return {"blocks": costs, "before": total_cost(before), "after": total_cost(after)}
+        before = [layer_cost(module, model.config) for module in around if isinstance(module, nn.Embedding)]
+        after = [layer_cost(module, model.config) for module in around if not isinstance(module, nn.Embedding)]
+        return {
+            "hidden": int(text_config.hidden_size),
+            "vocabulary": int(text_config.vocab_size),
+            "blocks": [costs[kind] for kind in self.stack.kinds],
+            "before": total_cost(before),
+            "after": total_cost(after),
+        }
 
-    def build(self, stack: Stack, keep: list[int]) -> tuple[nn.Module, list[nn.Module]]:
+    def build(self, keep: tuple[int, ...]) -> tuple[nn.Module, list[nn.Module]]:
         """Return the model on meta with the blocks `keep` only, and these blocks."""
-        model = self._short(stack, keep)
-        blocks = [*model.get_submodule(stack.name).children()]
+        model = self._built.get(keep)
+        if model is None:
+            model = self._base()
+            shorten(model, self.stack, keep)
+        if self.quantization is None:  # a quantised model remembers the files of its weights, which no copy does
+            model = copy.deepcopy(self._built.setdefault(keep, model))
+        blocks = [*model.get_submodule(self.stack.name).children()]
         if self.lora is None:
             return model, blocks
-        peft_config = LoraConfig.from_pretrained(self.lora)
-        return get_peft_model(model, peft_config, low_cpu_mem_usage=True), blocks
-
-    def _short(self, stack: Stack, keep: list[int]) -> PreTrainedModel:
-        if self.quantization is not None:  # such a model remembers the files of its weights, which no copy does
-            model = self._base()
-            shorten(model, stack, keep)
-            return model
-        key = tuple(keep)
-        if key not in self._built:
-            self._built[key] = self._base()
-            shorten(self._built[key], stack, keep)
-        return copy.deepcopy(self._built[key])
+        return get_peft_model(model, LoraConfig.from_pretrained(self.lora), low_cpu_mem_usage=True), blocks
 
     def _base(self) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(self.config, trust_remote_code=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_parallel.cost.simulated_step import PHASES, Numbers, StepCost
@@ -59,6 +59,7 @@ def predicted_seconds(
     Messages over tp and cp are waited for; those over dp are hidden behind compute as far as it lasts. A pipeline's
     ranks wait for (pp - 1) of (microbatches + pp - 1) slots (Narayanan et al. 2021, Megatron-LM, section 2.2.1).
     """
+    pp = sizes.get("pp", 1)
     seconds: dict[str, float] = {}
     span = 1  # ranks that are nearer than those of the axis
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
@@ -66,9 +67,7 @@ def predicted_seconds(
         bandwidth = hardware.link_gbs if span <= hardware.gpus_per_node else hardware.network_gbs
         seconds[axis] = sent.get(axis, 0) / (bandwidth * 1e9) + messages.get(axis, 0) * hardware.latency
     compute = flops / (hardware.tflops * 1e12 * hardware.efficiency)
-    waited = compute + seconds["tp"] + seconds["cp"]
-    step = max(waited, seconds["dp_shard"] + seconds["dp_replicate"])
-    pp = sizes.get("pp", 1)
+    step = max(compute + seconds["tp"] + seconds["cp"], seconds["dp_shard"] + seconds["dp_replicate"])
     return step * (microbatches + pp - 1) / microbatches + seconds["pp"]
 
 
@@ -128,30 +127,30 @@ class MeshCost:
     """The error with which `parallelize` refuses this mesh; empty if it does not."""
 
 
-def cost_of_mesh(
+def with_cost(
+    mesh: MeshCost,
     step: StepCost,
-    sizes: Mapping[str, int],
-    options: Mapping[str, Any],
-    simulated: Mapping[str, int],
+    step_shards: int,
     stages: list[tuple[int, int]],
     hidden_bytes: int,
     logits_bytes: int,
-    rows: int,
-    microbatches: int,
     hardware: Hardware,
 ) -> MeshCost:
-    """Return the cost of a mesh, from what one micro-batch takes on a smaller mesh with the same tp and cp.
+    """Return `mesh` with its cost, from what one micro-batch takes on `step_shards` shards with the same tp and cp.
 
     `stages` are the first and last (left out) blocks of each pipeline stage; the last stage holds the logits of all
     micro-batches.
     """
-    pp, last = sizes["pp"], len(stages) - 1
+    sizes, microbatches = mesh.sizes, mesh.microbatches
+    pp, shards = sizes["pp"], sizes["dp_shard"] * sizes["cp"]
     parts = []
     for index, bounds in enumerate(stages):
-        in_flight = min(pp - index, microbatches) if pp > 1 else 1  # 1F1B
-        held = microbatches * hidden_bytes * (1 if index == 0 else 2) if pp > 1 else 0
-        logits = microbatches * logits_bytes if pp > 1 and index == last else 0
-        parts.append(_stage(step, bounds, index, last, in_flight - 1, held + logits, sizes, simulated))
+        ends = (index == 0, index == len(stages) - 1)
+        in_flight, sent_bytes = 1, 0
+        if pp > 1:
+            in_flight = min(pp - index, microbatches)  # 1F1B
+            sent_bytes = microbatches * (hidden_bytes * (1 if ends[0] else 2) + logits_bytes * ends[1])
+        parts.append(_stage(step, bounds, ends, in_flight - 1, sent_bytes, shards, step_shards))
     largest = max(parts, key=lambda part: part["total"])
     busiest = max(parts, key=lambda part: part["flops"])
     sent = {axis: microbatches * busiest.get(f"sent {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
@@ -161,12 +160,8 @@ def cost_of_mesh(
         messages["dp_replicate"] = len(step.blocks) / pp + 1
     if pp > 1:
         sent["pp"], messages["pp"] = 2.0 * microbatches * hidden_bytes, 2.0 * microbatches
-    seconds = predicted_seconds(hardware, sizes, microbatches * busiest["flops"], sent, messages, microbatches)
-    return MeshCost(
-        sizes=dict(sizes),
-        options=dict(options),
-        rows=rows,
-        microbatches=microbatches,
+    return replace(
+        mesh,
         weights=round(largest["base"] + largest["buffers"]),
         trained=round(largest["trained"]),
         gradients=round(largest["trained"]),
@@ -176,7 +171,7 @@ def cost_of_mesh(
         total=round(largest["total"]),
         messages={axis: round(count) for axis, count in messages.items() if count},
         sent={axis: round(size) for axis, size in sent.items() if size},
-        seconds=seconds,
+        seconds=predicted_seconds(hardware, sizes, microbatches * busiest["flops"], sent, messages, microbatches),
         fits=largest["total"] <= (1 - _RESERVED) * hardware.gpu_memory * 2**30,
     )
 
@@ -184,47 +179,41 @@ def cost_of_mesh(
 def _stage(
     step: StepCost,
     bounds: tuple[int, int],
-    index: int,
-    last: int,
+    ends: tuple[bool, bool],
     more_in_flight: int,
-    held_bytes: int,
-    sizes: Mapping[str, int],
-    simulated: Mapping[str, int],
+    sent_bytes: int,
+    shards: int,
+    step_shards: int,
 ) -> Numbers:
     """Return what a stage takes, which keeps the activations of `more_in_flight` micro-batches besides those of one.
 
-    `held_bytes` are held until the end of the step: hidden states and gradients that are sent, and logits. (The peak of
-    `step` is in the backward of the head, for which it holds no logits.)
+    `ends` say whether it is the first and the last stage. `sent_bytes` are kept until the end of the step: hidden
+    states and gradients that are sent, and logits. (The peak of `step` is in the backward of the head, for which it
+    holds no logits.)
     """
     total = step.total(*bounds)
-    shards, had = sizes["dp_shard"] * sizes["cp"], simulated["dp_shard"] * simulated["cp"]
-    elsewhere = (0.0 if index == 0 else total["embedding"]) + (0.0 if index == last else total["head"])
-    gathered = had if had > 1 else 0  # the weights around the blocks, gathered in every phase
-    activations = sum(block.get("peak head", 0.0) for block in step.blocks[slice(*bounds)])
-    peaks = {phase: total.get(f"peak {phase}", 0.0) - gathered * elsewhere for phase in PHASES}
-    for phase in ("forward", "head", "last blocks", "other blocks"):
-        peaks[phase] += more_in_flight * activations + held_bytes
-    if index != last:
-        del peaks["head"]
-    ratio = had / shards
-    held = {name: total[name] * ratio for name in ("base", "trained", "states")}
+    is_first, is_last = ends
+    elsewhere = (0.0 if is_first else total["embedding"]) + (0.0 if is_last else total["head"])
+    gathered = elsewhere * (step_shards if step_shards > 1 else 0)  # the weights around the blocks, in every phase
+    kept = more_in_flight * sum(block.get("peak head", 0.0) for block in step.blocks[slice(*bounds)]) + sent_bytes
+    peaks = {phase: total[f"peak {phase}"] - gathered + kept for phase in PHASES if phase != "head" or is_last}
+    ratio = step_shards / shards
     frozen = total["base"] / (total["base"] + total["trained"])
-    held["base"] -= elsewhere * ratio * frozen
+    stored = {"base": total["base"] * ratio - elsewhere * ratio * frozen}
     for name in ("trained", "states"):
-        held[name] -= elsewhere * ratio * (1 - frozen) * total[name] / total["trained"]
-    peaks["optimizer"] = held["trained"] * max(1.0, total.get("peak optimizer", 0.0) / max(1.0, total["trained"]))
-    blocks = max(peak for phase, peak in peaks.items() if phase != "head")
-    most = max(peaks.values())
+        stored[name] = total[name] * ratio - elsewhere * ratio * (1 - frozen) * total[name] / total["trained"]
+    peaks["optimizer"] = stored["trained"] * max(1.0, total["peak optimizer"] / max(1.0, total["trained"]))
     numbers = {name: value for name, value in total.items() if name.startswith(("sent", "messages", "flops"))}
     if "sent dp_shard" in numbers:
-        numbers["sent dp_shard"] *= (1 - 1 / shards) / (1 - 1 / had)
+        numbers["sent dp_shard"] *= (1 - 1 / shards) / (1 - 1 / step_shards)
+    most = max(peaks.values())
     return {
         **numbers,
-        **held,
+        **stored,
         "buffers": total["buffers"],
-        "activations": blocks,
+        "activations": max(peak for phase, peak in peaks.items() if phase != "head"),
         "peak": most,
-        "total": sum(held.values()) + total["buffers"] + most,
+        "total": sum(stored.values()) + total["buffers"] + most,
     }
 
 

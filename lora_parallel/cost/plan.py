@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_parallel.config import ParallelConfig, check_positive
-from lora_parallel.cost.mesh_cost import GPUS, Hardware, MeshCost, cost_of_mesh, possible_meshes
+from lora_parallel.cost.mesh_cost import GPUS, Hardware, MeshCost, possible_meshes, with_cost
 from lora_parallel.cost.simulated_step import StepCost
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.distributed.mesh import mesh_sizes
@@ -223,154 +223,130 @@ def plan_memory(
     if full and quantization is not None:
         raise ValueError("full=True trains all parameters, which a quantised base cannot: leave one of the two out.")
     training = _FULL if full else f"{'QLoRA' if quantization else 'LoRA'} r={lora.r}"
-    with _simulated_model(described, None if full else lora, dtype, quantization) as simulated:
-        look = _Look(
-            *simulated,
-            hardware=cluster,
-            rows=rows,
-            tokens=sequence_length,
-            batch=batch,
-            optimizer=optimizer,
-            adapters=not full,
-            element_size=dtype.itemsize,
-            exact=config is not None,
-        )
-        costs = look.costs(config, gpus, progress)
-    return MemoryPlan(name, gpus, sequence_length, batch, training, cluster, costs)
-
-
-@contextmanager
-def _simulated_model(
-    described: PretrainedConfig, lora: LoraConfig | None, dtype: torch.dtype, quantization: dict[str, Any] | None
-) -> Iterator[tuple[Simulations, dict[str, Any], dict[str, Any]]]:
-    """Start processes that simulate steps; yield them, the files that describe a model to them, and its blocks."""
-    with tempfile.TemporaryDirectory() as folder, Simulations() as simulations:
-        described.save_pretrained(folder)
-        files = {
-            "config": folder,
-            "lora": None if lora is None else str(Path(folder, "lora")),
-            "dtype": str(dtype).removeprefix("torch."),
-            "quantization": quantization,
-        }
-        if lora is not None:
-            lora.save_pretrained(str(Path(folder, "lora")))
+    with tempfile.TemporaryDirectory() as folder, Simulations(progress) as simulations:
+        files = _write_description(folder, described, None if full else lora, dtype, quantization)
         stack = simulations.ask({"kind": "stack", "model": files})
         if "refused" in stack:
             raise ValueError(stack["refused"])
-        yield simulations, files, stack
+        planner = _Planner(simulations, files, stack, cluster, gpus, rows, sequence_length, batch, optimizer, config)
+        meshes = sorted(planner.costs(), key=lambda c: (bool(c.refused), not c.fits, c.seconds if c.fits else c.total))
+    return MemoryPlan(name, gpus, sequence_length, batch, training, cluster, meshes)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    sizes: dict[str, int]
-    options: dict[str, Any]
+def _write_description(
+    folder: str, config: PretrainedConfig, lora: LoraConfig | None, dtype: torch.dtype, quantization: Any
+) -> dict[str, Any]:
+    """Write the files that describe a model to the processes that simulate steps; return the fields of its
+    `DescribedModel`.
+    """
+    config.save_pretrained(folder)
+    adapter = str(Path(folder, "lora"))
+    if lora is not None:
+        lora.save_pretrained(adapter)
+    return {
+        "config": folder,
+        "lora": None if lora is None else adapter,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization,
+    }
 
-    def with_less_memory(self) -> Iterator[_Candidate]:
-        """Yield the mesh with options that divide logits and activations over tp and cp peers, if it has any."""
-        if self.options["activation_checkpointing"] and self.sizes["tp"] * self.sizes["cp"] > 1:
-            more = {**self.options, "loss_parallel": True}
-            yield replace(self, options=more)
-            if self.sizes["tp"] > 1:
-                yield replace(self, options={**more, "sequence_parallel": True})
+
+_Candidate = tuple[dict[str, int], dict[str, Any]]
+"""The sizes of a mesh's axes, and the fields of `ParallelConfig` besides."""
 
 
 @dataclass
-class _Look:
+class _Planner:
+    """Simulate a step on meshes, and compute what each costs."""
+
     simulations: Simulations
-    files: dict[str, Any]
-    stack: dict[str, Any]
+    files: dict[str, Any]  # the fields of the model's `DescribedModel`
+    stack: dict[str, Any]  # what `DescribedModel.describe` returns
     hardware: Hardware
+    gpus: int
     rows: int
     tokens: int
     batch: int
     optimizer: str
-    adapters: bool
-    element_size: int
-    """Bytes of an activation."""
+    config: ParallelConfig | None  # None looks at all meshes
 
-    exact: bool
-    """True simulates as many shards as there are; False 2 at most, so that meshes with equal tp and cp share a run."""
-
-    def costs(self, config: ParallelConfig | None, gpus: int, progress: bool) -> list[MeshCost]:
-        """Return the costs of a config's mesh, or of all meshes, in the order of a plan."""
-        if config is not None:
-            costs = self._at([_Candidate(mesh_sizes(config, gpus), _options(config))], progress)
-        else:
-            costs = self._search(gpus, progress)
-        return sorted(costs, key=lambda c: (bool(c.refused), not c.fits, c.seconds if c.fits else c.total))
-
-    def _search(self, gpus: int, progress: bool) -> list[MeshCost]:
-        """Return the cost of every mesh, with options that take less memory where none fits without."""
-        per_node, blocks = min(gpus, self.hardware.gpus_per_node), len(self.stack["costs"]["blocks"])
-        candidates = [
-            _Candidate(sizes, {"activation_checkpointing": recompute})
-            for sizes in possible_meshes(gpus, per_node, blocks, self.tokens, self.batch // self.rows)
-            if sizes["pp"] == 1 or self.adapters  # check_held
+    def costs(self) -> list[MeshCost]:
+        """Return the costs of the config's mesh, or of all meshes, with options that take less memory if none fits."""
+        if self.config is not None:
+            return self._at([(mesh_sizes(self.config, self.gpus), _options(self.config))])
+        per_node = min(self.gpus, self.hardware.gpus_per_node)
+        candidates: list[_Candidate] = [
+            (sizes, {"activation_checkpointing": recompute})
+            for sizes in possible_meshes(
+                self.gpus, per_node, len(self.stack["blocks"]), self.tokens, self.batch // self.rows
+            )
+            if sizes["pp"] == 1 or self.files["lora"]  # check_held
             for recompute in (False, True)
         ]
         if not candidates:
             raise ValueError(
-                f"gpus={gpus}, batch_size={self.batch}, rows={self.rows}: no mesh divides such a batch. Give a "
-                f"batch_size that is a multiple of {gpus * self.rows} rows."
+                f"gpus={self.gpus}, batch_size={self.batch}, rows={self.rows}: no mesh divides such a batch. Give a "
+                f"batch_size that is a multiple of {self.gpus * self.rows} rows."
             )
-        costs = self._at(candidates, progress)
+        costs = self._at(candidates)
         if not any(cost.fits for cost in costs):
-            costs += self._at([more for each in candidates for more in each.with_less_memory()], progress)
+            costs += self._at([smaller for candidate in candidates for smaller in _with_less_memory(*candidate)])
         return costs
 
-    def _at(self, candidates: list[_Candidate], progress: bool) -> list[MeshCost]:
-        """Return the cost of each candidate."""
-        answers = self.simulations.answers([self._job(each) for each in candidates], progress)
-        return [self._cost(each, answer) for each, answer in zip(candidates, answers, strict=True)]
+    def _at(self, candidates: list[_Candidate]) -> list[MeshCost]:
+        answers = self.simulations.answers([self._job(*candidate) for candidate in candidates])
+        return [self._cost(*candidate, answer) for candidate, answer in zip(candidates, answers, strict=True)]
 
-    def _simulated(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the mesh that is simulated: one stage of one copy of the model."""
-        shards = sizes["dp_shard"] if self.exact else min(sizes["dp_shard"], 2)
-        return {"dp_replicate": 1, "dp_shard": shards, "cp": sizes["cp"], "tp": sizes["tp"]}
-
-    def _job(self, candidate: _Candidate) -> dict[str, Any]:
-        mesh = self._simulated(candidate.sizes)
+    def _job(self, sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+        """Return the step that is simulated for a mesh: on one stage of one copy of the model."""
+        mesh = {"dp_replicate": 1, "dp_shard": self._step_shards(sizes), "cp": sizes["cp"], "tp": sizes["tp"]}
         return {
             "kind": "step",
             "model": self.files,
-            "config": {**candidate.options, **mesh, "require_adapters": self.adapters},
-            "ranks": mesh["dp_shard"] * mesh["cp"] * mesh["tp"],
+            "config": {**options, **mesh, "require_adapters": self.files["lora"] is not None},
+            "ranks": prod(mesh.values()),
             "rows": self.rows,
             "tokens": self.tokens,
             "optimizer": self.optimizer,
         }
 
-    def _cost(self, candidate: _Candidate, answer: dict[str, Any]) -> MeshCost:
-        sizes = candidate.sizes
+    def _step_shards(self, sizes: dict[str, int]) -> int:
+        """Return as many shards as there are for one mesh; else 2 at most: meshes of one tp and cp share a run."""
+        return sizes["dp_shard"] if self.config is not None else min(sizes["dp_shard"], 2)
+
+    def _cost(self, sizes: dict[str, int], options: dict[str, Any], answer: dict[str, Any]) -> MeshCost:
         ranks = sizes["dp_replicate"] * sizes["dp_shard"]
-        microbatches, left = divmod(self.batch, ranks * self.rows)
-        if left or not microbatches:
-            text = f"{ranks} data-parallel ranks with {self.rows} rows each do not divide a batch of {self.batch} rows."
-            answer = {"refused": text}
-        if "refused" in answer:
-            return MeshCost(sizes, candidate.options, self.rows, microbatches, refused=answer["refused"])
+        microbatches, rest = divmod(self.batch, ranks * self.rows)
+        refused = answer.get("refused", "")
+        if rest or not microbatches:
+            refused = (
+                f"{ranks} data-parallel ranks with {self.rows} rows each do not divide a batch of {self.batch} rows."
+            )
+        mesh = MeshCost(sizes, options, self.rows, microbatches, refused=refused)
+        if refused:
+            return mesh
+        stages = balanced_bounds(self.stack["blocks"], self.stack["before"], self.stack["after"], sizes["pp"])
+        feature_bytes = self.rows * self.tokens // sizes["cp"] * getattr(torch, self.files["dtype"]).itemsize
+        logits = feature_bytes * self.stack["vocabulary"] // (sizes["tp"] if options.get("loss_parallel") else 1)
         step = StepCost(answer["around"], answer["blocks"])
-        costs = self.stack["costs"]
-        stages = balanced_bounds(costs["blocks"], costs["before"], costs["after"], sizes["pp"])
-        hidden = self.rows * self.tokens // sizes["cp"] * self.stack["hidden"] * self.element_size
-        logits = hidden // self.stack["hidden"] * self.stack["vocabulary"]
-        logits //= sizes["tp"] if candidate.options.get("loss_parallel") else 1
-        small = self._simulated(sizes)
-        args = (hidden, logits, self.rows, microbatches, self.hardware)
-        return cost_of_mesh(step, sizes, candidate.options, small, stages, *args)
+        step_shards = self._step_shards(sizes) * sizes["cp"]
+        return with_cost(mesh, step, step_shards, stages, feature_bytes * self.stack["hidden"], logits, self.hardware)
+
+
+def _with_less_memory(sizes: dict[str, int], options: dict[str, Any]) -> Iterator[_Candidate]:
+    """Yield the mesh with options that divide logits and activations over tp and cp peers, if it has any."""
+    if options["activation_checkpointing"] and sizes["tp"] * sizes["cp"] > 1:
+        yield sizes, {**options, "loss_parallel": True}
+        if sizes["tp"] > 1:
+            yield sizes, {**options, "loss_parallel": True, "sequence_parallel": True}
 
 
 def _options(config: ParallelConfig) -> dict[str, Any]:
     """Return the fields of a config besides the mesh's sizes, as JSON holds them."""
     sizes = ("tp", "cp", "pp", "dp_shard", "dp_replicate", "timeout_seconds", "compile", "require_adapters", "seed")
-    defaults = ParallelConfig()
-    values = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if field.name not in sizes and not field.name.startswith("pp_")
-    }
-    return {
-        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        for name, value in values.items()
-        if value != getattr(defaults, name)
-    }
+    options = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in sizes and not field.name.startswith("pp_") and value != field.default:
+            options[field.name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return options

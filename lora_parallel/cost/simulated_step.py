@@ -8,9 +8,10 @@ goes to) are real, as models look at their values. Memory is counted as torch's 
 from __future__ import annotations
 
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.cost.described_model import DescribedModel, Stack
+from lora_parallel.cost.described_model import DescribedModel
 from lora_parallel.distributed.dtensors import local, tensors_in
 from lora_parallel.distributed.mesh import build_mesh, groups_of_axes
 from lora_parallel.distributed.torch_private import (
@@ -47,98 +48,82 @@ Source: NCCL's "Performance reported by NCCL tests" (nccl-tests, doc/PERFORMANCE
 """
 
 
-@dataclass
-class Counts:
-    """Hold what a rank's step took."""
-
-    peaks: dict[str, int] = field(default_factory=dict)
-    """Most bytes alive at a time above what was alive before the step, in each phase of it."""
-
-    flops: int = 0
-    """Floating-point operations of matrix products and attention, recomputation included."""
-
-    messages: dict[str, int] = field(default_factory=dict)
-    """Number of collectives, for each mesh axis."""
-
-    sent: dict[str, float] = field(default_factory=dict)
-    """Bytes that this rank sends, for each mesh axis."""
-
-
 class SimulatedStep(TorchDispatchMode):
     """Keep floating-point tensors on meta and integers in memory, and count memory, operations and messages.
 
-    `held` are tensors that are alive before the step and all through it; their memory is not counted. `axes` names mesh
-    axes by the process group of each.
+    `known` are tensors that are alive before the step and all through it; their memory is not counted. `axes` names
+    mesh axes by the process group of each.
     """
 
-    def __init__(self, held: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> None:
+    def __init__(self, known: Iterable[Tensor], axes: Mapping[str, str]) -> None:
         super().__init__()
-        self._axes = axes or {}
-        self.counts = Counts()
-        self.alive = 0
-        """Bytes that are alive, of those that operations returned since this mode began."""
-
+        self._axes = axes
         self._phase = "forward"
-        self._sizes = {each.untyped_storage()._cdata: 0 for each in held}  # a view of one takes no memory
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}  # a view of one takes no memory
+        self.alive = 0  # bytes, of the tensors that operations returned since this mode began
+        self.peaks: dict[str, int] = {}  # most bytes alive at a time in each phase
+        self.flops = 0  # of matrix products and attention, recomputation included
+        self.messages: Counter[str] = Counter()  # number of collectives, for each mesh axis
+        self.sent: dict[str, float] = defaultdict(float)  # bytes that this rank sends, for each mesh axis
 
     def enter(self, phase: str) -> None:
         """Begin a phase of the step. Its peak counts from what is alive now."""
         self._phase = phase
-        self._note_peak()
+        self._grow(0)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage again that was given another size."""
-        key = storage._cdata
-        if key in self._sizes:
-            self.alive += storage.nbytes() - self._sizes[key]
-            self._sizes[key] = storage.nbytes()
-            self._note_peak()
-
-    def attention(self, products: int) -> None:
-        """Count the operations of an attention, of which each product of two matrices has `products`."""
-        self.counts.flops += 2 * products
+        """Count a storage again whose size has changed."""
+        if (key := storage._cdata) in self._sizes:
+            growth = storage.nbytes() - self._sizes[key]
+            self._sizes[key] += growth
+            self._grow(growth)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        out = self._run(func, args, kwargs or {}, inputs)
+        out = self._run(func, args, kwargs, inputs)
         if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.counts.flops += count(*args, **(kwargs or {}), out_val=out)
+            self.flops += count(*args, **kwargs, out_val=out)
         elif func._overloadpacket.__name__ in ("_grouped_mm", "int8_linear_matmul"):  # which the registry lacks
-            self.counts.flops += 2 * args[0].numel() * out.shape[-1]
+            self.flops += 2 * args[0].numel() * out.shape[-1]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_message(func, args, inputs, out)
         # A tensor made on the device "meta" may serve for its shape alone: it counts once an operation reads it.
-        is_shape = not inputs and (kwargs or {}).get("device") == _META
+        is_shape = not inputs and kwargs.get("device") == _META
         for leaf in ([] if func.is_view else inputs) + ([] if is_shape else tree_leaves(out)):
-            if type(leaf) is Tensor:
-                self._note(leaf)
+            if type(leaf) is Tensor and (storage := leaf.untyped_storage())._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                self._grow(storage.nbytes())
+                weakref.finalize(storage, self._forget, storage._cdata)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+        name = func._overloadpacket.__name__
         if any(tensor.is_meta for tensor in inputs):
-            name = func._overloadpacket.__name__
             if name == "_local_scalar_dense":
                 return 1.0 if inputs[0].is_floating_point() else 1
             if name == "copy_":
                 return func(*args, **kwargs) if inputs[0].is_meta else inputs[0]
-            on_meta = {**kwargs, "device": _META} if kwargs.get("device") is not None else kwargs
-            args, on_meta = tree_map_only(Tensor, _on_meta, (args, on_meta))
-            if name == "_grouped_mm":
-                return _grouped_product(func, args, on_meta)
+            if kwargs.get("device") is not None:
+                kwargs = {**kwargs, "device": _META}
+            args, kwargs = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(_META), (args, kwargs))
+            if name == "_grouped_mm":  # of experts: on meta torch knows that of bfloat16 alone
+                dtype = args[0].dtype
+                args = tree_map_only(Tensor, lambda x: x.bfloat16() if x.dtype is dtype else x, args)
+                return func(*args, **kwargs).to(dtype)
             if name == "int8_vectorwise_quant":  # of bitsandbytes: no column has outliers
                 return *func(args[0])[:2], torch.empty(0, dtype=torch.long)
             if name == "int8_mixed_scaled_mm":
-                return self._product_of_bytes(*args), args[0].new_empty(0)
-            out = func(*args, **on_meta)
-            return (out[0], _in_turn(out[1], inputs[0].shape[-1])) if name == "topk" else out
-        if inputs and kwargs.get("device") is None:
-            if (
-                func is torch.ops.aten.histc.default and not inputs[0].is_floating_point()
-            ):  # not for integers on the CPU
-                return func(inputs[0].float(), *args[1:], **kwargs).to(inputs[0].dtype)
-            return func(*args, **kwargs)
+                return self._int8_product(*args), args[0].new_empty(0)
+            out = func(*args, **kwargs)
+            if name != "topk":
+                return out
+            indices = torch.arange(out[1].numel()).remainder(inputs[0].shape[-1])  # tokens are routed to all experts
+            return out[0], indices.view(out[1].shape)
+        if name == "histc" and not inputs[0].is_floating_point():  # not for integers on the CPU
+            return func(inputs[0].float(), *args[1:], **kwargs).to(inputs[0].dtype)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
+        if isinstance(out, Tensor) and (not inputs or kwargs.get("device") is not None):
             # A new tensor, or one that is moved: floating-point numbers to meta, integers to the CPU.
             if out.is_meta and not out.is_floating_point():
                 return func(*args, **{**kwargs, "device": _CPU})
@@ -146,26 +131,19 @@ class SimulatedStep(TorchDispatchMode):
                 return func(*args, **{**kwargs, "device": _META})
         return out
 
-    def _product_of_bytes(self, x: Tensor, rows: Tensor, weight: Tensor, *scales: Tensor | None) -> Tensor:
+    def _int8_product(self, x: Tensor, rows: Tensor, weight: Tensor, *scales: Tensor | None) -> Tensor:
         """Return the product of bitsandbytes' int8, whose CUDA kernels make int32, then float16, then `x`'s dtype."""
         with self:
             product = torch.ops.bitsandbytes.int8_linear_matmul(rows, weight)
             half: Tensor = torch.ops.bitsandbytes.int8_mm_dequant(product, *scales[:2])
             return half.to(x.dtype)
 
-    def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = storage.nbytes()
-            self.alive += storage.nbytes()
-            self._note_peak()
-            weakref.finalize(storage, self._forget, storage._cdata)
+    def _grow(self, growth: int) -> None:
+        self.alive += growth
+        self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.alive)
 
     def _forget(self, key: int) -> None:
         self.alive -= self._sizes.pop(key, 0)
-
-    def _note_peak(self) -> None:
-        self.counts.peaks[self._phase] = max(self.counts.peaks.get(self._phase, 0), self.alive)
 
     def _note_message(self, func: Any, args: Any, inputs: list[Tensor], out: Any) -> None:
         name = func._overloadpacket.__name__.replace("_", "")
@@ -175,31 +153,10 @@ class SimulatedStep(TorchDispatchMode):
         axis = self._axes.get(group.group_name)
         if axis is None or group.size() == 1:  # a check of all ranks, of the first step
             return
-        size = max(map(_bytes, inputs), default=0)  # of the larger side, where outputs are given too
-        received = max([size, *(_bytes(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
-        self.counts.messages[axis] = self.counts.messages.get(axis, 0) + 1
-        self.counts.sent[axis] = self.counts.sent.get(axis, 0) + rule(size, received, group.size())
-
-
-def _grouped_product(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Return the products of experts. On meta torch knows those of bfloat16 alone; others take the same shape."""
-    dtype = args[0].dtype
-    narrow = tree_map_only(Tensor, lambda each: each.bfloat16() if each.dtype is dtype else each, args)
-    product: Tensor = func(*narrow, **kwargs)
-    return product.to(dtype)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else tensor.to(_META)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _in_turn(indices: Tensor, choices: int) -> Tensor:
-    """Return indices [..., k] that choose among `choices` as evenly as can be: tokens are routed to all experts."""
-    return torch.arange(indices.numel()).remainder(choices).view(indices.shape)
+        size = max((tensor.nbytes for tensor in inputs), default=0)  # of the larger side, where outputs are given too
+        received = max([size, *(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        self.messages[axis] += 1
+        self.sent[axis] += rule(size, received, group.size())
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -209,27 +166,27 @@ class _FusedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, step: SimulatedStep) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.step, ctx.products = step, prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        step.attention(ctx.products)
+        step.flops += 2 * ctx.products
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Each of the two products is computed again and has two gradients (FlashAttention-2, section 3.1).
-        ctx.step.attention(ctx.products * 5 // 2)
-        return *(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None
+        ctx.step.flops += 2 * (ctx.products * 5 // 2)
+        return *map(torch.empty_like, ctx.saved_tensors[:3]), None
 
 
 @contextmanager
-def simulated_step(held: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> Iterator[SimulatedStep]:
+def simulated_step(known: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> Iterator[SimulatedStep]:
     """Within the context, run on tensors without memory, and count; attention takes the memory of fused kernels."""
-    step = SimulatedStep(held, axes)
+    step = SimulatedStep(known, axes or {})
     storages: Any = torch.UntypedStorage
     functions: Any = functional
-    own_resize, own_attention = storages.resize_, functions.scaled_dot_product_attention
+    torch_resize, torch_attention = storages.resize_, functions.scaled_dot_product_attention
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = own_resize(storage, size)
+        result = torch_resize(storage, size)
         step.resized(storage)
         return result
 
@@ -241,14 +198,11 @@ def simulated_step(held: Iterable[Tensor] = (), axes: Mapping[str, str] | None =
         with step:
             yield step
     finally:
-        storages.resize_, functions.scaled_dot_product_attention = own_resize, own_attention
+        storages.resize_, functions.scaled_dot_product_attention = torch_resize, torch_attention
 
 
 Numbers = dict[str, float]
 """What a step takes of a rank, as a constant and a share of each block: bytes, operations and messages by name."""
-
-HELD = ("base", "trained", "embedding", "head", "buffers")
-"""Bytes that a rank holds between steps: frozen parameters, those that train, and of both those around the blocks."""
 
 PHASES = ("forward", "head", "last blocks", "other blocks", "optimizer")
 """Phases of a step, each with a peak of its own: a longer model adds the same bytes to a phase with each block.
@@ -261,28 +215,24 @@ The head's phase is from the end of the last block's forward to the beginning of
 class StepCost:
     """Hold what a step takes of a rank, as shares that add up."""
 
-    around: Numbers
-    """Numbers of the parts around the blocks, and of what a step takes once, however many blocks there are."""
-
-    blocks: list[Numbers]
-    """Numbers that each block adds."""
+    around: Numbers  # of the parts around the blocks, and of what a step takes once, however many blocks there are
+    blocks: list[Numbers]  # that each block adds
 
     def total(self, first: int = 0, last: int | None = None) -> Numbers:
         """Return what a model with the blocks `first` to `last` (left out) takes."""
-        return _added([(self.around, 1), *((each, 1) for each in self.blocks[first:last])])
+        return _sum([(self.around, 1), *((block, 1) for block in self.blocks[first:last])])
 
 
-def _added(parts: Iterable[tuple[Numbers, float]]) -> Numbers:
+def _sum(parts: Iterable[tuple[Numbers, float]]) -> Numbers:
     """Return the sum of numbers, each times a factor."""
     total: Numbers = {}
     for numbers, factor in parts:
-        for name, value in numbers.items():
-            total[name] = total.get(name, 0.0) + factor * value
+        total |= {name: total.get(name, 0.0) + factor * value for name, value in numbers.items()}
     return total
 
 
 def cost_of_a_step(
-    model: DescribedModel, stack: Stack, config: ParallelConfig, ranks: int, rows: int, tokens: int, optimizer: str
+    described: DescribedModel, config: ParallelConfig, ranks: int, rows: int, tokens: int, optimizer_name: str
 ) -> StepCost:
     """Return what a step takes of the first rank of a mesh without pipeline, which holds the largest shards.
 
@@ -292,62 +242,47 @@ def cost_of_a_step(
     @cache
     def run(keep: tuple[int, ...]) -> Numbers:
         with fake_process_group(ranks, 0):
-            return _run(model, stack, [*keep], config, rows, tokens, optimizer)
+            mesh = build_mesh(config, "cpu")
+            model, blocks = described.build(keep)
+            parallelize(model, mesh, config, materialize=False)
+            model.train()
+            numbers = _stored_bytes(model, blocks)
+            known = [*map(local, (*model.parameters(), *model.buffers()))]
+            ids = torch.zeros(rows, tokens, dtype=torch.long)
+            with parameters_on_meta(), simulated_step(known, groups_of_axes(mesh)) as step:
+                _note_phases(blocks, step)
+                model(input_ids=ids, labels=ids).loss.backward()
+                step.enter("optimizer")
+                trained = [p for p in model.parameters() if p.requires_grad]
+                optimizer = getattr(torch.optim, optimizer_name)(trained, lr=1e-4)
+                optimizer.step()
+        states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+        return {
+            **numbers,
+            "states": sum(local(state).nbytes for state in states),
+            "flops": step.flops,
+            **{f"peak {phase}": step.peaks.get(phase, 0) for phase in PHASES},
+            **{f"messages {axis}": count for axis, count in step.messages.items()},
+            **{f"sent {axis}": size for axis, size in step.sent.items()},
+        }
 
-    shares = {
-        kind: _added([(run(tuple(longer)), 1), (run(tuple(shorter)), -1)])
-        for kind, (longer, shorter) in stack.pairs().items()
-    }
+    stack = described.stack
+    shares = {kind: _sum([(run(longer), 1), (run(shorter), -1)]) for kind, (longer, shorter) in stack.pairs().items()}
     blocks = [shares.get(kind, {}) for kind in stack.kinds]
-    around = _added([(run(tuple(stack.few)), 1), *((blocks[index], -1) for index in stack.few)])
-    return StepCost(around, blocks)
+    return StepCost(_sum([(run(stack.few), 1), *((blocks[index], -1) for index in stack.few)]), blocks)
 
 
-def _run(
-    described: DescribedModel,
-    stack: Stack,
-    keep: list[int],
-    config: ParallelConfig,
-    rows: int,
-    tokens: int,
-    optimizer_name: str,
-) -> Numbers:
-    mesh = build_mesh(config, "cpu")
-    model, blocks = described.build(stack, keep)
-    parallelize(model, mesh, config, materialize=False)
-    model.train()
-    numbers = _held(model, blocks)
-    held = [*map(local, (*model.parameters(), *model.buffers()))]
-    ids = torch.zeros(rows, tokens, dtype=torch.long)
-    with parameters_on_meta(), simulated_step(held, groups_of_axes(mesh)) as step:
-        _note_phases(blocks, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        step.enter("optimizer")
-        optimizer = getattr(torch.optim, optimizer_name)([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-        optimizer.step()
-    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
-    numbers["states"] = _bytes_of_all(states)
-    for phase in PHASES:
-        numbers[f"peak {phase}"] = step.counts.peaks.get(phase, 0)
-    numbers["flops"] = step.counts.flops
-    for axis, count in step.counts.messages.items():
-        numbers[f"messages {axis}"] = count
-        numbers[f"sent {axis}"] = step.counts.sent[axis]
-    return numbers
-
-
-def _held(model: nn.Module, blocks: Sequence[nn.Module]) -> Numbers:
-    """Return the bytes that a rank holds between steps."""
+def _stored_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> Numbers:
+    """Return the bytes that a rank holds between steps; "embedding" and "head" are those around the blocks."""
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    numbers = dict.fromkeys(HELD, 0.0)
+    numbers = dict.fromkeys(("base", "trained", "embedding", "head"), 0.0)
     for parameter in model.parameters():
-        size = _bytes_of_all([parameter])
+        size = local(parameter).nbytes
         numbers["trained" if parameter.requires_grad else "base"] += size
         if id(parameter) not in in_blocks:
             numbers["embedding" if id(parameter) in embeddings else "head"] += size
-    numbers["buffers"] = _bytes_of_all(model.buffers())
-    return numbers
+    return {**numbers, "buffers": sum(local(buffer).nbytes for buffer in model.buffers())}
 
 
 def _note_phases(blocks: Sequence[nn.Module], step: SimulatedStep) -> None:
@@ -366,7 +301,3 @@ def _note_phases(blocks: Sequence[nn.Module], step: SimulatedStep) -> None:
     blocks[-1].register_forward_hook(at_output("last blocks", "head"))
     if len(blocks) > 2:
         blocks[-3].register_forward_hook(at_output("other blocks", None))
-
-
-def _bytes_of_all(tensors: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in map(local, tensors))

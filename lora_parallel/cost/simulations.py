@@ -21,11 +21,11 @@ _WORKERS = 4  # most processes that simulate steps at the same time; each takes 
 class Simulations:
     """Hold processes that answer jobs (see `lora_parallel.cost.worker`), and the answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: bool = False) -> None:
+        self._progress = progress
         self._free: SimpleQueue[subprocess.Popen[str] | None] = SimpleQueue()
+        # the folder of each process for temporary files, which it cannot remove when it is killed
         self._started: dict[subprocess.Popen[str], Path] = {}
-        """Each process, and the folder of its temporary files, which it cannot remove when it is killed."""
-
         self._answers: dict[str, dict[str, Any]] = {}
         self._folder = tempfile.TemporaryDirectory()
         for _ in range(min(_WORKERS, os.cpu_count() or 1)):
@@ -40,15 +40,14 @@ class Simulations:
             process.wait()
         self._folder.cleanup()
 
-    def answers(self, jobs: Sequence[dict[str, Any]], progress: bool) -> list[dict[str, Any]]:
+    def answers(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the answer to each job. Equal jobs, of earlier calls too, are answered once."""
         keys = [json.dumps(job) for job in jobs]
         missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._answers}
-        bar = tqdm(total=len(missing), desc="Planning", unit="run", disable=not progress)
-        with bar, ThreadPoolExecutor(_WORKERS) as threads:
-            for key, answer in zip(missing, threads.map(self.ask, missing.values()), strict=True):
-                self._answers[key] = answer
-                bar.update()
+        with ThreadPoolExecutor(_WORKERS) as threads:
+            replies = threads.map(self.ask, missing.values())
+            bar = tqdm(replies, "Planning", len(missing), unit="run", disable=not self._progress)
+            self._answers.update(zip(missing, bar, strict=True))
         return [self._answers[key] for key in keys]
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -64,27 +63,26 @@ class Simulations:
             answer = ""
         if not answer:
             code = process.wait()
-            said = Path(self._started[process], "stderr").read_text(errors="replace").split("\n")
-            last = next((line for line in reversed(said) if line.strip()), "it printed no error")
+            errors = Path(self._started[process], "stderr").read_text(errors="replace").strip().split("\n")
+            last = errors[-1] or "it printed no error"
             raise ChildProcessError(f"the process that simulates a step ended with exit code {code}: {last}")
         self._free.put(process)
-        answer_of: dict[str, Any] = json.loads(answer)
-        return answer_of
+        return dict(json.loads(answer))
 
     def _start(self) -> subprocess.Popen[str]:
         launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in launcher}
-        path = os.pathsep.join(each for each in sys.path if each)
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        folder = tempfile.mkdtemp(dir=self._folder.name)
-        with Path(folder, "stderr").open("w") as errors:
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        with (folder / "stderr").open("w") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "lora_parallel.cost.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**environment, "TMPDIR": folder},
+                env=environment,
             )
-        self._started[process] = Path(folder)
+        self._started[process] = folder
         return process

@@ -31,30 +31,15 @@ from lora_parallel.lazy.graph import Leaf, Region, whole
 class WeightForm:
     """Describe one tensor of the merged model to ranks that do not hold it."""
 
-    name: str
-    """Name in the merged model."""
-
-    first_name: str
-    """First name of a tied weight in the sharded model, the same on all pipeline stages that hold it."""
-
-    shape: tuple[int, ...]
-    """Shape of the tensor that adapters are merged into; [out, in] if it is quantised."""
-
-    dtype: torch.dtype
-    """Dtype in the merged model."""
-
-    device: str
-    """Type of the device that the tensor is sent from."""
-
+    name: str  # in the merged model
+    first_name: str  # first name of a tied weight in the sharded model, the same on all pipeline stages that hold it
+    shape: tuple[int, ...]  # shape of the tensor that adapters are merged into; [out, in] if it is quantised
+    dtype: torch.dtype  # in the merged model
+    device: str  # type of the device that the tensor is sent from
+    # row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is
     selected: tuple[RowPartition, int] | None
-    """Row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is."""
-
-    transposed: bool
-    """True for a quantised `Conv1D`, whose weight bitsandbytes transposes to [out, in]."""
-
-    is_merged: bool
-    """True if adapters are to be merged into the tensor."""
-
+    transposed: bool  # True for a quantised `Conv1D`, whose weight bitsandbytes transposes to [out, in]
+    is_merged: bool  # True if adapters are to be merged into the tensor
     is_quantised: bool
 
 
@@ -63,20 +48,15 @@ class MergedWeight:
     """Describe one tensor of the merged model."""
 
     tensor: Tensor
-    place: str
-    """Name of the tensor in the sharded model."""
-
+    place: str  # name of the tensor in the sharded model
+    # LoRA layer whose adapters are to be merged into the tensor; None if there are none to merge
     layer: LoraLayer | None = None
-    """LoRA layer whose adapters are to be merged into the tensor; None if there are none to merge."""
-
+    # row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is
     selected: tuple[RowPartition, int] | None = None
-    """Row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is."""
-
+    # layer whose weight `tensor` is, as bytes; None if the tensor is not quantised
     quantised: QuantisedLayer | None = None
-    """Layer whose weight `tensor` is, as bytes; None if the tensor is not quantised."""
-
+    # dtype that a quantised weight is written in; None if the tensor is not quantised
     dense_dtype: torch.dtype | None = None
-    """Dtype that a quantised weight is written in; None if the tensor is not quantised."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,10 +83,8 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
     """List what this rank holds of the merged model, by name; a tied tensor once, under its first name on this rank."""
     weights: dict[str, MergedWeight] = {}
     seen: dict[int, tuple[str, bool]] = {}
-    config_dtype = getattr(getattr(base, "config", None), "dtype", None)
-    dense_dtype = (
-        config_dtype if isinstance(config_dtype, torch.dtype) else torch.float32
-    )  # as transformers' dequantize
+    config_dtype = getattr(getattr(base, "config", None), "dtype", None)  # as transformers' dequantize
+    dense_dtype = config_dtype if isinstance(config_dtype, torch.dtype) else torch.float32
     for prefix, module in base.named_modules():
         if _is_left_out(base, prefix):
             continue
@@ -224,20 +202,13 @@ class MergedModel(Source):
     returns has the region's shape and no meaningful values.
     """
 
-    weights: Mapping[str, MergedWeight]
-    """The weights that this rank holds, by their names in the merged model."""
-
-    held: Sequence[Held]
-    """The weights that each rank holds (see `held_by_ranks`)."""
-
-    forms: Mapping[str, WeightForm]
-    """The weights of the merged model, on all pipeline stages, by name (see `forms_of`)."""
-
+    weights: Mapping[str, MergedWeight]  # the weights that this rank holds, by their names in the merged model
+    held: Sequence[Held]  # the weights that each rank holds (see `held_by_ranks`)
+    forms: Mapping[str, WeightForm]  # the weights of the merged model, on all pipeline stages, by name (see `forms_of`)
+    # full A and B of each active adapter on the weight that was read last, as it may be read in many regions
     factors: dict[str, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """Full A and B of each active adapter on the weight that was read last, as it may be read in many regions."""
-
+    # full weight and scales, uint8, of the quantised weight that was read last, by the weight's name
     bytes: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Full weight and scales, uint8, of the quantised weight that was read last, by the weight's name."""
 
     def list(self) -> dict[str, Leaf]:
         return {name: Leaf(self, name, form.shape, form.dtype) for name, form in self.forms.items()}
@@ -361,7 +332,7 @@ def _delta(weight: MergedWeight, adapter: str, a: Tensor, b: Tensor, region: Reg
     part.__dict__.update(layer.__dict__)
     part.__dict__["_modules"] = dict(layer._modules)
     part.__dict__.pop("get_delta_weight", None)  # the override for the whole layer, which rearranges rows
-    wanted = [torch.arange(each.start, each.stop) for each in region]
+    wanted = [torch.arange(part.start, part.stop) for part in region]
     if weight.selected is not None:
         partition, dim = weight.selected
         wanted[dim] = partition.order[wanted[dim]]

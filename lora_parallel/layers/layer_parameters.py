@@ -31,17 +31,12 @@ def base_of(module: Any) -> nn.Module:
 class LayerTensor:
     """Describe one parameter of a layer or of its adapters: who holds it, and its role in a style."""
 
-    owner: nn.Module
-    """The module (or `nn.ParameterDict`) that holds the parameter."""
-
-    key: str
-    """Name of the parameter in `owner`."""
-
+    owner: nn.Module  # the module (or `nn.ParameterDict`) that holds the parameter
+    key: str  # name of the parameter in `owner`
     role: str
     """Name of the attribute of `Style` that places the parameter: "weight", "bias", "lora_A", "magnitude", ..."""
 
-    dim: int | None = None
-    """Dim of the parameter that has the features; None if the role determines it."""
+    dim: int | None = None  # dim of the parameter that has the features; None if the role determines it
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -98,8 +98,8 @@ _TRIALS = 256
 _TOLERANCE = 1e-4
 """Largest error, relative to the output: a subclass may compute in float32, and a wrong role gives one of about 1."""
 
-_giving: dict[type, bool] = {}
-_found: dict[object, dict[str, Role] | None] = {}
+_known_to_give: dict[type, bool] = {}
+_known_roles: dict[object, dict[str, Role] | None] = {}
 
 
 def features_dim(base: nn.Module) -> int:
@@ -114,10 +114,14 @@ def is_linear(base: nn.Module) -> bool:
 
 
 def _gives_features(base: nn.Module) -> bool:
-    kind, own = type(base), Conv1D if isinstance(base, Conv1D) else nn.Linear
-    if kind not in _giving:
-        _giving[kind] = kind.forward is own.forward or _gives_when_tried(base)
-    return _giving[kind]
+    kind = type(base)
+    if kind not in _known_to_give:
+        _known_to_give[kind] = _has_plain_forward(base) or _gives_when_tried(base)
+    return _known_to_give[kind]
+
+
+def _has_plain_forward(base: nn.Module) -> bool:
+    return type(base).forward is (Conv1D if isinstance(base, Conv1D) else nn.Linear).forward
 
 
 @torch.random.fork_rng(devices=[])
@@ -129,10 +133,10 @@ def _gives_when_tried(base: nn.Module) -> bool:
     values = {name: torch.rand(shape, dtype=torch.float64) for name, shape in shapes.items()}
     try:
         with torch.inference_mode(False), torch.no_grad():
-            given: Any = _run(base, values, torch.rand(3, width, dtype=torch.float64), _SMALL, out, False)
+            output: Any = _run(base, values, torch.rand(3, width, dtype=torch.float64), _SMALL, out, False)
     except Exception:  # a parameter of the subclass does not fit these sizes; `_search` tries it again
         return True
-    return isinstance(given, Tensor) and given.shape == (3, out)
+    return isinstance(output, Tensor) and output.shape == (3, out)
 
 
 def own_roles(base: nn.Module, style: Style) -> dict[tuple[nn.Module, str], Role]:
@@ -152,17 +156,16 @@ def subclass_problem(base: nn.Module, style: Style) -> str | None:
 def _roles(base: nn.Module, style: Style) -> dict[str, Role] | None:
     if isinstance(base, QuantisedLayer):
         return base.roles()
-    own = Conv1D if isinstance(base, Conv1D) else nn.Linear
     extra = {name for name, p in base.named_parameters() if p.numel()} - {"weight", "bias"}
-    if not isinstance(style.weight, Shard) or (type(base).forward is own.forward and not extra):
+    if not isinstance(style.weight, Shard) or (_has_plain_forward(base) and not extra):
         return {}
     shapes = tuple((name, tuple(p.shape)) for name, p in base.named_parameters(remove_duplicate=False))
     settings = tuple((k, v) for k, v in sorted(base.__dict__.items()) if isinstance(v, (bool, int, float, str)))
     key = type(base), shapes, settings, repr(base), style.weight
-    if key not in _found:
+    if key not in _known_roles:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-            _found[key] = _search(base, columns=style.weight == Shard(1))
-    return _found[key]
+            _known_roles[key] = _search(base, columns=style.weight == Shard(1))
+    return _known_roles[key]
 
 
 def _search(base: nn.Module, columns: bool) -> dict[str, Role] | None:
@@ -220,8 +223,8 @@ def _agrees(base: nn.Module, roles: dict[str, Role], sizes: tuple[int, int], col
                 mine[name] = values[name].index_select(dim, chosen)
             elif role == "addend":
                 mine[name] = values[name] * (part == 0)
-        fed = x[:, chosen] if columns else x
-        parts.append(_run(base, mine, fed, sizes, out if columns else len(chosen), training))
+        inputs = x[:, chosen] if columns else x
+        parts.append(_run(base, mine, inputs, sizes, out if columns else len(chosen), training))
     both = parts[0] + parts[1] if columns else torch.cat(parts, dim=-1)[:, order.argsort()]
     error = (both - whole).abs().max() if both.shape == whole.shape else torch.tensor(torch.inf)
     return bool(error <= _TOLERANCE * whole.abs().max())

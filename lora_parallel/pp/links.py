@@ -53,20 +53,20 @@ def _groups_of(mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> _Group
     """Return the process groups of a mesh, of an earlier model if none has failed. Collective over all ranks."""
     pipelines = mesh.mesh.flatten(1).T.tolist()
     known, key = _groups.setdefault(dist.group.WORLD, {}), (str(pipelines), timeout_seconds, has_ring)
-    found = known.get(key)
-    usable = found is not None and found.failure is None
+    earlier = known.get(key)
+    usable = earlier is not None and earlier.failure is None
     if bool(gather_numbers([usable], mesh.device_type).all()):
-        assert found is not None
-        return found
-    known[key] = found = _Groups()
+        assert earlier is not None
+        return earlier
+    known[key] = groups = _Groups()
     gloo = mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config()
     backend = "gloo" if gloo else None  # as that of the mesh's own groups
     timeout = timedelta(seconds=timeout_seconds)
     with one_gloo_thread():
         for kind in product((True, False), (False, True) if has_ring else (False,)):
-            found.links[kind], _ = dist.new_subgroups_by_enumeration(pipelines, timeout, backend)
-        found.outputs, _ = dist.new_subgroups_by_enumeration(pipelines, timeout, backend)
-    return found
+            groups.links[kind], _ = dist.new_subgroups_by_enumeration(pipelines, timeout, backend)
+        groups.outputs, _ = dist.new_subgroups_by_enumeration(pipelines, timeout, backend)
+    return groups
 
 
 class Links:
@@ -76,7 +76,7 @@ class Links:
         # `has_ring`: the last rank sends hidden states to the first.
         self.ranks = dist.get_process_group_ranks(mesh.get_group("pp"))
         self._device = mesh.device_type
-        self._place = self.ranks.index(dist.get_rank())
+        self._index = self.ranks.index(dist.get_rank())
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._awaited: dict[bool, deque[tuple[dist.Work | None, Tensor]]] = {True: deque(), False: deque()}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -96,8 +96,8 @@ class Links:
 
     def _peer(self, step: int, is_hidden: bool) -> tuple[int, Any]:
         """Return the rank `step` places further, and the process group of messages between it and this one."""
-        other = (self._place + step) % len(self.ranks)
-        is_ring = abs(other - self._place) != 1 or (step > 0) != (other > self._place)
+        other = (self._index + step) % len(self.ranks)
+        is_ring = abs(other - self._index) != 1 or (step > 0) != (other > self._index)
         return self.ranks[other], self._groups.links[is_hidden, is_ring]
 
     def send(self, tensor: Tensor, is_hidden: bool, key: str) -> None:
@@ -115,12 +115,12 @@ class Links:
                 "earlier micro-batch: let the blocks return one dtype."
             )
         self._dtypes[f"sent {key}"] = dtype
-        self._store.set(f"dtype {key} {self._place}", str(dtype).removeprefix("torch."))
+        self._store.set(f"dtype {key} {self._index}", str(dtype).removeprefix("torch."))
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of the hidden states that this rank is sent. It waits until the first are sent."""
         if key not in self._dtypes:
-            name = f"dtype {key} {(self._place - 1) % len(self.ranks)}"
+            name = f"dtype {key} {(self._index - 1) % len(self.ranks)}"
             start = time.monotonic()
             while not self._store.check([name]):
                 self._check()
@@ -150,8 +150,7 @@ class Links:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Give all ranks of the pipeline the tensor of the last one, in place."""
-        work = dist.broadcast(tensor, self.ranks[-1], group=self._groups.outputs, async_op=True)
-        self.wait(work)
+        self.wait(dist.broadcast(tensor, self.ranks[-1], group=self._groups.outputs, async_op=True))
         return tensor
 
     def all_reduce_max(self, tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ error.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class OwnLoss:
     """Know whether a model makes its loss by its own loss function."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: Any = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+        self._model: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         self._is_replaced = self._model is not None and "forward" in self._model.__dict__  # by TRL, for example
         code = None if self._model is None else getattr(inspect.unwrap(type(self._model).forward), "__code__", None)
         self._calls_it = code is not None and "loss_function" in code.co_names
@@ -67,11 +67,10 @@ class LossCalls:
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any], batch: Microbatches) -> None:
         self._model, self._batch = model, batch
-        own: Any = None if model is None else model.loss_function
-        self._own: Callable[..., Tensor] = own
         self.is_own = model is not None  # True if the model's own loss function makes the loss
+        self._loss_function: Any = model.loss_function if self.is_own else None
         # True if the losses of micro-batches add up to that of the batch.
-        self.adds_up = self.is_own and own is LOSS_MAPPING["ForCausalLM"]
+        self.adds_up = self.is_own and self._loss_function is LOSS_MAPPING["ForCausalLM"]
         self._number = _number_of_labels(kwargs) if self.adds_up else None
         # Losses of the micro-batches; zeros where the loss of the batch is computed from all of them at the end.
         self.losses: list[Tensor] = []
@@ -102,15 +101,15 @@ class LossCalls:
             )
 
     def _add(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.losses.append(self._own(*args, **{**kwargs, "num_items_in_batch": self._number}))
+        self.losses.append(self._loss_function(*args, **{**kwargs, "num_items_in_batch": self._number}))
         return self.losses[-1]
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
-        exposed = [each for each in tensors_in([args, kwargs]) if each.requires_grad]
-        leaves = {id(each): each.detach().requires_grad_() for each in exposed}
+        exposed = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
+        leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in exposed}
         self._exposed.append(exposed)
         self._leaves.append(list(leaves.values()))
-        self._arguments.append(tree_map_only(Tensor, lambda each: leaves.get(id(each), each), (args, kwargs)))
+        self._arguments.append(tree_map_only(Tensor, lambda tensor: leaves.get(id(tensor), tensor), (args, kwargs)))
         self.losses.append(torch.zeros((), device=next(tensors_in([args, kwargs])).device))
         return self.losses[-1]
 
@@ -118,7 +117,7 @@ class LossCalls:
         """Compute the loss of the batch from the arguments of all micro-batches, if the losses do not add up."""
         if self._arguments:
             args, kwargs = joined_arguments(self._arguments, self._batch)
-            self._whole = self._own(*args, **kwargs)
+            self._whole = self._loss_function(*args, **kwargs)
 
     def total(self) -> Tensor:
         """Return the loss of the batch; autograd does not see it."""
@@ -128,7 +127,7 @@ class LossCalls:
         """Return the tensors of each micro-batch that backward begins at, and their gradients."""
         if self._whole is None:
             return [([loss], [grad.to(loss.dtype)]) for loss in self.losses]
-        leaves = [leaf for each in self._leaves for leaf in each]
+        leaves = [leaf for leaves_of_call in self._leaves for leaf in leaves_of_call]
         with torch.enable_grad():
             grads = iter(torch.autograd.grad(self._whole, leaves, grad.to(self._whole.dtype), allow_unused=True))
         return [(exposed, [next(grads) for _ in exposed]) for exposed in self._exposed]
@@ -136,9 +135,8 @@ class LossCalls:
 
 def _number_of_labels(kwargs: Mapping[str, Any]) -> Any:
     """Return the number that the sum of the losses of all tokens is divided by, as `ForCausalLMLoss` counts it."""
-    given = kwargs.get("num_items_in_batch")
-    if given is not None:
-        return given
+    if kwargs.get("num_items_in_batch") is not None:
+        return kwargs["num_items_in_batch"]
     shifted = kwargs.get("shift_labels")
     labels = kwargs["labels"][..., 1:] if shifted is None else shifted
     return (labels != kwargs.get("ignore_index", IGNORED)).sum()

@@ -39,15 +39,15 @@ class Microbatches:
                 f"data-parallel rank a multiple of {count} rows (drop_last=True leaves out a smaller last batch), or "
                 "use fewer micro-batches."
             )
-        self.each = -(-self.rows // count)  # The number of rows of a micro-batch
+        self.part_rows = -(-self.rows // count)  # The number of rows of a micro-batch
         self._args, self._kwargs = args, dict(kwargs)
         ignored = kwargs.get("ignore_index")
         self._ignored = IGNORED if ignored is None else ignored
 
     def part(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of one micro-batch."""
-        args = tuple(self._cut("", each, index) for each in self._args)
-        return args, {name: self._cut(name, each, index) for name, each in self._kwargs.items()}
+        args = tuple(self._cut("", value, index) for value in self._args)
+        return args, {name: self._cut(name, value, index) for name, value in self._kwargs.items()}
 
     def _cut(self, name: str, value: Any, index: int) -> Any:
         if name in _WHOLE:
@@ -58,9 +58,9 @@ class Microbatches:
             dim = 1 if name == "position_ids" and x.dim() == 3 else 0
             if x.dim() <= dim or x.shape[dim] != self.rows:
                 return x
-            start, end = index * self.each, (index + 1) * self.each
+            start, end = index * self.part_rows, (index + 1) * self.part_rows
             real = x.narrow(dim, min(start, self.rows), max(min(end, self.rows) - start, 0))
-            missing = self.each - real.shape[dim]
+            missing = self.part_rows - real.shape[dim]
             if not missing:
                 return real
             last = x.narrow(dim, self.rows - 1, 1)
@@ -79,22 +79,22 @@ def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Nest:
+class Containers:
     """Describe the containers of what a model returns, without the values in them."""
 
     kind: type | None  # The class of a container; None for a value
     keys: tuple[Any, ...] = ()
-    parts: tuple[Nest, ...] = ()
+    parts: tuple[Containers, ...] = ()
 
     @classmethod
-    def of(cls, value: Any, leaves: list[Any]) -> Nest:
-        """Return the nest that `value` is, and append the values in it to `leaves`."""
+    def of(cls, value: Any, leaves: list[Any]) -> Containers:
+        """Return the containers of `value`, and append the values in it to `leaves`."""
         keys: tuple[Any, ...]
         if isinstance(value, (ModelOutput, dict)):
             keys = tuple(value)
             return cls(type(value), keys, tuple(cls.of(value[key], leaves) for key in keys))
         if type(value) in (list, tuple):
-            return cls(type(value), (), tuple(cls.of(each, leaves) for each in value))
+            return cls(type(value), (), tuple(cls.of(part, leaves) for part in value))
         leaves.append(None if isinstance(value, Cache) else value)  # each stage has a part of a cache
         return cls(None)
 
@@ -124,7 +124,7 @@ class Leaf:
 class Joined:
     """Describe what a model returns for a whole batch, without the tensors."""
 
-    nest: Nest
+    containers: Containers
     leaves: list[Leaf]
 
     @classmethod
@@ -133,8 +133,8 @@ class Joined:
     ) -> tuple[Joined, list[list[Any]]]:
         """Return the description of the outputs of all micro-batches, and their values by leaf."""
         flat: list[list[Any]] = [[] for _ in outputs]
-        nests = [Nest.of(output, held) for output, held in zip(outputs, flat, strict=True)]
-        if any(nest != nests[0] for nest in nests):
+        structures = [Containers.of(output, values) for output, values in zip(outputs, flat, strict=True)]
+        if any(containers != structures[0] for containers in structures):
             raise ValueError("pp: the model returns something else for one micro-batch than for another: use pp=1.")
         values = [list(parts) for parts in zip(*flat, strict=True)]
         leaves = [
@@ -143,14 +143,14 @@ class Joined:
             else _leaf(parts, batch)
             for parts in values
         ]
-        return cls(nests[0], leaves), values
+        return cls(structures[0], leaves), values
 
 
-def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
-    first = held[0]
+def _leaf(parts: Sequence[Any], batch: Microbatches) -> Leaf:
+    first = parts[0]
     if not isinstance(first, Tensor):
         is_plain = first is None or isinstance(first, (bool, int, float, str))
-        if not is_plain or any(type(each) is not type(first) or each != first for each in held):
+        if not is_plain or any(type(part) is not type(first) or part != first for part in parts):
             raise ValueError(
                 f"pp: the model returns a {type(first).__name__}, which cannot be given to all pipeline stages: return "
                 "tensors in a ModelOutput, dict, list or tuple, or use pp=1."
@@ -158,31 +158,31 @@ def _leaf(held: Sequence[Any], batch: Microbatches) -> Leaf:
         return Leaf("constant", first)
     if batch.count == 1:
         return Leaf("rows", None, tuple(first.shape), first.dtype, first.requires_grad)
-    if first.dim() and all(each.shape == first.shape and each.shape[0] == batch.each for each in held):
+    if first.dim() and all(part.shape == first.shape and part.shape[0] == batch.part_rows for part in parts):
         shape = (batch.rows, *first.shape[1:])
-        return Leaf("rows", None, shape, first.dtype, any(each.requires_grad for each in held))
+        return Leaf("rows", None, shape, first.dtype, any(part.requires_grad for part in parts))
     raise ValueError(
-        f"pp: the model returns a tensor of shape {tuple(first.shape)} for a micro-batch of {batch.each} rows. What "
-        "has no rows cannot be joined: let the loss be made by the model's own loss_function, or by your code from "
-        "what the model returns for each row (call it without labels); or use pp_microbatches=1, or pp=1."
+        f"pp: the model returns a tensor of shape {tuple(first.shape)} for a micro-batch of {batch.part_rows} rows. "
+        "What has no rows cannot be joined: let the loss be made by the model's own loss_function, or by your code "
+        "from what the model returns for each row (call it without labels); or use pp_microbatches=1, or pp=1."
     )
 
 
 def joined_arguments(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], batch: Microbatches) -> Any:
     """Return the arguments of a loss function for the whole batch, from those of its calls for each micro-batch."""
-    flat = [tree_flatten(each) for each in calls]
+    flat = [tree_flatten(call) for call in calls]
     joined: list[Any] = []
-    for held in zip(*(each for each, _ in flat), strict=True):
-        first = held[0]
-        if not isinstance(first, Tensor) or all(each is first for each in held):
+    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
+        first = parts[0]
+        if not isinstance(first, Tensor) or all(part is first for part in parts):
             joined.append(first)
-        elif first.dim() and first.shape[0] % batch.each == 0:
-            joined.append(torch.cat(list(held))[: batch.rows * (first.shape[0] // batch.each)])
+        elif first.dim() and first.shape[0] % batch.part_rows == 0:
+            joined.append(torch.cat(parts)[: batch.rows * (first.shape[0] // batch.part_rows)])
         else:
             raise ValueError(
                 f"pp: the model's loss function is given a tensor of shape {tuple(first.shape)} for a micro-batch of "
-                f"{batch.each} rows, which cannot be joined with those of others: call the model without labels, or "
-                "use pp=1."
+                f"{batch.part_rows} rows, which cannot be joined with those of others: call the model without labels, "
+                "or use pp=1."
             )
     return tree_unflatten(joined, flat[0][1])
 
@@ -203,26 +203,25 @@ class SharedOutputs:
         if mine is not None:
             sizes = [size for leaf in mine.leaves for size in leaf.shape]
             if len(sizes) <= _SIZES:
-                alike = [_without_sizes(each) for each in self._known]
+                alike = [_without_sizes(known) for known in self._known]
                 bare = _without_sizes(mine)
                 header[0], header[1] = alike.index(bare) if bare in alike else -1, len(sizes)
                 header[2 : 2 + len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
         header = self._links.broadcast(header.to(self._device)).cpu()
         number, count = int(header[0]), int(header[1])
         if number < 0:
-            found: Joined = self._links.broadcast_object(mine)
-            self._known.append(found)
-            return found
+            self._known.append(self._links.broadcast_object(mine))
+            return self._known[-1]
         if mine is not None:
             return mine
         remaining = iter(header[2 : 2 + count].tolist())
         known = self._known[number]
         leaves = [replace(leaf, shape=tuple(next(remaining) for _ in leaf.shape)) for leaf in known.leaves]
-        return Joined(known.nest, leaves)
+        return Joined(known.containers, leaves)
 
 
 def _without_sizes(joined: Joined) -> Joined:
-    return Joined(joined.nest, [replace(leaf, shape=(len(leaf.shape),)) for leaf in joined.leaves])
+    return Joined(joined.containers, [replace(leaf, shape=(len(leaf.shape),)) for leaf in joined.leaves])
 
 
 class Outputs:
@@ -257,13 +256,13 @@ class Outputs:
         if leaf.kind == "constant":
             return leaf.constant
         assert leaf.dtype is not None
-        held = None if parts is None or leaf.kind == "loss" else [each.detach() for each in parts]
+        values = None if parts is None or leaf.kind == "loss" else [part.detach() for part in parts]
         links, device = self._links, self._device  # not self, whose values hold `get`: a cycle would outlive the step
 
         def get() -> Tensor:
             whole = loss if leaf.kind == "loss" else None
-            if held is not None:  # without the rows that pad the micro-batches
-                whole = held[0].clone() if len(held) == 1 else torch.cat(held)[: leaf.shape[0]]
+            if values is not None:  # without the rows that pad the micro-batches
+                whole = values[0].clone() if len(values) == 1 else torch.cat(values)[: leaf.shape[0]]
             if whole is None:
                 whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             return links.broadcast(whole.contiguous())
@@ -274,4 +273,4 @@ class Outputs:
 
     def build(self, instead: dict[int, Tensor]) -> Any:
         """Return what the model returns, with other tensors in the place of some leaves."""
-        return self.described.nest.build(instead.get(at, value) for at, value in enumerate(self.values))
+        return self.described.containers.build(instead.get(at, value) for at, value in enumerate(self.values))

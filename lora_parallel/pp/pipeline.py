@@ -156,13 +156,13 @@ class ScheduleRun:
         self._needed = {
             kind: [
                 at
-                for at, each in enumerate(order)
-                if each.is_forward is kind and (each.stage > 0 if kind else each.stage < self._last)
+                for at, action in enumerate(order)
+                if action.is_forward is kind and (action.stage > 0 if kind else action.stage < self._last)
             ]
             for kind in (True, False)
         }
         self._awaited, self._taken = {True: 0, False: 0}, 0
-        backwards = [at for at, each in enumerate(order) if not each.is_forward]
+        backwards = [at for at, action in enumerate(order) if not action.is_forward]
         alive = 0
         for at, action in enumerate(order):
             self._await_until(at + 1)  # the next action's input comes while this one computes
@@ -186,7 +186,7 @@ class ScheduleRun:
                 self._awaited[is_hidden] += 1
 
     def _forward(self, action: Action) -> None:
-        place = action.stage, action.microbatch
+        key = action.stage, action.microbatch
         is_last = action.stage == self._last
         args, kwargs = self.batch.part(action.microbatch)
 
@@ -199,7 +199,7 @@ class ScheduleRun:
             self._taken += 1
             hidden = self._links.receive(True)
             if self._grads:
-                self._received[place] = hidden.requires_grad_()
+                self._received[key] = hidden.requires_grad_()
             return hidden
 
         with self._loss() if is_last else nullcontext():
@@ -212,17 +212,17 @@ class ScheduleRun:
             self._like = torch.empty_like(output.detach(), memory_format=torch.contiguous_format)
         self._links.send(output, True, self._key)
         if self._grads:
-            self._sent[place] = output
+            self._sent[key] = output
 
     def _backward(self, action: Action, start: Start, is_last: bool) -> None:
-        place = action.stage, action.microbatch
+        key = action.stage, action.microbatch
         if action.stage == self._last:
             outputs, grads = start(action.microbatch)
         else:
-            outputs, grads = [self._sent.pop(place)], [self._links.receive(False)]
+            outputs, grads = [self._sent.pop(key)], [self._links.receive(False)]
         self._pipeline.backward(outputs, grads, is_last)
         if action.stage:
-            hidden = self._received.pop(place)
+            hidden = self._received.pop(key)
             self._links.send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, False, self._key)
 
 
@@ -330,12 +330,11 @@ class Pipeline:
                 "adapter_names: PEFT chooses the adapter of each row of the whole batch, and under pp blocks see "
                 "micro-batches. Leave it out (set_adapter before parallelize), or use pp=1."
             )
-        for each in tensors_in([args, kwargs]):
-            if each.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    "an input of the model requires a gradient, which does not come back from other pipeline stages: "
-                    "let the model compute it (embeddings inside of the model), or use pp=1."
-                )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
+            raise ValueError(
+                "an input of the model requires a gradient, which does not come back from other pipeline stages: "
+                "let the model compute it (embeddings inside of the model), or use pp=1."
+            )
         self._loss.check(kwargs, self._config.pp_microbatches)
 
     @contextmanager
@@ -500,7 +499,7 @@ def _by_name(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call, those by name that have one, as labels may be given by position."""
-    names = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = dict(zip(names, args, strict=False))
     if len(named) < len(args) or named.keys() & kwargs.keys():  # *args, or the model's own error
         return args, kwargs

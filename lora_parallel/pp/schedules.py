@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -76,8 +76,8 @@ def balanced_bounds(blocks: Sequence[Cost], before: Cost, after: Cost, stages: i
     def share(first: int, last: int) -> float:
         more = [before] if first == 0 else []
         more += [after] if last == len(blocks) else []
-        held = [sums[last][kind] - sums[first][kind] + total_cost(more)[kind] for kind in (0, 1)]
-        return max(part / total if total else 0.0 for part, total in zip(held, whole, strict=True))
+        cost = [sums[last][kind] - sums[first][kind] + total_cost(more)[kind] for kind in (0, 1)]
+        return max(part / total if total else 0.0 for part, total in zip(cost, whole, strict=True))
 
     count = len(blocks)
     # best[last] of a number of stages: the largest share, the sum of squares, and the bounds, of blocks 0 .. last - 1.
@@ -85,15 +85,15 @@ def balanced_bounds(blocks: Sequence[Cost], before: Cost, after: Cost, stages: i
         last: (share(0, last), share(0, last) ** 2, [(0, last)]) for last in range(1, count + 1)
     }
     for stage in range(2, stages + 1):
-        found = {}
-        for last in range(stage, count + 1):
-            found[last] = min(
-                (max(most, own), squares + own**2, [*bounds, (first, last)])
+        best = {
+            last: min(
+                (max(most, added), squares + added**2, [*bounds, (first, last)])
                 for first, (most, squares, bounds) in best.items()
                 if stage - 1 <= first < last
-                for own in [share(first, last)]
+                for added in [share(first, last)]
             )
-        best = found
+            for last in range(stage, count + 1)
+        }
     return best[count][2]
 
 
@@ -158,10 +158,9 @@ def one_forward_one_backward(pp: int, rank: int, stages: int, microbatches: int)
 
 def filled(pp: int, rank: int, stages: int, microbatches: int) -> list[Action]:
     """Return all forwards of a rank, stage by stage."""
-    return [Action(local * pp + rank, each, True) for local in range(stages) for each in range(microbatches)]
+    return [Action(local * pp + rank, number, True) for local in range(stages) for number in range(microbatches)]
 
 
 def drained(pp: int, rank: int, stages: int, microbatches: int) -> list[Action]:
     """Return all backwards of a rank, the last stage first, and of each stage the last micro-batch first."""
-    forwards = filled(pp, rank, stages, microbatches)
-    return [Action(each.stage, each.microbatch, False) for each in reversed(forwards)]
+    return [replace(forward, is_forward=False) for forward in reversed(filled(pp, rank, stages, microbatches))]

@@ -27,8 +27,7 @@ class _Form:
 
     kind: Any
     attributes: dict[str, Any]
-    inner: dict[str, tuple[torch.dtype, int]]
-    """Dtype and number of dims of each inner tensor of the weight, by name."""
+    inner: dict[str, tuple[torch.dtype, int]]  # dtype and number of dims of each inner tensor of the weight, by name
 
     @staticmethod
     def of(weight: Any) -> _Form:

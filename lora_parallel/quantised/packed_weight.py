@@ -29,12 +29,9 @@ class Packed:
     It is not read itself: the layer holds parameters of bytes in its place, and these are read.
     """
 
-    parts: Mapping[str, Node]
-    """Nodes of the bytes, uint8 [out, .], by the name of the parameter that holds them."""
-
+    parts: Mapping[str, Node]  # nodes of the bytes, uint8 [out, .], by the name of the parameter that holds them
+    # function that lets a layer hold parameters of these names in place of its weight
     hold: Callable[[Any, Mapping[str, Tensor]], None]
-    """Function that lets a layer hold parameters of these names in place of its weight."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -103,20 +100,15 @@ class Encoding:
 
     dense: Node
     block: int
+    # function that encodes some rows and some whole blocks of features, and returns uint8 [rows, .] of each part
     encode: Callable[[Tensor], Mapping[str, Tensor]]
-    """Function that encodes some rows and some whole blocks of features, and returns uint8 [rows, .] of each part."""
-
-    widths: Mapping[str, int]
-    """Number of bytes in a row of each part."""
-
+    widths: Mapping[str, int]  # number of bytes in a row of each part
+    # parts whose bytes in a row do not depend on the number of features, such as one scale for a whole row
     of_rows: frozenset[str] = frozenset()
-    """Parts whose bytes in a row do not depend on the number of features, such as one scale for a whole row."""
-
+    # name of the only part that will be asked for, so that no other part is kept; None if every part will be
     only: str | None = None
-    """Name of the only part that will be asked for, so that no other part is kept; None if every part will be."""
-
+    # parts that were encoded together with another one and not asked for yet, by the bounds of rows and features
     _rest: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict)
-    """Parts that were encoded together with another one and not asked for yet, by the bounds of rows and features."""
 
     def part(self, name: str) -> Encoded:
         """Return the node of one part."""

@@ -41,9 +41,9 @@ def compile_blocks(
     arguments: Mapping[str, Any],
 ) -> None:
     """Compile the forward of each block, none of which contains another, in place with `torch.compile`'s arguments."""
-    compiler, caches = _Compiler(arguments), _Caches(model)
+    compiled, caches = _compiler(arguments), _Caches(model)
     for block in blocks:
-        block.__dict__[_BLOCK] = _Block(block, device, context, chunk, compiler, caches)
+        block.__dict__[_BLOCK] = _Block(block, device, context, chunk, compiled, caches)
         # As FSDP2 does with its units. transformers' `GradientCheckpointingLayer` checkpoints in the forward of the
         # subclass, and so around what is done here: what is recomputed is prepared too.
         kind: Any = type(block)
@@ -63,8 +63,8 @@ class CompiledPart(Protocol):
 
 def compiled_parts(model: nn.Module) -> dict[nn.Module, list[CompiledPart]]:
     """Map each module in a block of `model` to the list of the block's parts, to which parts may be added."""
-    blocks = [(block, block.__dict__[_BLOCK].parts) for block in model.modules() if _BLOCK in block.__dict__]
-    return {module: parts for block, parts in blocks for module in block.modules()}
+    blocks = [block for block in model.modules() if _BLOCK in block.__dict__]
+    return {module: block.__dict__[_BLOCK].parts for block in blocks for module in block.modules()}
 
 
 def leave_eager(blocks: Iterable[nn.Module], tied: Collection[nn.Module]) -> None:
@@ -86,18 +86,22 @@ def _subclass(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-class _Compiler:
-    """Compile forwards of blocks: those of one class together, so that a graph of one block serves the others."""
+# Count the graphs of each class of blocks by themselves, from torch 2.13 on. Otherwise all classes of transformers'
+# blocks would share one limit of 8 graphs, as their forwards share a wrapper, and a class has one graph for each kind
+# of attention, with and without gradients, in training and in evaluation, and so on.
+_DEFAULTS = {"isolate_recompiles": True, "recompile_limit": 64}
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        known = signature(torch.compile).parameters
-        defaults = {name: value for name, value in _DEFAULTS.items() if name in known}
-        self._arguments = {**defaults, **arguments}
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` compiled, with two more arguments in front: the contexts, and the tokens of each."""
+def _compiler(arguments: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a function that compiles forwards of blocks; those of one class share a compiled forward and its graphs.
 
+    A compiled forward has two more arguments in front: the contexts, and the tokens of each.
+    """
+    known = signature(torch.compile).parameters
+    arguments = {**{name: value for name, value in _DEFAULTS.items() if name in known}, **arguments}
+
+    @cache
+    def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(contexts: Any, tokens: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
             context, chunk = contexts
             if chunk is not None:
@@ -109,15 +113,9 @@ class _Compiler:
             context.forget_input()  # or it would be an output of the graph
             return output
 
-        if forward not in self._compiled:
-            self._compiled[forward] = torch.compile(traced, **self._arguments)
-        return self._compiled[forward]
+        return torch.compile(traced, **arguments)
 
-
-# Count the graphs of each class of blocks by themselves, from torch 2.13 on. Otherwise all classes of transformers'
-# blocks would share one limit of 8 graphs, as their forwards share a wrapper, and a class has one graph for each kind
-# of attention, with and without gradients, in training and in evaluation, and so on.
-_DEFAULTS = {"isolate_recompiles": True, "recompile_limit": 64}
+    return compiled
 
 
 class _Block:
@@ -129,7 +127,7 @@ class _Block:
         device: str,
         context: TPContext | None,
         chunk: CPContext | None,
-        compiler: _Compiler,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
         caches: _Caches,
     ) -> None:
         self.eager = False
@@ -142,10 +140,9 @@ class _Block:
         self.parts: list[CompiledPart] = []
         kind_forward: Any = type(block).forward
         self._eager = block.__dict__.pop("forward", None) or kind_forward.__get__(block)
-        self._block: tuple[nn.Module, ...] = ()
-        if getattr(self._eager, "__self__", None) is block:
-            self._block = (block,)  # given the block as an argument, a graph is not of one block
-        self._compiled = compiler.compiled(self._eager.__func__ if self._block else self._eager)
+        is_method = getattr(self._eager, "__self__", None) is block
+        self._block = (block,) if is_method else ()  # given the block as an argument, a graph is not of one block
+        self._compiled = compiled(self._eager.__func__ if is_method else self._eager)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self._caches.unused:
@@ -157,7 +154,12 @@ class _Block:
             if not all(part.enter() for part in self.parts):
                 return self._eager(*args, **kwargs)
             shadow(self._layers)
-            self._draw_keys()
+            training = [dropout for dropout in self._dropouts if dropout.training]
+            if training:  # the keys of all dropouts are sent to the device in one tensor
+                training[0].check_counted()
+                keys = keys_on_device([dropout.keys() for dropout in training], self._device)
+                for dropout, prepared in zip(training, keys.unbind(), strict=True):
+                    dropout.prepared = prepared
             if self._context is not None:
                 self._context.forget_input()
             contexts = self._context, self._chunk
@@ -171,15 +173,6 @@ class _Block:
                 part.leave()
             if self._context is not None:
                 self._context.forget_input()
-
-    def _draw_keys(self) -> None:
-        """Compute the keys of all dropouts, and send them to the device in one tensor."""
-        training = [dropout for dropout in self._dropouts if dropout.training]
-        if training:
-            training[0].check_counted()
-            keys = keys_on_device([dropout.keys() for dropout in training], self._device)
-            for dropout, prepared in zip(training, keys.unbind(), strict=True):
-                dropout.prepared = prepared
 
 
 class _Caches:
@@ -240,8 +233,8 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any] | N
 def tell_unwrapped(names: Sequence[str]) -> None:
     """Log, on rank 0, that `torch.compile` was taken off the modules of these names."""
     if is_rank_zero():
-        which = ", ".join(names)
-        log.warning("torch.compile is taken off %s: each block is compiled instead, as compile=True does.", which)
+        message = "torch.compile is taken off %s: each block is compiled instead, as compile=True does."
+        log.warning(message, ", ".join(names))
 
 
 def refuse_whole_compile(model: nn.Module) -> None:

@@ -50,11 +50,7 @@ def log_description(model: nn.Module) -> None:
 
 
 def description_to_print(model: nn.Module) -> str | None:
-    """Return what a front end prints about a model that has been parallelized.
-
-    Returns:
-        The description; None on other ranks than the first, and where `log_description` has logged the description.
-    """
+    """Return the description of a model to print on the first rank; None elsewhere, and where it has been logged."""
     return None if log.isEnabledFor(logging.INFO) or not _is_first() else describe(model)
 
 
@@ -79,11 +75,15 @@ def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
 
 def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
     """Yield a table of the bytes of parameters, here and in the whole model."""
-    here, whole = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+    here, whole = [0.0, 0.0], [0.0, 0.0]  # of frozen parameters, and of those that train
     for name, parameter in model.named_parameters():
         holder, _, key = name.rpartition(".")
         here[parameter.requires_grad] += _bytes(local(parameter))
-        whole[parameter.requires_grad] += _bytes(parameter) * _share_of_own_rows(model.get_submodule(holder), key)
+        size: float = _bytes(parameter)
+        if (partition := partition_of(model.get_submodule(holder), key)) is not None:
+            rows = partition[0]
+            size *= rows.size / (rows.width * len(rows.ranks))  # tp ranks may store the same rows
+        whole[parameter.requires_grad] += size
     rank = dist.get_rank() if dist.is_initialized() else 0
     title = "whole model" if state.stage is None else "its stages"
     yield f"{f'bytes of rank {rank}':<28}{'this rank':>12}{title:>14}"
@@ -95,14 +95,6 @@ def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
     ):
         yield f"  {name:<26}{_text(here[trains] * factor):>12}{_text(whole[trains] * factor):>14}"
     yield "  activations and logits: `accelerate-lora plan MODEL --gpus N --seq TOKENS` predicts them"
-
-
-def _share_of_own_rows(module: nn.Module, key: str) -> float:
-    """Return the share of a stored parameter that is no repetition: tp ranks may store the same rows."""
-    if (partition := partition_of(module, key)) is None:
-        return 1.0
-    rows = partition[0]
-    return rows.size / (rows.width * len(rows.ranks))
 
 
 def _plan(state: ParallelState, tp: int) -> Iterator[str]:
@@ -122,10 +114,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _text(size: float) -> str:
-    for unit, least in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= least:
-            return f"{size / least:.2f} {unit}"
-    return f"{size / 2**10:.2f} KiB"
+    unit, divisor = next((unit for unit in (("GiB", 2**30), ("MiB", 2**20)) if size >= unit[1]), ("KiB", 2**10))
+    return f"{size / divisor:.2f} {unit}"
 
 
 def _version(name: str) -> str:
@@ -139,10 +129,7 @@ _checked = False
 
 
 class SetUpIsPossible(SystemExit):
-    """End a script whose set-up is checked, as `parallelize` would have returned the model.
-
-    No `except Exception` of a script or a trainer stops it.
-    """
+    """End a script whose set-up is checked; no `except Exception` of a script or a trainer stops it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(0)

@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -70,12 +70,12 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
     trains = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if trains.isdisjoint(held) or (found := live()) is None:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if trains.isdisjoint(stepped) or (evaluated := live()) is None:
             return
-        if any(id(parameter) in held for parameter in found.parameters()):
-            evaluated: Any = state_of(found)
-            evaluated.check_trains(False)  # of a pipeline some ranks may hold nothing, and step no optimizer
+        if any(id(parameter) in stepped for parameter in evaluated.parameters()):
+            state: Any = state_of(evaluated)
+            state.check_trains(False)  # of a pipeline some ranks may hold nothing, and step no optimizer
 
     hook = model.register_forward_pre_hook(before_forward)
     stepping = register_optimizer_step_pre_hook(before_step)
@@ -93,13 +93,13 @@ def check_optimized(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
         ValueError, RuntimeError: A model has no adapters, or something else of it trains, where adapters are required.
             The error is raised on every rank.
     """
-    held = {p for each in optimizers for group in each.param_groups for p in group["params"]}
-    for model in dict.fromkeys(model for each in models for model in parallelized(each).values()):
+    optimized = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for model in dict.fromkeys(model for module in models for model in parallelized(module).values()):
         state = state_of(model)
         if state is None or state.check_trains is None:
             continue
-        own = int(not held.isdisjoint(model.parameters()))  # of a pipeline some ranks hold nothing that trains
-        if gather_numbers([own], state.mesh.device_type).any():
+        holds = int(not optimized.isdisjoint(model.parameters()))  # of a pipeline some ranks hold nothing that trains
+        if gather_numbers([holds], state.mesh.device_type).any():
             state.check_trains()
 
 
@@ -153,6 +153,7 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Check that ranks that hold the same shard of a trained parameter hold the same values."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     stage = stage_mesh(mesh)
+    names = stage.mesh_dim_names or ()
     numbers = [fingerprint(local(p)) for p in parameters.values()]
     prints = gather_numbers(numbers, mesh.device_type, group=stage_group(mesh))  # in the order of the stage's ranks
     alike: dict[frozenset[str], list[int]] = {}
@@ -160,7 +161,10 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
         alike.setdefault(sharded_axes(parameter), []).append(index)
     with agreed():
         for axes, indices in alike.items():
-            peers = _peers(stage, axes)
+            # ranks that hold the same shard of these parameters: [shards, ranks of each shard]
+            order = sorted(names, key=lambda name: name not in axes)
+            permuted = stage.mesh.permute([names.index(name) for name in order])
+            peers = permuted.reshape(prod(stage[name].size() for name in axes), -1)
             same = prints[peers - int(stage.mesh.min())][:, :, indices]  # [shards, ranks that hold one, parameters]
             differing = (same != same[:, :1]).any(dim=1).nonzero()
             if len(differing):
@@ -169,11 +173,3 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
                     f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
                     "same shard of it, and is not: something changed it on some ranks only."
                 )
-
-
-def _peers(mesh: DeviceMesh, sharded: frozenset[str]) -> Tensor:
-    """Return the ranks that hold the same shard, if the axes `sharded` shard it: [shards, ranks of each shard]."""
-    axes = list(mesh.mesh_dim_names or ())
-    order = [axes.index(n) for n in axes if n in sharded] + [axes.index(n) for n in axes if n not in sharded]
-    split = prod(mesh[name].size() for name in sharded)
-    return mesh.mesh.permute(order).reshape(split, -1)

@@ -55,9 +55,9 @@ def _is_live(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and getattr(parameter, _LIVE, True)
 
 
-def _gradient_elsewhere(held: ref[nn.Parameter]) -> str | None:
+def _gradient_elsewhere(replaced: ref[nn.Parameter]) -> str | None:
     """Return the error for clipping a replaced parameter: it has no gradient to clip, and its successor does."""
-    parameter = held()
+    parameter = replaced()
     if parameter is None or not parameter.requires_grad or _is_live(parameter):
         return None
     name, where = getattr(parameter, _REPLACED)
@@ -86,8 +86,8 @@ def _before_steps(check: Callable[[Optimizer, Any, Any], None]) -> None:
 def _refuse_joined_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not joins_parameters(optimizer):
         return
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    if any(not held.isdisjoint(model.parameters()) for model in _staged):
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    if any(not stepped.isdisjoint(model.parameters()) for model in _staged):
         raise RuntimeError(
             f"{type(optimizer).__name__} computes one step from all parameters together, and under pp each rank has "
             "those of its stages only: use an optimizer that works on each parameter by itself (AdamW, SGD), or pp=1."
@@ -96,12 +96,12 @@ def _refuse_joined_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dic
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    held = [p for p in parameters if _REPLACED in p.__dict__]
+    replaced = [p for p in parameters if _REPLACED in p.__dict__]
     # Another model that shares a weight with the sharded model goes on with the old weight, and trains it.
-    stale = any(p.requires_grad and not _is_live(p) for p in held)
-    if held and (stale or all(p.grad is None for p in parameters)):
-        name, where = getattr(max(held, key=lambda parameter: parameter.requires_grad), _REPLACED)
-        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+    stale = any(p.requires_grad and not _is_live(p) for p in replaced)
+    if replaced and (stale or all(p.grad is None for p in parameters)):
+        name, where = getattr(max(replaced, key=lambda parameter: parameter.requires_grad), _REPLACED)
+        more = f" and {len(replaced) - 1} more" if len(replaced) > 1 else ""
         raise RuntimeError(
             f"this {type(optimizer).__name__} optimizer holds {name}{more} as before the model was sharded (at "
             f"{where}), which put sharded parameters in their place: it would train nothing. {_REMEDY}"
@@ -139,9 +139,9 @@ def describe_optimizer(optimizer: Optimizer, module: nn.Module) -> str:
     stages = over_stages(mine, mesh_of(module))
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        held = [name for of_stage in stages for of_group in of_stage[index : index + 1] for name in of_group]
+        members = [name for of_stage in stages for of_group in of_stage[index : index + 1] for name in of_group]
         settings = {key: value for key, value in sorted(group.items()) if key != "params"}
-        groups.append(f"{len(held)} parameters ({zlib.crc32(' '.join(held).encode()):08x}) with {settings}")
+        groups.append(f"{len(members)} parameters ({zlib.crc32(' '.join(members).encode()):08x}) with {settings}")
     return f"{type(optimizer).__name__} of {'; '.join(groups)}"
 
 
@@ -175,7 +175,8 @@ class HeldByName:
                 "holds (a guide, a head) are such parameters: freeze them, requires_grad_(False)."
             )
         self._optimizer = optimizer
-        self._held = [[names.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
+        # the name of each parameter of the module, and other parameters themselves, by group
+        self._entries = [[names.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
 
     def restore(self, module: nn.Module) -> None:
         """Put the parameters that have the remembered names in `module` now in the place of the old ones.
@@ -183,10 +184,10 @@ class HeldByName:
         Those that are on other pipeline stages are left out.
         """
         parameters, elsewhere = dict(module.named_parameters(remove_duplicate=False)), names_elsewhere(module)
-        for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
+        for group, entries in zip(self._optimizer.param_groups, self._entries, strict=True):
             # In place: an optimizer may keep the list itself elsewhere too.
-            kept = [entry for entry in held if entry not in elsewhere]
-            group["params"][:] = [parameters[entry] if isinstance(entry, str) else entry for entry in kept]
+            here = [entry for entry in entries if entry not in elsewhere]
+            group["params"][:] = [parameters[entry] if isinstance(entry, str) else entry for entry in here]
         self._make_state()
 
     def restore_adapted(self, module: nn.Module) -> None:
@@ -198,22 +199,24 @@ class HeldByName:
         Raises:
             ValueError: A parameter trains in a layer of which no group held a parameter.
         """
-        layers = [{name.rpartition(".")[0] for name in held if isinstance(name, str)} for held in self._held]
-        taken: list[list[nn.Parameter]] = [[] for _ in layers]
+        layers = [
+            {entry.rpartition(".")[0] for entry in entries if isinstance(entry, str)} for entries in self._entries
+        ]
+        new_parameters: list[list[nn.Parameter]] = [[] for _ in layers]
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
             parts = name.split(".")[:-1]
             within = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
-            of_group = next((index for layer in within for index, held in enumerate(layers) if layer in held), None)
-            if of_group is None:
+            index = next((index for layer in within for index, names in enumerate(layers) if layer in names), None)
+            if index is None:
                 raise ValueError(
                     f"{name}, of the injected adapter, is in a layer that {type(self._optimizer).__name__} held no "
                     "parameter of: make the optimizer from all of the model's parameters."
                 )
-            taken[of_group].append(parameter)
-        for group, held, new in zip(self._optimizer.param_groups, self._held, taken, strict=True):
-            group["params"][:] = [*new, *(entry for entry in held if not isinstance(entry, str))]
+            new_parameters[index].append(parameter)
+        for group, entries, new in zip(self._optimizer.param_groups, self._entries, new_parameters, strict=True):
+            group["params"][:] = [*new, *(entry for entry in entries if not isinstance(entry, str))]
         self._make_state()
 
     def _make_state(self) -> None:

@@ -18,8 +18,8 @@ BREAKAGES = [
         "pass",
         "The rows of a rank get the adapter of the first rows of a merged weight.",
         SAME,
-        """wanted = [torch.arange(each.start, each.stop) for each in region]""",
-        """wanted = [torch.arange(each.stop - each.start) for each in region]""",
+        """wanted = [torch.arange(part.start, part.stop) for part in region]""",
+        """wanted = [torch.arange(part.stop - part.start) for part in region]""",
     ),
     Mutant(
         "pass",

@@ -33,14 +33,14 @@ BREAKAGES = [
         "pass",
         "All ranks draw the same numbers after a step.",
         ALIKE,
-        """self._random.set_rng_state(self._own)""",
+        """self._random.set_rng_state(self._before)""",
         """pass""",
     ),
     Mutant(
         "guard",
         "An optimizer that was made before the model was sharded steps, and nothing trains.",
         f"{STALE}::test_a_step_of_what_sharding_replaced_is_refused",
-        """if held and (stale or all(p.grad is None for p in parameters)):""",
+        """if replaced and (stale or all(p.grad is None for p in parameters)):""",
         """if False:""",
     ),
     Mutant(
@@ -54,8 +54,8 @@ BREAKAGES = [
         "pass",
         "With an adapter that prepare injects, all of it has the settings of the optimizer's first group.",
         f"{STALE}::test_an_injected_adapter_is_in_the_groups_of_its_layers",
-        """taken[of_group].append(parameter)""",
-        """taken[0].append(parameter)""",
+        """new_parameters[index].append(parameter)""",
+        """new_parameters[0].append(parameter)""",
     ),
     Mutant(
         "pass",

@@ -52,7 +52,7 @@ BREAKAGES = [
         "guard",
         "An optimizer steps the base of a model that was prepared for evaluation.",
         EVALUATED,
-        """if any(id(parameter) in held for parameter in found.parameters()):""",
+        """if any(id(parameter) in stepped for parameter in evaluated.parameters()):""",
         """if False:""",
     ),
     Mutant(

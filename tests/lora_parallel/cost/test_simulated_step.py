@@ -23,8 +23,8 @@ def test_bytes_are_counted_until_they_are_freed():
         step.enter("later")
         del y
         assert step.alive == 0
-    assert step.counts.peaks == {"forward": 2 * 4 * 8 * 4, "later": 4 * 8 * 4}
-    assert step.counts.flops == 2 * 4 * 8 * 8
+    assert step.peaks == {"forward": 2 * 4 * 8 * 4, "later": 4 * 8 * 4}
+    assert step.flops == 2 * 4 * 8 * 8
 
 
 def test_a_resized_storage_counts_with_its_new_size():
@@ -53,10 +53,10 @@ def test_attention_keeps_what_a_fused_kernel_keeps():
     with simulated_step([query]) as step:
         out = functional.scaled_dot_product_attention(query, query, query, is_causal=True)
         assert step.alive == 4 * 64 * 2 * (8 + 1)  # the output, and a number for each row; no matrix of 64 x 64
-        forward = step.counts.flops
+        forward = step.flops
         out.sum().backward()
     assert forward == 2 * 2 * 64 * 64 * (8 + 8)
-    assert step.counts.flops == forward * 7 // 2
+    assert step.flops == forward * 7 // 2
     assert functional.scaled_dot_product_attention.__module__ != "lora_parallel.cost.simulated_step"
 
 
@@ -70,8 +70,8 @@ def test_a_product_of_int8_takes_what_the_kernels_of_cuda_take():
         out = bitsandbytes.matmul(x, state.CB, state=state)
         assert step.alive == out.numel() * 2
         # int32, float16 and bfloat16 of the output; int8 of the input and a scale for each row
-        assert step.counts.peaks == {"forward": out.numel() * (4 + 2 + 2) + 64 * (64 + 4)}
-        assert step.counts.flops == 2 * 64 * 64 * 128
+        assert step.peaks == {"forward": out.numel() * (4 + 2 + 2) + 64 * (64 + 4)}
+        assert step.flops == 2 * 64 * 64 * 128
         out.sum().backward()
     assert x.grad.shape == x.shape
 

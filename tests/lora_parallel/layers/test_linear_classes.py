@@ -105,7 +105,7 @@ def test_roles_of_what_a_subclass_adds(sizes):
 def test_one_trial_serves_all_layers_of_a_class_and_shape(monkeypatch):
     tried = []
     search = linear_classes._search
-    monkeypatch.setattr(linear_classes, "_found", {})
+    monkeypatch.setattr(linear_classes, "_known_roles", {})
     monkeypatch.setattr(linear_classes, "_search", lambda base, columns: tried.append(base) or search(base, columns))
     for layer in (Scaled(6, 10), Scaled(6, 10), Scaled(6, 12)):
         assert subclass_problem(layer, ROWS) is None

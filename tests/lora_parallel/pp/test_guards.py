@@ -279,7 +279,7 @@ def test_outputs_of_micro_batches_that_cannot_be_joined_are_refused(outputs, rea
 
 def test_hidden_states_of_one_dtype_and_then_another_are_refused():
     links: Any = object.__new__(Links)
-    links._dtypes, links._store, links._place = {}, MagicMock(), 0
+    links._dtypes, links._store, links._index = {}, MagicMock(), 0
     links._announce_dtype(torch.float32, "training")
     with pytest.raises(RuntimeError, match=r"are torch\.bfloat16 and were torch\.float32 in an earlier micro-batch"):
         links._announce_dtype(torch.bfloat16, "training")

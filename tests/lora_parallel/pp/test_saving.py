@@ -562,7 +562,7 @@ def made_before(mesh: str) -> dict[str, Any]:
     names = {p: name for name, p in model.named_parameters()}
     after = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     described = describe_optimizer(optimizer, model)
-    held._held[0] = ["no such name"]
+    held._entries[0] = ["no such name"]
     return {"before": before, "after": after, "described": described, "wrong": attempt(held.restore, model)}
 
 
