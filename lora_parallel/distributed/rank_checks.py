@@ -24,8 +24,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import ceil
-from types import FrameType
-from typing import Any, NoReturn
+from traceback import walk_stack
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from lora_parallel.distributed.torch_private import default_store, is_simulated, process_groups
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 # seconds of waiting after which a rank logs which ranks it waits for; after the last, each time the wait doubles
@@ -57,12 +58,12 @@ class _Announcement:
     """Hold the entry that a rank writes into the store: its call, and where the user's program makes it."""
 
     what: str
-    place: str
+    caller: str  # file and line
     # seconds after which the rank stopped waiting for the others; None if it still waits or went on
     given_up_after: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.what} (called at {self.place})"
+        return f"{self.what} (called at {self.caller})"
 
 
 @dataclass
@@ -127,8 +128,7 @@ def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
 def limit_waiting(seconds: float) -> None:
     """Limit the time that ranks wait for each other to `seconds`, and to the timeout of the process group."""
     if (meetings := _current()) is not None:
-        limit = min(seconds, meetings.store.timeout.total_seconds())
-        _limits[meetings.group] = limit
+        _limits[meetings.group] = limit = min(seconds, meetings.store.timeout.total_seconds())
         for known in _meetings.values():
             known.timeout = limit
 
@@ -196,9 +196,8 @@ def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -
 def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
     """Announce a call; return True once every rank has announced the same, False if one makes another call or gives up.
 
-    A rank's number of requests to the store does not depend on the number of ranks: the rank that comes last, or that
-    comes with another call, sets the key "open", which all ranks poll. The first rank that sets the key decides if the
-    calls count as alike or unlike.
+    All ranks poll the key "open", so that a rank's number of requests does not depend on the number of ranks. The rank
+    that comes last or with another call sets it; the first to do so decides if the calls count as alike or unlike.
     """
     store, size, rank = meetings.store, len(meetings.ranks), meetings.group.rank()
     opened = f"{number}/open"
@@ -314,15 +313,10 @@ def _raise_unlike(everyone: dict[int, _Announcement], rank: int, remedy: str) ->
 
 def place_of_call() -> str:
     """Return the file and line of the innermost frame of the user's program: of no package in `_LIBRARIES`."""
-    frame: FrameType | None = sys._getframe(1)
-    ours = frame
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _LIBRARIES and not frame.f_code.co_filename.startswith("<frozen"):
-            break
-        frame = frame.f_back
-    caller = frame or ours
-    assert caller is not None
+    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
+    named = ((frame.f_globals.get("__name__", "").partition(".")[0], frame) for frame in frames)
+    users = (f for package, f in named if package not in _LIBRARIES and not f.f_code.co_filename.startswith("<frozen"))
+    caller = next(users, frames[0])
     file, here = caller.f_code.co_filename, os.path.join(os.getcwd(), "")
     return f"{file.removeprefix(here)}:{caller.f_lineno}"
 
@@ -408,18 +402,21 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
-    mine = None if error is None else (type(error).__name__, str(error))
-    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    failures = gather_objects(None if error is None else (type(error).__name__, str(error)))
     if error is not None:
         raise error
-    for rank, failure in enumerate(everyone):
+    for rank, failure in enumerate(failures):
         if failure is not None:
             raise _error(failure[0], f"on rank {rank}: {failure[1]}")
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the object of each rank of `group`, of all ranks if it is None; `mine` is pickled. Collective."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def _error(name: str, text: str) -> Exception:
@@ -437,10 +434,7 @@ def check_alike(**arguments: object) -> None:
     Raises:
         ValueError: An argument differs between ranks; raised on every rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
+    everyone = gather_objects({name: repr(value) for name, value in arguments.items()})
     for rank, values in enumerate(everyone):
         for name, value in values.items():
             if value != everyone[0][name]:
