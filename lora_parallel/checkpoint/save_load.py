@@ -126,10 +126,8 @@ def load_checkpoint(
 
 
 def _numbered(optimizer: Optimizer | list[Optimizer] | None) -> dict[str, Optimizer]:
-    if optimizer is None:
-        return {}
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise TypeError(f"optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, a list, or None.")
-    return {str(index): each for index, each in enumerate(optimizers)}
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"optimizer is a {type(one).__name__}: give a torch.optim.Optimizer, a list, or None.")
+    return {str(index): one for index, one in enumerate(optimizers)}

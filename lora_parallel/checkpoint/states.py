@@ -138,10 +138,10 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str], mesh: D
 def check_optimizer(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
-    held: Sequence[Collection[str]],
+    names_of_groups: Sequence[Collection[str]],
     record: Mapping[str, Any],
 ) -> None:
-    """Check that a saved record fits an optimizer; `held` is what `group_names` returns for it."""
+    """Check that a saved record fits an optimizer, for which `group_names` has returned `names_of_groups`."""
     kind, groups = type(optimizer).__name__, record["groups"]
     if record["class"] != kind:
         raise ValueError(f"the optimizer that was saved is a {record['class']}, the one to fill a {kind}.")
@@ -150,8 +150,8 @@ def check_optimizer(
             f"the {kind} that was saved has {len(groups)} parameter groups, the one to fill "
             f"{len(optimizer.param_groups)}: make it with the same groups."
         )
-    for index, (group, saved) in enumerate(zip(held, groups, strict=True)):
-        mine, theirs = set(group), set(saved["parameters"])
+    for index, (group_now, saved) in enumerate(zip(names_of_groups, groups, strict=True)):
+        mine, theirs = set(group_now), set(saved["parameters"])
         if mine != theirs:
             raise ValueError(
                 f"parameter group {index} of the {kind} has {len(mine - theirs)} parameters that the saved one lacks "
@@ -167,7 +167,7 @@ def check_optimizer(
                 )
     if steps_on(optimizer) is StepsOn.FULL:
         return
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         name = names[parameter]
         for key, value in record["values"].get(name, {}).items():
             if any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
@@ -252,8 +252,7 @@ class TrainState:
     @property
     def states(self) -> dict[str, ParallelState]:
         """Return the `ParallelState` of each model, by the names of the models."""
-        found = {name: state_of(model) for name, model in self.models.items()}
-        return {name: state for name, state in found.items() if state is not None}
+        return {name: state for name, model in self.models.items() if (state := state_of(model)) is not None}
 
     @property
     def mesh(self) -> DeviceMesh:
