@@ -64,10 +64,8 @@ def check_finite(parameters: Mapping[str, Tensor]) -> None:
         if isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
     }
     finite = [values.isfinite().all() for values in floats.values()]
-    broken = [
-        name for name, fine in zip(floats, torch.stack(finite).tolist() if finite else [], strict=True) if not fine
-    ]
-    if broken:
+    fine = torch.stack(finite).tolist() if finite else []
+    if broken := [name for name, is_fine in zip(floats, fine, strict=True) if not is_fine]:
         more = f", and so do {len(broken) - 1} more parameters" if len(broken) > 1 else ""
         raise ValueError(
             f"{broken[0]} holds values that are not finite{more}: the model is broken, and is not saved. "
@@ -106,7 +104,7 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
 def loose_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that belong to no adapter and train now, or trained when their model was parallelized."""
     models = parallelized(module).values()
-    held = {parameter for model in models for parameter in adapter_parameters(model).values()}
+    adapted = {parameter for model in models for parameter in adapter_parameters(model).values()}
     trained = {
         parameter
         for model in models
@@ -114,7 +112,7 @@ def loose_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters()
         if name in state.trained
     }
-    return {name: p for name, p in module.named_parameters() if (p.requires_grad or p in trained) and p not in held}
+    return {name: p for name, p in module.named_parameters() if (p.requires_grad or p in trained) and p not in adapted}
 
 
 def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
@@ -167,9 +165,9 @@ def keys_on_disk(
     with agreed():
         if not dist.is_initialized() or dist.get_rank() == first:
             parameters = tensors_by_name(model)
-            own = adapter_tensors(model, adapter_name)
-            embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
-            wanted = {**{name: parameters[name] for name in embeddings}, **own}
+            adapter = adapter_tensors(model, adapter_name)
+            embeddings = {n: parameters[n] for n in _embedding_weights(model, holder) if n in parameters}
+            wanted = embeddings | adapter
             stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
             state = get_peft_model_state_dict(
                 holder,
@@ -181,7 +179,7 @@ def keys_on_disk(
             added = "" if isinstance(holder, PeftModel) else "base_model.model."
             names = {f"{added}{key}": by_tensor[id(tensor)] for key, tensor in state.items()}
             named = {id(parameters[name]) for name in names.values()}  # a tensor that tied layers share is written once
-            if lost := sorted(name for name, tensor in own.items() if id(tensor) not in named):
+            if lost := sorted(name for name, tensor in adapter.items() if id(tensor) not in named):
                 raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
     if dist.is_initialized() and dist.get_world_size() > 1:
         shared = [names]
@@ -285,7 +283,8 @@ def check_config(folder: Path, own: PeftConfig) -> None:
     if kind != PeftType.LORA.value:
         raise ValueError(f"{folder} holds an adapter of PEFT type {kind!r}; only LORA is supported.")
     defaults = {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(own)
+        option.name: option.default if option.default_factory is MISSING else option.default_factory()
+        for option in fields(own)
     }
     if unknown := {field: value for field, value in config.items() if field not in {**defaults, **_FORMER} and value}:
         raise ValueError(
@@ -385,5 +384,5 @@ def _ordered(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it. Everything false is None: PEFT writes None, {} or [] for a field not set."""
-    plain = json.dumps(value, default=lambda each: sorted(each) if isinstance(each, set) else str(each))
+    plain = json.dumps(value, default=lambda other: sorted(other) if isinstance(other, set) else str(other))
     return json.loads(plain) or None

@@ -76,7 +76,7 @@ BREAKAGES = [
         "checkpoint",
         "Tensors of an adapter that PEFT has no key for are not saved.",
         f"{FOLDER}::test_a_tensor_that_peft_has_no_key_for_is_an_error",
-        """if lost := sorted(name for name, tensor in own.items() if id(tensor) not in named):""",
+        """if lost := sorted(name for name, tensor in adapter.items() if id(tensor) not in named):""",
         """if lost := []:""",
     ),
     Mutant(
@@ -178,14 +178,14 @@ BREAKAGES = [
         "backward",
         "The factors of experts are multiplied without their scale.",
         OPERATION,
-        """multiply(multiply(x, each.left), each.right) * each.scaling""",
-        """multiply(multiply(x, each.left), each.right)""",
+        """multiply(multiply(x, f.left), f.right) * f.scaling""",
+        """multiply(multiply(x, f.left), f.right)""",
     ),
     Mutant(
         "backward",
         "The scale of the factors of experts is lost where their weight comes first.",
         OPERATION,
-        """multiply(each.left, multiply(each.right, x)) * each.scaling""",
-        """multiply(each.left, multiply(each.right, x))""",
+        """multiply(f.left, multiply(f.right, x)) * f.scaling""",
+        """multiply(f.left, multiply(f.right, x))""",
     ),
 ]
