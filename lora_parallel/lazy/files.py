@@ -7,7 +7,6 @@ A source lists its tensors without reading their values, and reads rectangles of
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -22,8 +21,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lora_parallel.lazy.graph import Leaf, Region
@@ -172,30 +172,15 @@ class DcpDirectory(Source):
         yield read
 
 
-class _IntoBlock(LoadPlanner):
+class _IntoBlock(DefaultLoadPlanner):
     """Let DCP write the pieces of one read into `block`."""
 
     def __init__(self, block: Tensor) -> None:
+        super().__init__()
         self._block = block
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        block = self._block
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            block = block.narrow(dim, offset, length)
-        return block
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._block
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -99,7 +99,7 @@ BREAKAGES = [
         "guard",
         "An adapter that training has broken is saved, or its save fails as if the disk had spoilt it.",
         f"{FOLDER}::test_a_broken_adapter_is_not_saved",
-        """    if broken:
+        """    if broken := [name for name, is_fine in zip(floats, fine, strict=True) if not is_fine]:
         more = f", and so do {len(broken)""",
         """    if False:
         more = f", and so do {len(broken)""",
