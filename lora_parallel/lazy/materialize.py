@@ -14,7 +14,7 @@ from lora_parallel.distributed.dtensors import local, region_of, sharded_as
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.lazy.files import Source
 from lora_parallel.lazy.graph import Leaf, Node, Piece, Region, put, read_blocks
-from lora_parallel.lazy.tracking import forget, lazy_tensors_of, direct_tensors, replace_tensor
+from lora_parallel.lazy.tracking import direct_tensors, forget, lazy_tensors_of, replace_tensor
 from lora_parallel.storage import bytes_bar
 
 
