@@ -80,11 +80,7 @@ class Scratch:
         self.discard()
 
     def place_file(self, name: str) -> None:
-        """Sync one file of the folder to the disk and move it to the target, where a file or folder may stand.
-
-        Raises:
-            OSError: Syncing or moving fails; what stood at the target is still there.
-        """
+        """Sync one file of the folder to the disk and move it to the target, in place of a file or folder."""
         _sync_entry(self.path / name)
         replace_by(self.path / name, self.target)
         self.discard()

@@ -241,11 +241,8 @@ class ReadAdapter:
 def read_adapter(
     model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default", same_dtypes: bool = False
 ) -> ReadAdapter:
-    """Read an adapter from a folder, each rank its own slices, and check that it fits. Collective.
-
-    Of `directory` no subfolder is looked at. `same_dtypes` refuses values of another dtype than the model's adapter
-    has, as optimizer states belong to them.
-    """
+    """Read an adapter from a folder (of no subfolder), each rank its own slices, and check that it fits. Collective."""
+    # With `same_dtypes` optimizer states belong to the values: those of another dtype than the model's are refused.
     check_alike(adapter_name=adapter_name)
     reshard(model)
     with agreed():
@@ -289,10 +286,7 @@ def _targets(model: nn.Module, keys: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _digest(folder: Path) -> str:
-    """Return a hash of an adapter folder's content, which is the same wherever the folder is mounted.
-
-    It covers the config file and, of the weights file, the size, the header and 16 blocks of 4 KiB.
-    """
+    """Return a hash of an adapter folder's config, and of its weights' size, header and 16 blocks of 4 KiB."""
     content = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=6)
     with open(folder / WEIGHTS, "rb") as file:
         size = os.fstat(file.fileno()).st_size

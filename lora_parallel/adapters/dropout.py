@@ -119,11 +119,7 @@ class TopologyInvariantDropout(nn.Module):
         return self.dropped_at(row, token, shape[-1], keys).view(shape)
 
     def dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:
-        """Return the mask of tokens at any places of the global batch, bool [tokens, features], True if dropped.
-
-        `row` and `token`, int32 [...], are the global row of each token and its index there; features start at
-        `feature_offset`.
-        """
+        """Return the mask of tokens with the global indices `row` and `token`, int32 [...]: bool [tokens, features]."""
         row_key, token_key, feature_key = keys[:3]
         position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
         index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)

@@ -163,10 +163,7 @@ class LateAdapter:
             get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
 
     def draw(self, model: nn.Module, seed: int, device: str) -> None:
-        """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once.
-
-        Values of layers that have been taken out of the model since are drawn and dropped.
-        """
+        """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once."""
         there = set(model.modules())
         for layer in self._layers:
             if layer in there:

@@ -333,11 +333,9 @@ def _function(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_sorted_patterns(config: PeftConfig, keys: Iterable[str]) -> PeftConfig:
-    """Return a config that says the same r and alpha of each layer after PEFT has written and read it.
-
-    PEFT takes the first key of a pattern that matches a layer, and writes the keys sorted. Where that gives a layer
-    other values, the patterns of the config that is returned have a key for each layer.
-    """
+    """Return a config that says the same r and alpha of each layer after PEFT has written it, with sorted patterns."""
+    # PEFT takes the first key of a pattern that matches a layer. Where sorting gives a layer other values, the patterns
+    # of the config that is returned have a key for each layer.
     if not isinstance(config, LoraConfig) or config.target_parameters:
         return config
     if not (config.rank_pattern or config.alpha_pattern):

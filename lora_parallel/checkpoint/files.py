@@ -172,11 +172,8 @@ class ChecksummedWriter(dcp.StorageWriter):
 
 
 def check_bytes(path: Path, meta: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's files have the bytes that were written; errors on every rank. Collective.
-
-    Ranks that see the same folder divide its files among themselves, so that each file is read once. A rank that sees a
-    copy of its own, for example on a disk of its node, checks the whole copy.
-    """
+    """Check that a checkpoint's files have the bytes that were written; errors on every rank. Collective."""
+    # Ranks that see the same folder read each file once among them; one with a copy of its own checks the whole copy.
     with agreed():
         inode = (path / META).stat()
         mine = (platform.node(), inode.st_dev, inode.st_ino)
@@ -275,10 +272,7 @@ def _replace_everywhere(one: Any, other: Any) -> None:
 
 
 def _destroy_afterwards(*args: Any, **kwargs: Any) -> None:
-    """Wait for the save in flight, then destroy the process group, as scripts do at their end.
-
-    torch has no hook that runs before it: while a save is in flight this stands in place of torch's function.
-    """
+    """Wait for the save in flight, then destroy the process group: torch has no hook that runs before it."""
     _replace_everywhere(_destroy_afterwards, _own_destroy)
     if _pending is not None:
         futures.wait([_pending])

@@ -184,11 +184,8 @@ def restored(
     record: Mapping[str, Any],
     read: Callable[[str, str, tuple[slice, ...]], Tensor],
 ) -> Callable[[], None]:
-    """Read a saved state for this rank's shards; return a function that puts it into the optimizer.
-
-    `check_optimizer` must accept the record, which may be of any mesh. `read` returns the values of a region of a full
-    state tensor, given the name of its parameter, its key and the region.
-    """
+    """Read a saved state for this rank's shards, on any mesh; return a function that puts it into the optimizer."""
+    # `read` returns a region of a full state tensor, by its parameter's name, its key and the region.
     state: dict[Tensor, dict[str, Any]] = {}
     for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
         for parameter in group["params"]:
@@ -275,10 +272,7 @@ class TrainState:
         return persistent_buffers(self.module)
 
     def other_state(self) -> dict[str, Any]:
-        """Return this rank's entries of the state dict that are neither parameters nor buffers, by name.
-
-        Such entries are extra states of modules (`get_extra_state`) and persistent states of metrics.
-        """
+        """Return this rank's entries of the state dict that are no parameters or buffers, such as extra states, by name."""
         # Calls nn.Module's method: an override may take other arguments, or leave entries out or rename them.
         everything = nn.Module.state_dict(self.module, keep_vars=True)
         named = {**dict(self.module.named_parameters(remove_duplicate=False)), **self.buffers()}
@@ -296,10 +290,7 @@ class TrainState:
 
 
 def gather_random_states(mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """Gather Python's, NumPy's and torch's random states on rank 0: one entry for each dp rank in order. Collective.
-
-    Other ranks get an empty list.
-    """
+    """Gather random states on rank 0, one entry for each dp rank in order; others get an empty list. Collective."""
     mine = _capture(mesh.device_type)
     states: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, states if dist.get_rank() == 0 else None, dst=0)

@@ -170,8 +170,7 @@ def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> b
 def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -> None:
     """Wait until every rank (of `ranks`, if given) has come to the call `what`. Collective.
 
-    Raises RuntimeError, which ends with `remedy`, if ranks make other calls or have stopped waiting; TimeoutError if
-    some have not come in time.
+    Raises RuntimeError, ending with `remedy`, if ranks make other calls or have stopped waiting; else TimeoutError.
     """
     meetings = _current(ranks)
     if meetings is None:
@@ -445,11 +444,7 @@ def check_alike(**arguments: object) -> None:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return a 64-bit number that is equal for equal tensors and differs if the bytes or their order differ.
-
-    The tensor's bytes are read as a table of int64 [rows, 4096]. The number adds up the sums of the columns and of the
-    rows, each multiplied by a weight of its own, and the remaining bytes likewise. It is not cryptographic.
-    """
+    """Return a 64-bit number that is equal for equal tensors and differs if the bytes or their order differ."""
     return int(fingerprint_on_device(tensor))
 
 
@@ -497,8 +492,5 @@ def begin_gather(
 def gather_numbers(
     numbers: list[int], device: str, what: str | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the `numbers` of every rank, int64 [ranks, len(numbers)] on the CPU. Collective.
-
-    A rank that waits for long logs the name `what` of the call and the missing ranks; without it, it waits in silence.
-    """
+    """Return the `numbers` of every rank, int64 [ranks, len(numbers)] on the CPU. Collective."""
     return begin_gather(numbers, device, what, group)()

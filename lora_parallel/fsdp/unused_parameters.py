@@ -164,12 +164,9 @@ class _Unit:
         self._runs = runs
 
     def fill(self) -> None:
-        """Put zeros in gathered parameters without a gradient, in backward passes for which FSDP2 cannot send them.
-
-        These are all passes if torch is older than 2.13, and passes without a reduction. FSDP2's own zeros have the
-        gathered parameter's dtype, while passes without a reduction leave gradients in reduce_dtype: every parameter
-        must have a gradient after such a pass.
-        """
+        """Put zeros in gathered parameters without a gradient, in backward passes for which FSDP2 cannot send them."""
+        # These are all passes if torch is older than 2.13, and passes without a reduction, after which every parameter
+        # must have a gradient in reduce_dtype: FSDP2's own zeros have the gathered parameter's dtype.
         if not self._runs:
             return
         if not hasattr(self.module, "set_reduce_scatter_unused_params") or not reduces_gradients(self.module):

@@ -69,11 +69,8 @@ def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
 
 
 def leave_inference_mode(model: nn.Module) -> None:
-    """Run a model and its FSDP units under `no_grad` where they are called in inference mode.
-
-    What a first forward makes, FSDP2's buffers above all, could never be trained with otherwise. To be called after the
-    other hooks of the forward are registered.
-    """
+    """Run a model and its FSDP units under `no_grad` where they are called in inference mode."""
+    # FSDP2's buffers of a first forward could never be trained with otherwise. Other hooks are registered before.
     for module in dict.fromkeys([model, *(unit for unit in model.modules() if isinstance(unit, FSDPModule))]):
         left = ExitStack()
         module.register_forward_pre_hook(partial(_leave, left), prepend=True)

@@ -68,11 +68,8 @@ def save_tenant(
 def load_tenant(
     model: nn.Module, name: str, folder: Path, optimizer: Optimizer, base: Mapping[str, str], most: int | None
 ) -> dict[str, Any] | None:
-    """Fill an adapter and its optimizer from a folder; return the state that was saved beside it. Collective.
-
-    Nothing is changed unless everything in the folder fits; every error is raised on every rank. Without a saved state
-    the result is None, and the optimizer's state is cleared, so that training starts with a new one.
-    """
+    """Fill an adapter and its optimizer from a folder; return the state saved beside it, if any. Collective."""
+    # Nothing is changed unless all fits; errors are raised on every rank. Without a state the optimizer's is cleared.
     with agreed():
         path = _state_of(folder) if (folder / WEIGHTS).is_file() else None
         trained = path is not None and path.is_file()

@@ -76,12 +76,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def memory_needs(factors: Sequence[Factor], optimizer: Optimizers) -> MemoryNeeds:
-    """Compute the most bytes that a tenant takes at one time on this rank.
-
-    Counted are its parameters; the state of their optimizer, by one step on parameters without values; their gradients
-    that have been summed over ranks; those of a later backward that wait for their sum; and, for an adapter that is
-    sharded over dp_shard, the values that a step gathers.
-    """
+    """Compute the most bytes that a tenant takes at one time on this rank."""
+    # Counted are its parameters; the state of their optimizer, by one step on parameters without values; gradients that
+    # have been summed over ranks, and those of a later backward; and the values that a step gathers of a sharded one.
     bare = [nn.Parameter(torch.empty_like(local(factor.parameter), device="meta")) for factor in factors]
     try:
         tried = optimizer(bare)
