@@ -272,7 +272,7 @@ class TrainState:
         return persistent_buffers(self.module)
 
     def other_state(self) -> dict[str, Any]:
-        """Return this rank's entries of the state dict that are no parameters or buffers, such as extra states, by name."""
+        """Return this rank's entries of the state dict, by name, that are no parameters or buffers: extra states."""
         # Calls nn.Module's method: an override may take other arguments, or leave entries out or rename them.
         everything = nn.Module.state_dict(self.module, keep_vars=True)
         named = {**dict(self.module.named_parameters(remove_duplicate=False)), **self.buffers()}
