@@ -205,40 +205,22 @@ def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
 
 _PICKLED = "adapter_model.bin"
 
-_KEYS = "the keys of the file say which layers and tensors the adapter has"
-_PLACE = "says where the adapter or its base comes from"
-_HOW = "says how init_lora_weights computes the first values, and is compared with it where those change the base"
-_SAME_FUNCTION = {
-    "arrow_config": "routes tokens over several adapters by their tensors; a folder holds one",
-    "auto_mapping": _PLACE,
-    "base_model_name_or_path": _PLACE,
-    "bias": _KEYS,
-    "corda_config": _HOW,
-    "ensure_weight_tying": _KEYS,
-    "eva_config": _HOW,
-    "exclude_modules": _KEYS,
-    "fan_in_fan_out": "PEFT sets it to what the base layer needs",
-    "inference_mode": "says whether the adapter trains",
-    "layers_pattern": _KEYS,
-    "layers_to_transform": _KEYS,
-    "loftq_config": _HOW,
-    "lora_bias": _KEYS,
-    "lora_dropout": "is applied in training alone",
-    "lora_ga_config": _HOW,
-    "megatron_config": "says how Megatron shards the base",
-    "megatron_core": "says how Megatron shards the base",
-    "modules_to_save": _KEYS,
-    "peft_type": "is compared before",
-    "peft_version": _PLACE,
-    "revision": _PLACE,
-    "runtime_config": "says where PEFT computes, and is not saved",
-    "target_modules": _KEYS,
-    "target_parameters": _KEYS,
-    "task_type": "names the class of the wrapper around the model",
-    "use_dora": _KEYS,
-    "velora_config": "says what the backward pass keeps of the activations",
+_FIRST_VALUES = frozenset({"corda_config", "eva_config", "loftq_config", "lora_ga_config"})
+"""Fields that say how init_lora_weights computes the first values; compared with it where those change the base."""
+
+_SAME_FUNCTION = _FIRST_VALUES | {
+    # where the adapter or its base comes from
+    *("auto_mapping", "base_model_name_or_path", "peft_version", "revision"),
+    # which layers and tensors the adapter has: the keys of the file say it
+    *("bias", "ensure_weight_tying", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
+    *("modules_to_save", "target_modules", "target_parameters", "use_dora"),
+    "arrow_config",  # routes tokens over several adapters by their tensors; a folder holds one
+    "fan_in_fan_out",  # PEFT sets it to what the base layer needs
+    *("inference_mode", "lora_dropout", "velora_config"),  # of training alone
+    *("megatron_config", "megatron_core", "runtime_config", "task_type"),  # of the base and the wrapper around it
+    "peft_type",  # is compared before
 }
-"""Fields of a PEFT config that may differ between two configs of one function, each with its reason."""
+"""Fields of a PEFT config that may differ between two configs of one function, with the reasons."""
 
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 """Fields that together say r and alpha of each layer."""
@@ -317,7 +299,7 @@ def _function(config: dict[str, Any]) -> dict[str, Any]:
     function = {
         field: _plain(value)
         for field, value in config.items()
-        if field not in _SAME_FUNCTION or (changes_base and _SAME_FUNCTION[field] is _HOW)
+        if field not in _SAME_FUNCTION or (changes_base and field in _FIRST_VALUES)
     }
     if not changes_base:
         function.pop("init_lora_weights", None)

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def meta_init() -> Iterator[None]:
         ValueError: `from_pretrained` gets an argument that has no meaning here. If a checkpoint is wrong, `parallelize`
             raises the error, on every rank.
     """
-    with _deferred_from_pretrained(), _constructors_on_meta():
+    with deferred_loading(_constructors_in_memory), _constructors_on_meta():
         yield
 
 
@@ -107,14 +107,8 @@ def defer_from_pretrained() -> Iterator[None]:
 
     A model is not deferred if the environment variable LORA_PARALLEL_DEFER is 0 when it is loaded.
     """
-    with _deferred_from_pretrained(unless_told=True):
-        yield
-
-
-@contextmanager
-def _deferred_from_pretrained(unless_told: bool = False) -> Iterator[None]:
     adapters_off_meta()
-    with deferred_loading(_constructors_in_memory, unless_told):
+    with deferred_loading(_constructors_in_memory, unless_told=True):
         yield
 
 
@@ -136,12 +130,6 @@ def _constructors_on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def _constructors_in_memory() -> Iterator[None]:
-    with _register_with(_own_register):
-        yield
-
-
-@contextmanager
 def _register_with(function: object) -> Iterator[None]:
     before = nn.Module.register_parameter
     nn.Module.register_parameter = function  # type: ignore[assignment]
@@ -149,6 +137,9 @@ def _register_with(function: object) -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = before  # type: ignore[method-assign]
+
+
+_constructors_in_memory = partial(_register_with, _own_register)
 
 
 log = logging.getLogger(__name__)
