@@ -325,12 +325,9 @@ _NOTHING = torch.empty(0)
 
 @contextmanager
 def one_gloo_thread() -> Iterator[None]:
-    """Give each gloo group that is made within the context one worker thread, not two.
-
-    Two threads write the name of the collective that has finished into one string, without a lock. If the name is
-    longer than 15 characters, as that of a functional all-gather is, the threads can corrupt the heap
-    (docs/upstream/gloo_threads.md). torch ignores the options that it is given for gloo, so the class is replaced.
-    """
+    """Give each gloo group that is made within the context one worker thread: two can corrupt the heap."""
+    # They write a long name of the collective that has finished into one string (docs/upstream/gloo_threads.md).
+    # torch ignores the options that it is given for gloo, so the class is replaced.
     if not dist.is_gloo_available():
         yield
         return
@@ -353,11 +350,9 @@ def one_gloo_thread() -> Iterator[None]:
 
 @contextmanager
 def not_profiled() -> Iterator[None]:
-    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest.
-
-    A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into memory
-    that the profiler has freed (docs/upstream/gloo_profiler.md). A public profiler records all operations or none.
-    """
+    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest."""
+    # A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into
+    # memory that the profiler has freed (docs/upstream/gloo_profiler.md).
     torch._C._autograd._enable_record_function(False)
     try:
         yield
@@ -366,12 +361,9 @@ def not_profiled() -> Iterator[None]:
 
 
 def finish_gloo() -> None:
-    """Wait, at exit, until gloo's threads have let go of all tensors; not at all if an error has ended the process.
-
-    A thread of gloo that frees a tensor while Python ends aborts the process (docs/upstream/gloo_exit.md). An all-
-    reduce of no elements waits for no peer, but comes after the messages before it. After an error, a peer that one of
-    these waits for may never come.
-    """
+    """Wait, at exit, until gloo's threads have let go of all tensors; not at all if an error has ended the process."""
+    # A thread of gloo that frees a tensor while Python ends aborts the process (docs/upstream/gloo_exit.md). An all-
+    # reduce of no elements waits for no peer, but comes after messages whose peers an error may keep away.
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
     until = time.monotonic() + 5
