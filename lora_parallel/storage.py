@@ -34,12 +34,8 @@ class Scratch:
     def __init__(self, target: Path) -> None:
         self.target = target
         self.path = _beside(target, _WRITING)
+        self.lock = self.path / _LOCK  # a file in the folder, and not part of its content
         self._lock: int | None = None
-
-    @property
-    def lock(self) -> Path:
-        """Return the path of the lock file, which is in the folder and not part of its content."""
-        return self.path / _LOCK
 
     def make(self) -> None:
         """Make the folder, empty, in place of one that a killed process left; BlockingIOError if another writes it."""

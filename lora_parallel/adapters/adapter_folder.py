@@ -111,7 +111,9 @@ class GatheredAdapter:
         scratch.make()
         try:
             save_file(self.tensors, scratch.path / WEIGHTS, metadata={"format": "pt"})
-            self._write_config(scratch.path)
+            named = {"base_model_class": self.base_class.__name__, "parent_library": self.base_class.__module__}
+            config = with_sorted_patterns(self.config, self.tensors)  # and PEFT names the base's class in it
+            config.save_pretrained(str(scratch.path), auto_mapping_dict=named if config.task_type is None else None)
             _compare(scratch.path / WEIGHTS, self.tensors)
             if beside is not None:
                 beside(scratch.path)
@@ -138,14 +140,6 @@ class GatheredAdapter:
                 ) from error
             shutil.copyfile(present, folder / CARD)
         self.holder.create_or_update_model_card(str(folder))  # type: ignore[operator]
-
-    def _write_config(self, directory: Path) -> None:
-        """Write `adapter_config.json`, with the changes that `PeftModel.save_pretrained` makes to the config."""
-        mapping = None
-        if self.config.task_type is None:
-            mapping = {"base_model_class": self.base_class.__name__, "parent_library": self.base_class.__module__}
-        config = with_sorted_patterns(self.config, self.tensors)
-        config.save_pretrained(str(directory), auto_mapping_dict=mapping)
 
 
 def gather_adapter(

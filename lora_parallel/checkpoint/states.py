@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -258,11 +258,6 @@ class TrainState:
         assert mesh is not None
         return mesh
 
-    @property
-    def timeout_seconds(self) -> int:
-        """Return the timeout of collectives, in seconds."""
-        return max((state.config.timeout_seconds for state in self.states.values()), default=1800)
-
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Map each parameter to its name in `module`."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
@@ -314,8 +309,7 @@ def restore_random_state(states: list[dict[str, Any]], mesh: DeviceMesh) -> None
     seed = int.from_bytes(digest.digest(), "little")
     random.seed(seed)
     torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    np.random.seed(seed)
 
 
 def _capture(device_type: str) -> dict[str, Any]:
@@ -323,10 +317,8 @@ def _capture(device_type: str) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device_type != "cpu":
         state["device"] = torch.get_device_module(device_type).get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [str(kind), [int(key) for key in keys], *rest]
-    return state
+    kind, keys, *rest = np.random.get_state()
+    return {**state, "numpy": [str(kind), [int(key) for key in keys], *rest]}
 
 
 def _put(state: dict[str, Any], device_type: str) -> None:
@@ -335,5 +327,5 @@ def _put(state: dict[str, Any], device_type: str) -> None:
     torch.set_rng_state(state["torch"])
     if device_type != "cpu" and "device" in state:
         torch.get_device_module(device_type).set_rng_state(state["device"])
-    if "numpy" in sys.modules and "numpy" in state:
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+    if "numpy" in state:
+        np.random.set_state(tuple(state["numpy"]))

@@ -143,7 +143,8 @@ def write_checkpoint(
         if async_save:
             written = None
             if save.has_shards:  # DCP writes from copies, and its collectives have a process group of their own
-                group = background_group(state.timeout_seconds)
+                timeouts = [parallel.config.timeout_seconds for parallel in state.states.values()]
+                group = background_group(max(timeouts, default=1800))
                 written = dcp.async_save(tensors, storage_writer=save.state_writer, process_group=group)
             finish_in_background(partial(_finish, save, written))
             return path

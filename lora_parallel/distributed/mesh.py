@@ -104,10 +104,8 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
 def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
     """Warn on rank 0 if torchrun could not restart this job; raise RuntimeError in a job that it has restarted so.
 
-    torchrun's agent keeps one store for all starts of a job. The addresses that the ranks of the last start wrote into
-    it are still there when the ranks of the next start read them: some read old ones, and fail or wait
-    (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.13). With the variable
-    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and the rendezvous "c10d", every start has a store of its own.
+    torchrun's agent keeps one store for all starts of a job, so that ranks of the next start may read addresses of the
+    last, and fail or wait (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.13).
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return

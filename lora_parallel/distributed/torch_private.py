@@ -336,9 +336,9 @@ def parameters_on_meta() -> Iterator[None]:
     """Within the context, let FSDP2 run with parameters on meta, which it refuses: a simulated rank has no values."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    own = FSDPParamGroup._validate_no_meta_params
+    original = FSDPParamGroup._validate_no_meta_params
     FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FSDPParamGroup._validate_no_meta_params = own  # type: ignore[method-assign]
+        FSDPParamGroup._validate_no_meta_params = original  # type: ignore[method-assign]

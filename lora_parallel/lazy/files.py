@@ -62,13 +62,15 @@ class Source:
         """Open the source, and give the context a function that reads a region of a tensor into memory."""
         raise NotImplementedError
 
-    def _check_there(self) -> None:
-        if not self.path.exists():
-            raise FileNotFoundError(f"{self.path} is missing: the checkpoint is incomplete. Download or copy it again.")
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: the checkpoint is incomplete. Download or copy it again.")
 
 
 def opened_safetensors(path: Path) -> Any:
-    """Open a safetensors file as `safe_open` does; raise a ValueError that names the file if it cannot be read."""
+    """Open a safetensors file as `safe_open` does; raise an error that names the file if it cannot be read."""
+    _check_there(path)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -83,7 +85,6 @@ class SafetensorsFile(Source):
 
     def list(self) -> dict[str, Leaf]:
         leaves: dict[str, Leaf] = {}
-        self._check_there()
         with opened_safetensors(self.path) as file:
             for key in file.offset_keys():
                 view = file.get_slice(key)
@@ -95,7 +96,6 @@ class SafetensorsFile(Source):
 
     @contextmanager
     def open(self) -> Iterator[Reader]:
-        self._check_there()
         with opened_safetensors(self.path) as file:
             yield lambda key, region: file.get_slice(key)[region] if region else file.get_tensor(key)
 
@@ -117,7 +117,7 @@ class PickleFile(Source):
         yield lambda key, region: state[key][region].clone()
 
     def _load(self) -> dict[str, Any]:
-        self._check_there()
+        _check_there(self.path)
         try:
             # Only torch's zip files can be mapped; a file that torch 1.5 or older wrote is read whole.
             state = torch.load(self.path, map_location="cpu", mmap=zipfile.is_zipfile(self.path), weights_only=True)
@@ -136,7 +136,7 @@ class DcpDirectory(Source):
     """Read a directory that torch.distributed.checkpoint (DCP) wrote."""
 
     def list(self) -> dict[str, Leaf]:
-        self._check_there()
+        _check_there(self.path)
         metadata = _read_metadata(self.path)
         try:
             return {

@@ -139,8 +139,7 @@ def fresh_of(module: nn.Module) -> set[str]:
 
 def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
     """Yield the checkpoints that the models inside of `model` came from."""
-    checkpoints = (_record_of(module).checkpoint for module in model.modules())
-    yield from (checkpoint for checkpoint in checkpoints if checkpoint is not None)
+    return (known for module in model.modules() if (known := _record_of(module).checkpoint) is not None)
 
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:

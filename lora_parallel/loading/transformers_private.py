@@ -172,13 +172,13 @@ def _list(files: list[str], load_config: LoadStateDictConfig) -> dict[str, Leaf]
     return list_sources(sources, weight_map, f"the index of {load_config.pretrained_model_name_or_path}")
 
 
-def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadStateDictConfig) -> Any:
+def _fill(model: PreTrainedModel, leaves: Mapping[str, Leaf], load_config: LoadStateDictConfig) -> Any:
     """Let transformers map lazy tensors to parameters, check the resulting shapes and dtypes, and return its report."""
     wanted = model.state_dict()
     if load_config.hf_quantizer is not None:
         path = str(load_config.pretrained_model_name_or_path)
-        check_marks(model, load_config.hf_quantizer, found, path)
-    stored = {key: LazyTensor(leaf) for key, leaf in found.items()}
+        check_marks(model, load_config.hf_quantizer, leaves, path)
+    stored = {key: LazyTensor(leaf) for key, leaf in leaves.items()}
     showed = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -197,7 +197,7 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
     if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
         name, there, here = min(info.mismatched_keys, key=lambda mismatch: mismatch[0])
         where = next(
-            (f"{leaf.source.path}: {key}" for key, leaf in found.items() if key.endswith(name)),
+            (f"{leaf.source.path}: {key}" for key, leaf in leaves.items() if key.endswith(name)),
             f"{load_config.pretrained_model_name_or_path}: {name}",
         )
         info.mismatched_keys = set()
@@ -205,7 +205,7 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
             f"{where} has shape {tuple(there)}, and {name} of {type(model).__name__} has {tuple(here)}: the config is "
             "not the checkpoint's. For a new head of another size pass ignore_mismatched_sizes=True to from_pretrained."
         )
-    if found:  # if not, the lazy tensors are left from an earlier attempt, whose problem is known
+    if leaves:  # if not, the lazy tensors are left from an earlier attempt, whose problem is known
         for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, LazyTensor) and not isinstance(tensor.node, Packed):
                 check_fit(name, wanted[name], tensor.node)
@@ -285,14 +285,14 @@ def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[
     return keys
 
 
-def claim(model: PreTrainedModel, found: Mapping[str, Leaf], path: str) -> None:
+def claim(model: PreTrainedModel, leaves: Mapping[str, Leaf], path: str) -> None:
     """Put lazy tensors in place of a model's parameters and persistent buffers, as `from_pretrained` maps them."""
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         dtype=model.dtype if isinstance(model.dtype, torch.dtype) else None,
         weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
     )
-    info = _fill(model, found, load_config)
+    info = _fill(model, leaves, load_config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     missing, unclaimed = sorted(info.missing_keys), sorted(info.unexpected_keys)

@@ -35,7 +35,7 @@ BREAKAGES = [
         "checkpoint",
         "A resumed run augments with other numbers of NumPy's generator.",
         DRAWN,
-        """sys.modules["numpy"].random.set_state(tuple(state["numpy"]))""",
+        """np.random.set_state(tuple(state["numpy"]))""",
         """pass""",
     ),
     Mutant(
