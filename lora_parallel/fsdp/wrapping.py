@@ -91,7 +91,7 @@ class _Root:
     """Gather and shard the root unit's weights outside of its forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
+        self.model: Any = model
         self._begun = self._runs = False
         model.register_forward_pre_hook(self._begins, prepend=True)
         model.register_forward_hook(self._ends, always_call=True)
@@ -114,15 +114,12 @@ class _Root:
         """Make FSDP2 take the model for the root unit, if the model has not been called yet. Collective."""
         if not self._begun:
             self._begun = True
-            make_root(self._model)
+            make_root(self.model)
 
     @torch.inference_mode(False)
     def unshard(self) -> None:
         self.begin()
-        self._model.unshard()
-
-    def reshard(self) -> None:
-        self._model.reshard()
+        self.model.unshard()
 
 
 class _Call:
@@ -148,7 +145,7 @@ class _Call:
     def after(self, *_: Any) -> None:
         if self._gathered:
             self._gathered = False
-            self._root.reshard()
+            self._root.model.reshard()
 
 
 def wants_fsdp(mesh: DeviceMesh, config: ParallelConfig) -> bool:

@@ -62,10 +62,6 @@ def whole(shape: tuple[int, ...]) -> Region:
     return tuple(slice(0, size) for size in shape)
 
 
-def _inside(region: Region) -> Region:
-    return tuple(slice(0, part.stop - part.start) for part in region)
-
-
 def with_part(region: Region, dim: int, part: slice) -> Region:
     """Return `region` with its slice of `dim` replaced by `part`."""
     return (*region[:dim], part, *region[dim + 1 :])
@@ -80,8 +76,9 @@ class Block:
 
     def pieces(self, region: Region) -> Iterator[Piece]:
         """Yield the region as one piece; yield nothing if the region is empty."""
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, _inside(region))  # type: ignore[arg-type]
+        sizes = tuple(part.stop - part.start for part in region)
+        if all(size > 0 for size in sizes):
+            yield Piece(self, region, whole(sizes))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
