@@ -170,7 +170,7 @@ def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> b
 def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -> None:
     """Wait until every rank (of `ranks`, if given) has come to the call `what`. Collective.
 
-    Raises RuntimeError, ending with `remedy`, if ranks make other calls or have stopped waiting; else TimeoutError.
+    Raises RuntimeError, ending with `remedy`, if ranks make other calls or gave up; TimeoutError if some are late.
     """
     meetings = _current(ranks)
     if meetings is None:
@@ -475,7 +475,7 @@ def begin_gather(
 
     def result() -> Tensor:
         if what is not None:
-            wait_for(work, what, device)
+            wait_for(work, what, device)  # logs which ranks are missing, after long
         return torch.stack(everyone).cpu()
 
     return result
