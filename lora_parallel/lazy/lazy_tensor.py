@@ -192,7 +192,8 @@ def _permute(x: LazyTensor, dims: list[int]) -> Node:
 
 def _transpose(x: LazyTensor, first: int, second: int) -> Node:
     dims = list(range(x.dim()))
-    dims[first], dims[second] = dims[second], dims[first]
+    first, second = _dim(x, first), _dim(x, second)  # t() of a vector swaps a dim with itself
+    dims[first], dims[second] = second, first
     return _permute(x, dims)
 
 
