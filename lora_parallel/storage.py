@@ -29,27 +29,16 @@ class Scratch:
 
     Only one process uses the folder. A lock on a file in the folder tells other processes that it is still being
     written. The system drops the lock when the process ends; forked children of the process do not keep it.
-
-    Args:
-        target: The path at which the complete folder is to stand.
     """
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self.path = _beside(target, _WRITING)
+        self.lock = self.path / _LOCK  # a file in the folder, and not part of its content
         self._lock: int | None = None
 
-    @property
-    def lock(self) -> Path:
-        """Return the path of the lock file, which is in the folder and not part of its content."""
-        return self.path / _LOCK
-
     def make(self) -> None:
-        """Make the folder, empty; remove the folder that a killed process left in its place.
-
-        Raises:
-            OSError: The folder cannot be made; a BlockingIOError if another process is writing it.
-        """
+        """Make the folder, empty, in place of one that a killed process left; BlockingIOError if another writes it."""
         if self.path.exists() and _in_use(self.path):
             raise BlockingIOError(f"another process is writing {self.target} ({self.path} is locked).")
         _remove(self.path)
@@ -59,10 +48,7 @@ class Scratch:
         _locked(self._lock)  # on a file system without locks, other writers get no error
 
     def place(self, replace: bool = False) -> None:
-        """Sync the folder to the disk and rename it to the target.
-
-        Args:
-            replace: True to remove a file or folder at the target, once the new folder is there.
+        """Sync the folder to the disk and rename it to the target; with `replace` remove what stood there, afterwards.
 
         Raises:
             OSError: Syncing or renaming fails; what stood at the target is still there. A FileExistsError if something
@@ -78,8 +64,7 @@ class Scratch:
     def place_files(self, last: str) -> None:
         """Move the files of the folder, one by one, into the target: a folder that exists and keeps its other files.
 
-        Args:
-            last: The name of the file that is moved last. If this file is in the target, so are the others.
+        If the file `last` is in the target, so are the others.
         """
         _sync(self.path)
         for file in self.path.iterdir():
@@ -91,11 +76,7 @@ class Scratch:
         self.discard()
 
     def place_file(self, name: str) -> None:
-        """Sync one file of the folder to the disk and move it to the target, where a file or folder may stand.
-
-        Raises:
-            OSError: Syncing or moving fails; what stood at the target is still there.
-        """
+        """Sync one file of the folder to the disk and move it to the target, in place of a file or folder."""
         _sync_entry(self.path / name)
         replace_by(self.path / name, self.target)
         self.discard()
@@ -153,7 +134,7 @@ def check_free(path: Path) -> None:
 def replace_by(path: Path, target: Path) -> None:
     """Rename `path` to `target`, then remove what stood there; if renaming fails, that is still there."""
     old = target.with_name(f".{target.name}{_REPLACED}")
-    there = target.exists() or target.is_symlink()
+    there = os.path.lexists(target)
     if there and _exchanged(path, target):
         old = path
     else:
@@ -173,7 +154,7 @@ def replace_by(path: Path, target: Path) -> None:
 def restore_replaced(path: Path) -> None:
     """Put back what stood at `path`, if a process was killed between the two renames of a replacement."""
     old = path.with_name(f".{path.name}{_REPLACED}")
-    if not path.exists() and not path.is_symlink() and old.exists():
+    if os.path.lexists(old) and not os.path.lexists(path):
         os.replace(old, path)
 
 
@@ -192,22 +173,11 @@ def _beside(target: Path, ending: str) -> Path:
 
 
 def sweep(parent: Path) -> None:
-    """Clean up in `parent` after killed processes.
-
-    Half-written and half-removed folders are removed. A replacement that was killed between its two renames is undone,
-    so that the old folder stands under its name again.
-    """
-    if not parent.is_dir():
-        return
-    for path in list(parent.iterdir()):
-        if not path.name.startswith("."):
-            continue
+    """Clean up in `parent` after killed processes: remove half of a folder, undo half of a replacement."""
+    for path in list(parent.glob(".*")):
         if path.name.endswith(_REPLACED):
-            target = path.with_name(path.name[1 : -len(_REPLACED)])
-            if target.exists() or target.is_symlink():
-                _remove(path)
-            else:
-                os.replace(path, target)
+            restore_replaced(path.with_name(path.name[1 : -len(_REPLACED)]))
+            _remove(path)
         elif path.name.endswith(_REMOVING) or (path.name.endswith(_WRITING) and not _in_use(path)):
             with suppress(OSError):
                 _remove(path)
@@ -238,10 +208,8 @@ def _locked(lock: int) -> bool:
     """Lock an open file until it is closed; return False if another process holds the lock, which some disks lack."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -254,10 +222,8 @@ def _remove(path: Path) -> None:
 
 def _sync(folder: Path) -> None:
     """Sync everything in a folder to the disk, so that the content is there before the folder gets its final name."""
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            _sync_entry(Path(parent) / name)
-        _sync_entry(Path(parent))
+    for path in (*folder.rglob("*"), folder):
+        _sync_entry(path)
 
 
 def _sync_entry(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftConfig, PeftModel
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -42,6 +42,7 @@ from lora_parallel.distributed.dtensors import class_of, gather_on_rank_zero, lo
 from lora_parallel.distributed.mesh import over_stages
 from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
 from lora_parallel.layers.layer_parameters import innermost
+from lora_parallel.lazy.files import opened_safetensors
 from lora_parallel.state import mesh_of
 from lora_parallel.storage import Scratch, local_path
 
@@ -71,13 +72,13 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         OSError: The folder cannot be written. Every error is raised on every rank.
     """
     with agreed():
-        place = local_path(directory)
-    check_alike(directory=str(place), adapter_name=adapter_name)
+        path = local_path(directory)
+    check_alike(directory=str(path), adapter_name=adapter_name)
     gathered = gather_adapter(model, adapter_name)
     with agreed():
         if is_rank_zero():
-            gathered.write(place)
-    return gathered.folder(place)
+            gathered.write(path)
+    return gathered.folder(path)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ class GatheredAdapter:
         scratch.make()
         try:
             save_file(self.tensors, scratch.path / WEIGHTS, metadata={"format": "pt"})
-            self._write_config(scratch.path)
+            named = {"base_model_class": self.base_class.__name__, "parent_library": self.base_class.__module__}
+            config = with_sorted_patterns(self.config, self.tensors)  # and PEFT names the base's class in it
+            config.save_pretrained(str(scratch.path), auto_mapping_dict=named if config.task_type is None else None)
             _compare(scratch.path / WEIGHTS, self.tensors)
             if beside is not None:
                 beside(scratch.path)
@@ -138,14 +141,6 @@ class GatheredAdapter:
             shutil.copyfile(present, folder / CARD)
         self.holder.create_or_update_model_card(str(folder))  # type: ignore[operator]
 
-    def _write_config(self, directory: Path) -> None:
-        """Write `adapter_config.json`, with the changes that `PeftModel.save_pretrained` makes to the config."""
-        mapping = None
-        if self.config.task_type is None:
-            mapping = {"base_model_class": self.base_class.__name__, "parent_library": self.base_class.__module__}
-        config = with_sorted_patterns(self.config, self.tensors)
-        config.save_pretrained(str(directory), auto_mapping_dict=mapping)
-
 
 def gather_adapter(
     model: nn.Module, adapter_name: str = "default", save_embedding_layers: Literal["auto"] | bool = "auto"
@@ -157,19 +152,17 @@ def gather_adapter(
         configs = peft_configs(model)
         if adapter_name not in configs:
             raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
-        held = bool(adapter_parameters(model, adapter_name))
-    anywhere = any(over_stages(held, mesh_of(model)))
-    with agreed():
-        if not anywhere:
-            raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
+        has_parameters = bool(adapter_parameters(model, adapter_name))
+    if not any(over_stages(has_parameters, mesh_of(model))):  # on every rank
+        raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
     holder = adapted_model(model)
     assert holder is not None
     parameters = tensors_by_name(model)
     keys = keys_on_disk(model, holder, adapter_name, save_embedding_layers)
-    own = {name: parameters[name] for name in keys.values() if name in parameters}
+    saved = {name: parameters[name] for name in keys.values() if name in parameters}
     with agreed():
-        check_finite(own)
-    gathered = gather_on_rank_zero(own)
+        check_finite(saved)
+    gathered = gather_on_rank_zero(saved)
     base = innermost(holder)
     config: Any = copy.deepcopy(configs[adapter_name])
     if config.base_model_name_or_path is None:
@@ -242,11 +235,8 @@ class ReadAdapter:
 def read_adapter(
     model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = "default", same_dtypes: bool = False
 ) -> ReadAdapter:
-    """Read an adapter from a folder, each rank its own slices, and check that it fits. Collective.
-
-    Of `directory` no subfolder is looked at. `same_dtypes` refuses values of another dtype than the model's adapter
-    has, as optimizer states belong to them.
-    """
+    """Read an adapter from a folder (of no subfolder), each rank its own slices, and check that it fits. Collective."""
+    # With `same_dtypes` optimizer states belong to the values: those of another dtype than the model's are refused.
     check_alike(adapter_name=adapter_name)
     reshard(model)
     with agreed():
@@ -259,13 +249,13 @@ def read_adapter(
         check_config(folder, configs[adapter_name])
         digest = _digest(folder)
     check_alike(directory=f"a folder with digest {digest}")
-    own = keys_on_disk(model, holder, adapter_name, save_embedding_layers=False)
+    of_adapter = keys_on_disk(model, holder, adapter_name, save_embedding_layers=False)
     # The folder may or may not hold embeddings: its writer chose.
     with_embeddings = hasattr(holder, "get_input_embeddings")
     more = keys_on_disk(model, holder, adapter_name, save_embedding_layers=True) if with_embeddings else {}
-    with agreed(), _opened(folder / WEIGHTS) as stored:
+    with agreed(), opened_safetensors(folder / WEIGHTS) as stored:
         stored_keys = set(stored.keys())
-        keys = own | {key: name for key, name in more.items() if key in stored_keys}
+        keys = of_adapter | {key: name for key, name in more.items() if key in stored_keys}
         targets = _targets(model, keys)
         values = _read_slices(folder / WEIGHTS, stored, targets, keys)
         for key, parameter in targets.items():
@@ -275,8 +265,9 @@ def read_adapter(
                     "build the adapter with the dtype that it was trained with (autocast_adapter_dtype, perhaps), or "
                     "fill it with load_adapter and start anew."
                 )
-    base = sorted(set(keys.values()) - set(own.values()))
-    return ReadAdapter(model, [(local(parameter), values[key]) for key, parameter in targets.items()], base, own)
+    base = sorted(set(keys.values()) - set(of_adapter.values()))
+    pairs = [(local(parameter), values[key]) for key, parameter in targets.items()]
+    return ReadAdapter(model, pairs, base, of_adapter)
 
 
 def _targets(model: nn.Module, keys: Mapping[str, str]) -> dict[str, Tensor]:
@@ -289,10 +280,7 @@ def _targets(model: nn.Module, keys: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _digest(folder: Path) -> str:
-    """Return a hash of an adapter folder's content, which is the same wherever the folder is mounted.
-
-    It covers the config file and, of the weights file, the size, the header and 16 blocks of 4 KiB.
-    """
+    """Return a hash of an adapter folder's config, and of its weights' size, header and 16 blocks of 4 KiB."""
     content = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=6)
     with open(folder / WEIGHTS, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -302,13 +290,6 @@ def _digest(folder: Path) -> str:
             file.seek(max(size - 4096, 0) * index // 15)
             content.update(file.read(4096))
     return content.hexdigest()
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
 
 
 def _read_slices(

@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.dtensors import local, region_of, reshard
-from lora_parallel.distributed.mesh import merged_over_stages, over_stages, sharded_axes, stage_group
+from lora_parallel.distributed.mesh import axis_rank, merged_over_stages, over_stages, sharded_axes, stage_group
 from lora_parallel.layers.layer_parameters import clean_parameter_name
 from lora_parallel.layers.styles import RowPartition, partition_of
 from lora_parallel.state import StageTensors, state_of
@@ -110,7 +110,7 @@ def check_base(
     names = {_name_in_base(name) for name in (here if state is None or state.stage is None else state.stage.names)}
     exempt = {_name_in_base(name) for name in held}
     stored, present = (
-        {name: each for name, each in prints.items() if name not in exempt} for prints in (stored, present)
+        {name: digest for name, digest in prints.items() if name not in exempt} for prints in (stored, present)
     )
     missing = [name for name in stored if name not in names]
     other = [name for name in stored if name in present and present[name] != stored[name]]
@@ -150,15 +150,15 @@ def _samples(
     mine = local(parameter)
     if not mine.numel() or not _contributes(parameter, mesh):
         return bits
-    unravelled = list(torch.unravel_index(flat, shape))
+    indices = list(torch.unravel_index(flat, shape))  # one tensor [16] a dim
     if selected is not None:
         partition, dim = selected
-        unravelled[dim] = partition.inverse[unravelled[dim]]
-    places = [place - part.start for place, part in zip(unravelled, region_of(parameter), strict=True)]
+        indices[dim] = partition.inverse[indices[dim]]
+    indices = [index - part.start for index, part in zip(indices, region_of(parameter), strict=True)]
     inside = torch.ones(_SAMPLES, dtype=torch.bool)
-    for place, size in zip(places, mine.shape, strict=True):
-        inside &= (place >= 0) & (place < size)
-    chosen = mine[tuple(place[inside].to(mine.device) for place in places)].to(dtype or parameter.dtype)
+    for index, size in zip(indices, mine.shape, strict=True):
+        inside &= (index >= 0) & (index < size)
+    chosen = mine[tuple(index[inside].to(mine.device) for index in indices)].to(dtype or parameter.dtype)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chosen.element_size()]
     bits[inside.to(bits.device)] = chosen.contiguous().view(width).to(bits.device, torch.int64).reshape(-1)
     return bits
@@ -166,8 +166,5 @@ def _samples(
 
 def _contributes(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
     """Return True if this rank is the one that contributes, among the ranks that hold the same shard."""
-    if mesh is None:
-        return True
     sharded = {*sharded_axes(parameter), "pp"}  # another stage holds other weights
-    places = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
-    return all(axis in sharded or place == 0 for axis, place in places)
+    return mesh is None or all(axis in sharded or axis_rank(mesh, axis) == 0 for axis in mesh.mesh_dim_names or ())

@@ -40,13 +40,6 @@ def _hash(x: Tensor, key: int | Tensor) -> Tensor:
     return x ^ _shift(x, 16)
 
 
-def _keys(seed: int, name: str, forward_number: int) -> tuple[int, int, int]:
-    """Return three independent 32-bit keys (row, token, feature) for one module in one forward, as signed ints."""
-    digest = hashlib.blake2b(f"{seed}\0{name}\0{forward_number}".encode(), digest_size=12).digest()
-    row, token, feature = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8))
-    return row, token, feature
-
-
 Keys = Sequence[int] | Sequence[Tensor]
 """Keys that decide which elements one module drops in one forward: ints, or int32 tensors without dims.
 
@@ -99,7 +92,9 @@ class TopologyInvariantDropout(nn.Module):
     def keys(self, forward_number: int | None = None) -> tuple[int, int, int, int]:
         """Return what decides about the rows of one forward (see `Keys`), as signed ints; None: the present forward."""
         number = self.count.current if forward_number is None else forward_number
-        return *_keys(self.seed, self.name, number), self.count.share_of(self.dp_rank)
+        digest = hashlib.blake2b(f"{self.seed}\0{self.name}\0{number}".encode(), digest_size=12).digest()
+        row, token, feature = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8))
+        return row, token, feature, self.count.share_of(self.dp_rank)
 
     def dropped(self, shape: torch.Size, device: torch.device, keys: Keys | None = None) -> Tensor:
         """Return the mask of an input: bool [rows, ..., features], True for the elements that are dropped."""
@@ -119,11 +114,7 @@ class TopologyInvariantDropout(nn.Module):
         return self.dropped_at(row, token, shape[-1], keys).view(shape)
 
     def dropped_at(self, row: Tensor, token: Tensor, features: int, keys: Keys) -> Tensor:
-        """Return the mask of tokens at any places of the global batch, bool [tokens, features], True if dropped.
-
-        `row` and `token`, int32 [...], are the global row of each token and its index there; features start at
-        `feature_offset`.
-        """
+        """Return the mask of tokens with the global indices `row` and `token`, int32 [...]: bool [tokens, features]."""
         row_key, token_key, feature_key = keys[:3]
         position = _hash(_hash(row, row_key) ^ _hash(token, token_key), token_key)
         index = torch.arange(self.feature_offset, self.feature_offset + features, dtype=torch.int32, device=row.device)
@@ -138,12 +129,9 @@ class TopologyInvariantDropout(nn.Module):
         """Zero a fraction `p` of the elements of `x` and scale the rest by 1 / (1 - p), while training."""
         if not self.training or self.p == 0:
             return x
-        keys: Keys
-        if torch.compiler.is_compiling() and self.prepared is not None:
-            keys = self.prepared.unbind()
-        else:
+        keys = self.prepared.unbind() if torch.compiler.is_compiling() and self.prepared is not None else None
+        if keys is None:
             self.check_counted()
-            keys = self.keys()
         return self.without(x, self.dropped(x.shape, x.device, keys))
 
     def check_counted(self) -> None:

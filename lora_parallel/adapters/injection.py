@@ -101,11 +101,10 @@ def check_adapters(
 
 def _outer_peft_models(model: nn.Module) -> list[str]:
     """Return the names of the PeftModels in a module that are in no other one."""
-    names: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, PeftModel) and not any(not outer or name.startswith(f"{outer}.") for outer in names):
-            names.append(name)
-    return names
+    names = {
+        name: f"{name}." if name else "" for name, module in model.named_modules() if isinstance(module, PeftModel)
+    }
+    return [n for n in names if not any(n.startswith(prefix) for other, prefix in names.items() if other != n)]
 
 
 def _check_attention(model: nn.Module) -> None:
@@ -127,7 +126,7 @@ def _check_targets(model: nn.Module, config: LoraConfig) -> None:
         if targets != "all-linear" and not any(re.fullmatch(targets, name) for name in names):
             lacking = [targets]
     elif targets is not None:
-        lacking = sorted(each for each in targets if not any(f".{name}".endswith(f".{each}") for name in names))
+        lacking = sorted(target for target in targets if not any(f".{n}".endswith(f".{target}") for n in names))
     if lacking:
         last = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_linear(module)})
         raise ValueError(
@@ -164,10 +163,7 @@ class LateAdapter:
             get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
 
     def draw(self, model: nn.Module, seed: int, device: str) -> None:
-        """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once.
-
-        Values of layers that have been taken out of the model since are drawn and dropped.
-        """
+        """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once."""
         there = set(model.modules())
         for layer in self._layers:
             if layer in there:

@@ -64,10 +64,8 @@ def check_finite(parameters: Mapping[str, Tensor]) -> None:
         if isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
     }
     finite = [values.isfinite().all() for values in floats.values()]
-    broken = [
-        name for name, fine in zip(floats, torch.stack(finite).tolist() if finite else [], strict=True) if not fine
-    ]
-    if broken:
+    fine = torch.stack(finite).tolist() if finite else []
+    if broken := [name for name, is_fine in zip(floats, fine, strict=True) if not is_fine]:
         more = f", and so do {len(broken) - 1} more parameters" if len(broken) > 1 else ""
         raise ValueError(
             f"{broken[0]} holds values that are not finite{more}: the model is broken, and is not saved. "
@@ -106,7 +104,7 @@ def adapter_parameters(model: nn.Module, adapter_name: str | None = None) -> dic
 def loose_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that belong to no adapter and train now, or trained when their model was parallelized."""
     models = parallelized(module).values()
-    held = {parameter for model in models for parameter in adapter_parameters(model).values()}
+    adapted = {parameter for model in models for parameter in adapter_parameters(model).values()}
     trained = {
         parameter
         for model in models
@@ -114,7 +112,7 @@ def loose_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters()
         if name in state.trained
     }
-    return {name: p for name, p in module.named_parameters() if (p.requires_grad or p in trained) and p not in held}
+    return {name: p for name, p in module.named_parameters() if (p.requires_grad or p in trained) and p not in adapted}
 
 
 def adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
@@ -167,9 +165,9 @@ def keys_on_disk(
     with agreed():
         if not dist.is_initialized() or dist.get_rank() == first:
             parameters = tensors_by_name(model)
-            own = adapter_tensors(model, adapter_name)
-            embeddings = [name for name in _embedding_weights(model, holder) if name in parameters]
-            wanted = {**{name: parameters[name] for name in embeddings}, **own}
+            adapter = adapter_tensors(model, adapter_name)
+            embeddings = {n: parameters[n] for n in _embedding_weights(model, holder) if n in parameters}
+            wanted = embeddings | adapter
             stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
             state = get_peft_model_state_dict(
                 holder,
@@ -181,7 +179,7 @@ def keys_on_disk(
             added = "" if isinstance(holder, PeftModel) else "base_model.model."
             names = {f"{added}{key}": by_tensor[id(tensor)] for key, tensor in state.items()}
             named = {id(parameters[name]) for name in names.values()}  # a tensor that tied layers share is written once
-            if lost := sorted(name for name, tensor in own.items() if id(tensor) not in named):
+            if lost := sorted(name for name, tensor in adapter.items() if id(tensor) not in named):
                 raise RuntimeError(f"PEFT does not name {len(lost)} tensors of {adapter_name!r} (first: {lost[0]}).")
     if dist.is_initialized() and dist.get_world_size() > 1:
         shared = [names]
@@ -207,40 +205,22 @@ def _embedding_weights(model: nn.Module, holder: nn.Module) -> list[str]:
 
 _PICKLED = "adapter_model.bin"
 
-_KEYS = "the keys of the file say which layers and tensors the adapter has"
-_PLACE = "says where the adapter or its base comes from"
-_HOW = "says how init_lora_weights computes the first values, and is compared with it where those change the base"
-_SAME_FUNCTION = {
-    "arrow_config": "routes tokens over several adapters by their tensors; a folder holds one",
-    "auto_mapping": _PLACE,
-    "base_model_name_or_path": _PLACE,
-    "bias": _KEYS,
-    "corda_config": _HOW,
-    "ensure_weight_tying": _KEYS,
-    "eva_config": _HOW,
-    "exclude_modules": _KEYS,
-    "fan_in_fan_out": "PEFT sets it to what the base layer needs",
-    "inference_mode": "says whether the adapter trains",
-    "layers_pattern": _KEYS,
-    "layers_to_transform": _KEYS,
-    "loftq_config": _HOW,
-    "lora_bias": _KEYS,
-    "lora_dropout": "is applied in training alone",
-    "lora_ga_config": _HOW,
-    "megatron_config": "says how Megatron shards the base",
-    "megatron_core": "says how Megatron shards the base",
-    "modules_to_save": _KEYS,
-    "peft_type": "is compared before",
-    "peft_version": _PLACE,
-    "revision": _PLACE,
-    "runtime_config": "says where PEFT computes, and is not saved",
-    "target_modules": _KEYS,
-    "target_parameters": _KEYS,
-    "task_type": "names the class of the wrapper around the model",
-    "use_dora": _KEYS,
-    "velora_config": "says what the backward pass keeps of the activations",
+_FIRST_VALUES = frozenset({"corda_config", "eva_config", "loftq_config", "lora_ga_config"})
+"""Fields that say how init_lora_weights computes the first values; compared with it where those change the base."""
+
+_SAME_FUNCTION = _FIRST_VALUES | {
+    # where the adapter or its base comes from
+    *("auto_mapping", "base_model_name_or_path", "peft_version", "revision"),
+    # which layers and tensors the adapter has: the keys of the file say it
+    *("bias", "ensure_weight_tying", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
+    *("modules_to_save", "target_modules", "target_parameters", "use_dora"),
+    "arrow_config",  # routes tokens over several adapters by their tensors; a folder holds one
+    "fan_in_fan_out",  # PEFT sets it to what the base layer needs
+    *("inference_mode", "lora_dropout", "velora_config"),  # of training alone
+    *("megatron_config", "megatron_core", "runtime_config", "task_type"),  # of the base and the wrapper around it
+    "peft_type",  # is compared before
 }
-"""Fields of a PEFT config that may differ between two configs of one function, each with its reason."""
+"""Fields of a PEFT config that may differ between two configs of one function, with the reasons."""
 
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 """Fields that together say r and alpha of each layer."""
@@ -285,7 +265,8 @@ def check_config(folder: Path, own: PeftConfig) -> None:
     if kind != PeftType.LORA.value:
         raise ValueError(f"{folder} holds an adapter of PEFT type {kind!r}; only LORA is supported.")
     defaults = {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(own)
+        option.name: option.default if option.default_factory is MISSING else option.default_factory()
+        for option in fields(own)
     }
     if unknown := {field: value for field, value in config.items() if field not in {**defaults, **_FORMER} and value}:
         raise ValueError(
@@ -318,7 +299,7 @@ def _function(config: dict[str, Any]) -> dict[str, Any]:
     function = {
         field: _plain(value)
         for field, value in config.items()
-        if field not in _SAME_FUNCTION or (changes_base and _SAME_FUNCTION[field] is _HOW)
+        if field not in _SAME_FUNCTION or (changes_base and field in _FIRST_VALUES)
     }
     if not changes_base:
         function.pop("init_lora_weights", None)
@@ -334,11 +315,9 @@ def _function(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_sorted_patterns(config: PeftConfig, keys: Iterable[str]) -> PeftConfig:
-    """Return a config that says the same r and alpha of each layer after PEFT has written and read it.
-
-    PEFT takes the first key of a pattern that matches a layer, and writes the keys sorted. Where that gives a layer
-    other values, the patterns of the config that is returned have a key for each layer.
-    """
+    """Return a config that says the same r and alpha of each layer after PEFT has written it, with sorted patterns."""
+    # PEFT takes the first key of a pattern that matches a layer. Where sorting gives a layer other values, the patterns
+    # of the config that is returned have a key for each layer.
     if not isinstance(config, LoraConfig) or config.target_parameters:
         return config
     if not (config.rank_pattern or config.alpha_pattern):
@@ -385,5 +364,5 @@ def _ordered(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it. Everything false is None: PEFT writes None, {} or [] for a field not set."""
-    plain = json.dumps(value, default=lambda each: sorted(each) if isinstance(each, set) else str(each))
+    plain = json.dumps(value, default=lambda other: sorted(other) if isinstance(other, set) else str(other))
     return json.loads(plain) or None

@@ -42,8 +42,6 @@ class LowRankWeight:
     def __init__(self, base: Tensor | None, factors: Sequence[Factors]) -> None:
         self._base, self._factors = base, tuple(factors)
 
-    # ------------------------------------------------------------------ attributes of a tensor
-
     @property
     def shape(self) -> torch.Size:
         if self._base is not None:
@@ -86,11 +84,9 @@ class LowRankWeight:
             raise AttributeError(name)
         return getattr(self.dense(), name)
 
-    # ------------------------------------------------------------------ sum, parts and transposes
-
     def dense(self) -> Tensor:
         """Return the sum of the base and the products of all factors, as a tensor."""
-        return self._sum(self._base, lambda each: each.scaling * (each.left @ each.right))
+        return self._sum(self._base, lambda f: f.scaling * (f.left @ f.right))
 
     def _sum(self, total: Tensor | None, product: Callable[[Factors], Tensor]) -> Tensor:
         """Add the product of each adapter's factors to a tensor, if there is one."""
@@ -104,14 +100,14 @@ class LowRankWeight:
         mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
         if self.dim() != 3 or mask or not isinstance(index, (int, Tensor)):
             return self.dense()[index]
-        return self._map(lambda x: x[index], lambda x: x[index], lambda x: x[index])
+        return self._map(*[lambda x: x[index]] * 3)
 
     def transpose(self, dim0: int, dim1: int) -> Any:
         """Return the weight with two dims swapped: still factored if these are the last two, else a tensor."""
         if {dim0 % self.dim(), dim1 % self.dim()} != {self.dim() - 2, self.dim() - 1}:
             return self.dense().transpose(dim0, dim1)
         base = None if self._base is None else self._base.transpose(-2, -1)
-        return LowRankWeight(base, [each.transposed for each in self._factors])
+        return LowRankWeight(base, [f.transposed for f in self._factors])
 
     @property
     def mT(self) -> Any:
@@ -137,21 +133,19 @@ class LowRankWeight:
         """Return some experts (dim 0), rows (dim 1) or columns (dim 2) of a stack [experts, a, b], still factored."""
         dim %= self.dim()
 
-        def chosen(x: Tensor) -> Tensor:
+        def select(x: Tensor) -> Tensor:
             return x.index_select(dim, rows)
 
-        def whole(x: Tensor) -> Tensor:
+        def keep(x: Tensor) -> Tensor:
             return x
 
-        return self._map(chosen, whole if dim == 2 else chosen, whole if dim == 1 else chosen)
+        return self._map(select, keep if dim == 2 else select, keep if dim == 1 else select)
 
     def _map(
         self, base: Callable[[Tensor], Tensor], left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]
     ) -> LowRankWeight:
         mapped = None if self._base is None else base(self._base)
         return LowRankWeight(mapped, [Factors(left(f.left), right(f.right), f.scaling) for f in self._factors])
-
-    # ------------------------------------------------------------------ products
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return self._times(other, torch.matmul)
@@ -164,14 +158,14 @@ class LowRankWeight:
         if x.dim() < 2:  # broadcasting over one factor after the other would give another result
             return multiply(x, self.dense())
         base = None if self._base is None else multiply(x, self._base)
-        return self._sum(base, lambda each: multiply(multiply(x, each.left), each.right) * each.scaling)
+        return self._sum(base, lambda f: multiply(multiply(x, f.left), f.right) * f.scaling)
 
     def _times(self, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return `self @ x`, computed by `multiply`."""
         if x.dim() < 2:
             return multiply(self.dense(), x)
         base = None if self._base is None else multiply(self._base, x)
-        return self._sum(base, lambda each: multiply(each.left, multiply(each.right, x)) * each.scaling)
+        return self._sum(base, lambda f: multiply(f.left, multiply(f.right, x)) * f.scaling)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +187,7 @@ class LowRankWeight:
     def _aligned(self) -> LowRankWeight:
         """Return the weight with contiguous factors, each r padded by zeros to the alignment that kernels require."""
         # PEFT's B of a stack is a view whose innermost stride belongs to the experts.
-        missing = [-each.left.shape[-1] % (_BYTES_ALIGNED // each.left.element_size()) for each in self._factors]
+        missing = [-f.left.shape[-1] % (_BYTES_ALIGNED // f.left.element_size()) for f in self._factors]
         padded = [
             Factors(F.pad(f.left, (0, n)).contiguous(), F.pad(f.right, (0, 0, 0, n)).contiguous(), f.scaling)
             for f, n in zip(self._factors, missing, strict=True)

@@ -38,12 +38,12 @@ _sharded: WeakSet[nn.Module] = WeakSet()
 
 def _patch(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Replace a method of PEFT's by the decorated function, which gets PEFT's own method as its first argument."""
-    own = getattr(owner, name)
+    original = getattr(owner, name)
 
     def replace(function: Callable[..., Any]) -> None:
-        @wraps(own)
+        @wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(own, self, *args, **kwargs)
+            return function(original, self, *args, **kwargs)
 
         setattr(owner, name, method)
 
@@ -55,53 +55,53 @@ def adapters_off_meta() -> None:
     """Patch PEFT so that it keeps an adapter off meta if `meta_init` put the adapter's base on meta."""
 
     @_patch(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")
-    def move(own_move: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+    def move(original: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
         stay = device is None and _waits(self.get_base_layer())
-        own_move(self, adapter_name, torch.device("cpu") if stay else device)
+        original(self, adapter_name, torch.device("cpu") if stay else device)
 
     @_patch(ParamWrapper, "_move_adapter_to_device_of_base_layer")
-    def move_parameter(own_move: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+    def move_parameter(original: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
         if not _waits(self.get_base_layer()):
-            own_move(self, adapter_name, device)
+            original(self, adapter_name, device)
             return
         stand_in = torch.empty(0, dtype=self.get_param().dtype)
         self.__dict__["get_param"] = lambda: stand_in  # PEFT uses only its device and dtype
         try:
-            own_move(self, adapter_name, device)
+            original(self, adapter_name, device)
         finally:
             del self.__dict__["get_param"]
 
     @_patch(LoraModel, "_replace_module")
-    def replace(own: Any, self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
+    def replace(original: Any, self: Any, parent: nn.Module, name: str, new_module: nn.Module, child: Any) -> None:
         base = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child
         if _observers:
             _observers[-1](new_module)
         elif _waits(base):
-            setattr(parent, child_name, new_module)
+            setattr(parent, name, new_module)
             return
-        own(self, parent, child_name, new_module, child)
+        original(self, parent, name, new_module, child)
 
     @_patch(PeftAdapterMixin, "load_adapter")
-    def load(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_whole(self)
         if not _waits(self):
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         self.hf_device_map = {"": "cpu"}  # the device for tensors that it reads; without a map, the base's device
         try:
             with _suspended():
-                result = own(self, *args, **kwargs)
+                result = original(self, *args, **kwargs)
             accept_memory(self)  # such as a trained head that was in the folder
             return result
         finally:
             del self.hf_device_map
 
     @_patch(PeftAdapterMixin, "add_adapter")
-    def add(own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def add(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         _check_whole(self)
-        own(self, *args, **kwargs)
+        original(self, *args, **kwargs)
 
     @_patch(BaseTuner, "inject_adapter")
-    def inject(own: Any, self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    def inject(original: Any, self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         try:
             _check_whole(model)
         except ValueError:
@@ -111,12 +111,12 @@ def adapters_off_meta() -> None:
         if _waits(model) and isinstance(self.peft_config[adapter_name], LoraConfig):
             check_needs_no_base(self.peft_config[adapter_name], model)
         with _suspended():
-            return own(self, model, adapter_name, *args, **kwargs)
+            return original(self, model, adapter_name, *args, **kwargs)
 
     @_patch(BaseTuner, "_cast_adapter_dtype")
-    def cast(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def cast(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         with _suspended():
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
 
 # Initialisations that draw from the random state alone; PiSSA, OLoRA, LoftQ and others decompose the base weight.
@@ -175,12 +175,12 @@ def sum_weight_norm(dora: Any, total: Callable[[Tensor], Tensor]) -> None:
 
     `total` sums this rank's sums of squares [out] over all ranks. PEFT treats the norm as a constant, without gradient.
     """
-    own = dora.get_weight_norm
+    original = dora.get_weight_norm
 
     @torch.no_grad()
     def get_weight_norm(weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        norm = own(weight.to(wide), lora_weight.to(wide), scaling, adapter_name=adapter_name)
+        norm = original(weight.to(wide), lora_weight.to(wide), scaling, adapter_name=adapter_name)
         return total(norm.square()).sqrt().to(weight.dtype)
 
     dora.get_weight_norm = get_weight_norm

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from lora_parallel.distributed.rank_checks import agreed, collective_call
+from lora_parallel.distributed.rank_checks import agreed, collective_call, gather_objects
 from lora_parallel.distributed.torch_private import file_of
-from lora_parallel.storage import remove_folder
 
 FORMAT, DIGEST_SINCE = 2, 2
 """Format version that is written, and the first version in which meta.json has a digest of itself and the files in
@@ -59,15 +59,7 @@ def optimizer_key(optimizer: str, parameter: str, key: str) -> str:
     return f"optimizer_{optimizer}.{parameter}.{key}"
 
 
-_ENTRIES = {
-    "format": int,
-    "name": str,
-    "number": int,
-    "writer": str,
-    "files": dict,
-    "parameters": dict,
-    "fingerprints": dict,
-}
+_ENTRIES = {int: ("format", "number"), str: ("name", "writer"), dict: ("files", "parameters", "fingerprints")}
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -81,9 +73,10 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         text = (path / META).read_text()
         meta = json.loads(text)
-        for key, kind in _ENTRIES.items():
-            if not isinstance(meta[key], kind):
-                raise TypeError(f"{key} is a {type(meta[key]).__name__}")
+        for kind, keys in _ENTRIES.items():
+            for key in keys:
+                if not isinstance(meta[key], kind):
+                    raise TypeError(f"{key} is a {type(meta[key]).__name__}")
         if not isinstance(meta.get("checksums", {}), dict):
             raise TypeError("checksums is no dict")
         if meta["format"] >= DIGEST_SINCE and text != _text({key: meta[key] for key in meta if key != "digest"}):
@@ -122,13 +115,15 @@ def checksum(file: Path) -> int:
     return total
 
 
-def find_alteration(path: Path, meta: Mapping[str, Any], names: Container[str] | None = None) -> str | None:
-    """Describe the first file (of `names`, or of all) whose bytes do not match its checksum; return None if all do."""
+def check_checksums(path: Path, meta: Mapping[str, Any], names: Container[str]) -> None:
+    """Raise ValueError if the bytes of a file, one of `names`, do not match its checksum."""
     # In formats before 2, the shards in state/ have no checksums.
     for name, written in meta.get("checksums", {}).items():
-        if (names is None or name in names) and checksum(path / name) != written:
-            return f"{path / name} has other bytes than were written: the disk or a copy damaged it, or it was edited"
-    return None
+        if name in names and checksum(path / name) != written:
+            raise ValueError(
+                f"the checkpoint {path} is damaged: {path / name} has other bytes than were written: the disk or a "
+                "copy damaged it, or it was edited. Resume from another one."
+            )
 
 
 class ChecksummedWriter(dcp.StorageWriter):
@@ -177,21 +172,14 @@ class ChecksummedWriter(dcp.StorageWriter):
 
 
 def check_bytes(path: Path, meta: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's files have the bytes that were written; errors on every rank. Collective.
-
-    Ranks that see the same folder divide its files among themselves, so that each file is read once. A rank that sees a
-    copy of its own, for example on a disk of its node, checks the whole copy.
-    """
+    """Check that a checkpoint's files have the bytes that were written; errors on every rank. Collective."""
+    # Ranks that see the same folder read each file once among them; one with a copy of its own checks the whole copy.
     with agreed():
         inode = (path / META).stat()
         mine = (platform.node(), inode.st_dev, inode.st_ino)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    here = [rank for rank, theirs in enumerate(everyone) if theirs == mine]
+    here = [rank for rank, theirs in enumerate(gather_objects(mine)) if theirs == mine]
     with agreed():
-        fault = find_alteration(path, meta, _share(meta["files"], len(here), here.index(dist.get_rank())))
-        if fault is not None:
-            raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
+        check_checksums(path, meta, _share(meta["files"], len(here), here.index(dist.get_rank())))
 
 
 def _share(sizes: Mapping[str, int], parts: int, index: int) -> set[str]:
@@ -220,10 +208,7 @@ _CALLS = {
 def of_another(path: Path, wrote: str, reads: str) -> str:
     """Return a message that says which call wrote a checkpoint, which one reads it, and how to load its adapter.
 
-    Args:
-        path: The checkpoint, a folder with a meta.json.
-        wrote: The writer that meta.json names.
-        reads: The writer whose checkpoints the caller reads.
+    `wrote` is the writer that its meta.json names, `reads` the writer whose checkpoints the caller reads.
     """
     asked = _CALLS.get(reads, (reads, ""))[0]
     call, counterpart = _CALLS.get(wrote, (wrote, ""))
@@ -236,17 +221,14 @@ def of_another(path: Path, wrote: str, reads: str) -> str:
 
 def written_here(path: Path, reads: str) -> str | None:
     """Return a message about the checkpoints in a folder that is none itself; None if it holds none or is not there."""
-    entries = sorted(path.iterdir()) if path.is_dir() else []
-    found = [entry for entry in entries if not entry.name.startswith(".") and (entry / META).is_file()]
-    if not found:
-        return None
-    wrote = [read_meta(each)["writer"] for each in found]
-    if reads in wrote:
+    inside = sorted(file.parent for file in path.glob(f"[!.]*/{META}") if file.is_file())
+    writers = [read_meta(checkpoint)["writer"] for checkpoint in inside]
+    if reads in writers:
         return (
-            f"{path} is not a checkpoint, but has {len(found)} in it ({', '.join(each.name for each in found[:4])}): "
+            f"{path} is not a checkpoint, but has {len(inside)} in it ({', '.join(c.name for c in inside[:4])}): "
             f"give the path of one. lora_parallel.latest_checkpoint({str(path)!r}) finds the newest."
         )
-    return of_another(found[0], wrote[0], reads)
+    return of_another(inside[0], writers[0], reads) if inside else None
 
 
 _pending: Future[None] | None = None
@@ -290,11 +272,7 @@ def _replace_everywhere(one: Any, other: Any) -> None:
 
 
 def _destroy_afterwards(*args: Any, **kwargs: Any) -> None:
-    """Wait for the save in flight, then destroy the process group, as scripts do at their end.
-
-    torch has no hook that runs before `destroy_process_group`, and its groups take no attribute that could wait: while
-    a save is in flight this stands in place of the function, in torch and in modules that import it by name.
-    """
+    """Wait for the save in flight, then destroy the process group: torch has no hook that runs before it."""
     _replace_everywhere(_destroy_afterwards, _own_destroy)
     if _pending is not None:
         futures.wait([_pending])
@@ -317,28 +295,15 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     clocks. A checkpoint is complete if all of its files are there in their full length. The call is not collective;
     each rank that makes it must see the folder.
     """
-    found = complete_checkpoints(Path(directory))
-    return found[-1] if found else None
+    checkpoints = complete_checkpoints(Path(directory))
+    return checkpoints[-1] if checkpoints else None
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """List the complete checkpoints in a folder, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = []
-    for path in directory.iterdir():
-        if path.name.startswith(".") or path.is_symlink():
-            continue
-        try:
-            meta = read_meta(path)
-            if find_damage(path, meta) is None:
-                found.append((meta["number"], path.name, path))
-        except (OSError, ValueError):  # no checkpoint of this library, or not readable by this user
-            continue
-    return [path for *_, path in sorted(found)]
-
-
-def prune(directory: Path, keep: int) -> None:
-    """Remove all complete checkpoints in a folder but the newest `keep`; leave everything else in it."""
-    for path in complete_checkpoints(directory)[:-keep]:
-        remove_folder(path)
+    checkpoints = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        with suppress(OSError, ValueError):  # no checkpoint of this library, or not readable by this user
+            if not (path.name.startswith(".") or path.is_symlink()) and not find_damage(path, meta := read_meta(path)):
+                checkpoints.append((meta["number"], path.name, path))
+    return [path for *_, path in sorted(checkpoints)]

@@ -28,7 +28,7 @@ from lora_parallel.checkpoint.files import (
     STATE,
     adapter_folder,
     check_bytes,
-    find_alteration,
+    check_checksums,
     find_damage,
     loose_key,
     of_another,
@@ -72,7 +72,7 @@ class Contents:
     def held_by(self, model: str) -> list[str]:
         """List the parameters of a model that its adapter folders hold, by their names in that model."""
         start = f"{model}." if model else ""
-        return [each.removeprefix(start) for each in self.meta["parameters"].values() if each.startswith(start)]
+        return [name.removeprefix(start) for name in self.meta["parameters"].values() if name.startswith(start)]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -83,17 +83,8 @@ def is_checkpoint(path: Path) -> bool:
 def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -> Contents:
     """Open a checkpoint as `open_checkpoint_folder` does, on every rank or on none. Collective.
 
-    A save in flight is completed first, and a replacement of `path` that was cut short is undone.
-
-    Args:
-        path: As in `open_checkpoint_folder`.
-        writer: As in `open_checkpoint_folder`.
-        weights_only: As in `open_checkpoint_folder`.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: `open_checkpoint_folder` refuses the checkpoint, or ranks read different checkpoints. All on every
-            rank.
+    A save in flight is completed first, and a replacement of `path` that was cut short is undone. Arguments and errors
+    are those of `open_checkpoint_folder`; a ValueError also if ranks read different checkpoints. All on every rank.
     """
     wait_for_save()
     with agreed():
@@ -103,12 +94,12 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
         meta = _complete(path, writer)
     check_bytes(path, meta)
     with agreed():
-        found = Contents(path, meta, _record(path, weights_only))
+        contents = Contents(path, meta, _record(path, weights_only))
     # Ranks may have picked different checkpoints as the newest, or mounted the same one at different paths: compare
     # names and digests, and no paths.
     digest = hashlib.blake2b((path / META).read_bytes(), digest_size=6).hexdigest()
-    check_alike(checkpoint=f"{found.meta['name']} ({digest})")
-    return found
+    check_alike(checkpoint=f"{meta['name']} ({digest})")
+    return contents
 
 
 def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = None) -> Contents:
@@ -124,9 +115,7 @@ def open_checkpoint_folder(path: Path, writer: str, weights_only: bool | None = 
         ValueError: There is no complete checkpoint of this format at `path`, or it is damaged or of another writer.
     """
     meta = _complete(path, writer)
-    fault = find_alteration(path, meta)
-    if fault is not None:
-        raise ValueError(f"the checkpoint {path} is damaged: {fault}. Resume from another one.")
+    check_checksums(path, meta, meta["files"])
     return Contents(path, meta, _record(path, weights_only))
 
 
@@ -183,16 +172,15 @@ def state_dict_of(found: Contents) -> dict[str, Any]:
 
     The checkpoint holds trained parameters, buffers and other states; the frozen base is not among them.
     """
-    path = found.path
     tensors: dict[str, Tensor] = {}
     files: dict[str, dict[str, str]] = {}
-    for location, name in read_meta(path)["parameters"].items():
+    for location, name in found.meta["parameters"].items():
         file, _, key = location.rpartition(":")
         files.setdefault(file, {})[key] = name
     for file, names in files.items():
-        with safe_open(path / file, framework="pt") as stored:
+        with safe_open(found.path / file, framework="pt") as stored:
             tensors |= {name: stored.get_tensor(key) for key, name in names.items()}
-    source = DcpDirectory(path / STATE)
+    source = DcpDirectory(found.path / STATE)
     if loose := _stored_loose(source):
         with source.open() as reader:
             tensors |= {name: reader(loose_key(name), whole(leaf.shape)) for name, leaf in loose.items()}
@@ -212,8 +200,7 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
         Functions that put the values into the models. Calling them is collective.
 
     Raises:
-        ValueError: The base, the adapters, the other trained parameters, the buffers or the other states are not those
-            of the checkpoint; raised on every rank.
+        ValueError: Something of this is not as in the checkpoint, or the base is not; raised on every rank.
     """
     present = {name: fingerprints_of(model) for name, model in state.models.items()}
     with agreed():
@@ -250,47 +237,45 @@ def load_models(found: Contents, state: TrainState) -> list[Callable[[], None]]:
     return [commit]
 
 
-def _of_models(saved: Mapping[str, Any], found: Contents, state: TrainState) -> dict[str, Any]:
+def _of_models(saved: Mapping[str, Any], contents: Contents, state: TrainState) -> dict[str, Any]:
     """Leave out what belongs to saved models that are not in `state`: a front end may load only some of them."""
-    elsewhere = tuple(f"{name}." for name in found.record["models"] if name not in state.models)
+    elsewhere = tuple(f"{name}." for name in contents.record["models"] if name not in state.models)
     return {name: value for name, value in saved.items() if not name.startswith(elsewhere)}
 
 
-def _read_buffers(found: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
+def _read_buffers(contents: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
     here = state.buffers()
-    stored = _of_models(found.record["buffers"], found, state)
-    lacking = names ^ stored.keys()
+    stored = _of_models(contents.record["buffers"], contents, state)
     wrong = [name for name in here if name in stored and here[name].shape != stored[name].shape]
-    if lacking or wrong:
+    if wrong := wrong or sorted(names ^ stored.keys()):
         raise ValueError(
-            f"the buffers in {found.path} are not the model's: {(wrong or sorted(lacking))[0]} is not in both, or has "
-            "another shape."
+            f"the buffers in {contents.path} are not the model's: {wrong[0]} is not in both, or has another shape."
         )
     return [(buffer, stored[name]) for name, buffer in here.items()]
 
 
-def _other_state(found: Contents, state: TrainState, names: set[str]) -> dict[str, Any]:
-    stored = _of_models(found.record["other_state"], found, state)
-    if lacking := names ^ stored.keys():
-        raise ValueError(f"the state dict has other entries than in {found.path}: {sorted(lacking)[0]} is not in both.")
+def _other_state(contents: Contents, state: TrainState, names: set[str]) -> dict[str, Any]:
+    stored = _of_models(contents.record["other_state"], contents, state)
+    if other := sorted(names ^ stored.keys()):
+        raise ValueError(f"the state dict has other entries than in {contents.path}: {other[0]} is not in both.")
     return {name: stored[name] for name in state.other_state()}
 
 
-def _read_loose(found: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
+def _read_loose(contents: Contents, state: TrainState, names: set[str]) -> list[tuple[Tensor, Tensor]]:
     loose = loose_parameters(state.module)
-    source = DcpDirectory(found.path / STATE)
-    stored = _of_models(_stored_loose(source), found, state)
+    source = DcpDirectory(contents.path / STATE)
+    stored = _of_models(_stored_loose(source), contents, state)
     for name, leaf in stored.items():
         here = loose.get(name)
         if here is not None and (leaf.shape, leaf.dtype) != (tuple(here.shape), here.dtype):
             raise ValueError(
-                f"{name} has shape {leaf.shape} and dtype {leaf.dtype} in {found.path}, the model's has "
+                f"{name} has shape {leaf.shape} and dtype {leaf.dtype} in {contents.path}, the model's has "
                 f"{tuple(here.shape)} and {here.dtype}."
             )
     more, lacking = names - stored.keys(), stored.keys() - names
     if more or lacking:
         raise ValueError(
-            f"other parameters train than in {found.path}: {len(more)} are not in it (first: {sorted(more)[:1]}), "
+            f"other parameters train than in {contents.path}: {len(more)} are not in it (first: {sorted(more)[:1]}), "
             f"{len(lacking)} of it do not train here (first: {sorted(lacking)[:1]})."
         )
     if not loose:

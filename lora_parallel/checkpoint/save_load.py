@@ -65,13 +65,11 @@ def save_checkpoint(
         path = local_path(directory)
         if path.name.startswith("."):
             raise ValueError(f"{path}: a name that starts with a dot is for what is half written; choose another.")
-        state = TrainState(model, _numbered(optimizer))
+        state = _train_state(model, optimizer)
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"extra is a {type(extra).__name__}: give a dict.")
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"keep_last={keep_last!r}: give a positive int, or None to keep all.")
-        if not state.models:
-            raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
         values = without_numpy(dict(extra or {}))
         for key, value in values.items():
             check_loadable(
@@ -109,9 +107,7 @@ def load_checkpoint(
         path = local_path(directory)
     found = read_checkpoint(path, _WRITER)
     with agreed():
-        state = TrainState(model, _numbered(optimizer))
-        if not state.models:
-            raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+        state = _train_state(model, optimizer)
         if state.optimizers and len(found.optimizers) != len(state.optimizers):
             raise ValueError(
                 f"{path} holds the state of {len(found.optimizers)} optimizers, and {len(state.optimizers)} are given."
@@ -125,11 +121,12 @@ def load_checkpoint(
     return found.record["extra"]
 
 
-def _numbered(optimizer: Optimizer | list[Optimizer] | None) -> dict[str, Optimizer]:
-    if optimizer is None:
-        return {}
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise TypeError(f"optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, a list, or None.")
-    return {str(index): each for index, each in enumerate(optimizers)}
+def _train_state(model: nn.Module, optimizer: Optimizer | list[Optimizer] | None) -> TrainState:
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"optimizer is a {type(one).__name__}: give a torch.optim.Optimizer, a list, or None.")
+    state = TrainState(model, {str(index): one for index, one in enumerate(optimizers)})
+    if not state.models:
+        raise ValueError(f"this {type(model).__name__} was not parallelized; pass what parallelize returned.")
+    return state

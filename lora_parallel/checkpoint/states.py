@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -138,10 +138,10 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str], mesh: D
 def check_optimizer(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
-    held: Sequence[Collection[str]],
+    names_of_groups: Sequence[Collection[str]],
     record: Mapping[str, Any],
 ) -> None:
-    """Check that a saved record fits an optimizer; `held` is what `group_names` returns for it."""
+    """Check that a saved record fits an optimizer, for which `group_names` has returned `names_of_groups`."""
     kind, groups = type(optimizer).__name__, record["groups"]
     if record["class"] != kind:
         raise ValueError(f"the optimizer that was saved is a {record['class']}, the one to fill a {kind}.")
@@ -150,8 +150,8 @@ def check_optimizer(
             f"the {kind} that was saved has {len(groups)} parameter groups, the one to fill "
             f"{len(optimizer.param_groups)}: make it with the same groups."
         )
-    for index, (group, saved) in enumerate(zip(held, groups, strict=True)):
-        mine, theirs = set(group), set(saved["parameters"])
+    for index, (group_now, saved) in enumerate(zip(names_of_groups, groups, strict=True)):
+        mine, theirs = set(group_now), set(saved["parameters"])
         if mine != theirs:
             raise ValueError(
                 f"parameter group {index} of the {kind} has {len(mine - theirs)} parameters that the saved one lacks "
@@ -167,7 +167,7 @@ def check_optimizer(
                 )
     if steps_on(optimizer) is StepsOn.FULL:
         return
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         name = names[parameter]
         for key, value in record["values"].get(name, {}).items():
             if any(_is_part(leaf, parameter) for leaf in tree_leaves(value)):
@@ -184,11 +184,8 @@ def restored(
     record: Mapping[str, Any],
     read: Callable[[str, str, tuple[slice, ...]], Tensor],
 ) -> Callable[[], None]:
-    """Read a saved state for this rank's shards; return a function that puts it into the optimizer.
-
-    `check_optimizer` must accept the record, which may be of any mesh. `read` returns the values of a region of a full
-    state tensor, given the name of its parameter, its key and the region.
-    """
+    """Read a saved state for this rank's shards, on any mesh; return a function that puts it into the optimizer."""
+    # `read` returns a region of a full state tensor, by its parameter's name, its key and the region.
     state: dict[Tensor, dict[str, Any]] = {}
     for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
         for parameter in group["params"]:
@@ -252,8 +249,7 @@ class TrainState:
     @property
     def states(self) -> dict[str, ParallelState]:
         """Return the `ParallelState` of each model, by the names of the models."""
-        found = {name: state_of(model) for name, model in self.models.items()}
-        return {name: state for name, state in found.items() if state is not None}
+        return {name: state for name, model in self.models.items() if (state := state_of(model)) is not None}
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -261,11 +257,6 @@ class TrainState:
         mesh = next((state.mesh for state in self.states.values()), self.mesh_without_models)
         assert mesh is not None
         return mesh
-
-    @property
-    def timeout_seconds(self) -> int:
-        """Return the timeout of collectives, in seconds."""
-        return max((state.config.timeout_seconds for state in self.states.values()), default=1800)
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Map each parameter to its name in `module`."""
@@ -276,10 +267,7 @@ class TrainState:
         return persistent_buffers(self.module)
 
     def other_state(self) -> dict[str, Any]:
-        """Return this rank's entries of the state dict that are neither parameters nor buffers, by name.
-
-        Such entries are extra states of modules (`get_extra_state`) and persistent states of metrics.
-        """
+        """Return this rank's entries of the state dict, by name, that are no parameters or buffers: extra states."""
         # Calls nn.Module's method: an override may take other arguments, or leave entries out or rename them.
         everything = nn.Module.state_dict(self.module, keep_vars=True)
         named = {**dict(self.module.named_parameters(remove_duplicate=False)), **self.buffers()}
@@ -297,10 +285,7 @@ class TrainState:
 
 
 def gather_random_states(mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """Gather Python's, NumPy's and torch's random states on rank 0: one entry for each dp rank in order. Collective.
-
-    Other ranks get an empty list.
-    """
+    """Gather random states on rank 0, one entry for each dp rank in order; others get an empty list. Collective."""
     mine = _capture(mesh.device_type)
     states: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, states if dist.get_rank() == 0 else None, dst=0)
@@ -324,8 +309,7 @@ def restore_random_state(states: list[dict[str, Any]], mesh: DeviceMesh) -> None
     seed = int.from_bytes(digest.digest(), "little")
     random.seed(seed)
     torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    np.random.seed(seed)
 
 
 def _capture(device_type: str) -> dict[str, Any]:
@@ -333,10 +317,8 @@ def _capture(device_type: str) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device_type != "cpu":
         state["device"] = torch.get_device_module(device_type).get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [str(kind), [int(key) for key in keys], *rest]
-    return state
+    kind, keys, *rest = np.random.get_state()
+    return {**state, "numpy": [str(kind), [int(key) for key in keys], *rest]}
 
 
 def _put(state: dict[str, Any], device_type: str) -> None:
@@ -345,5 +327,5 @@ def _put(state: dict[str, Any], device_type: str) -> None:
     torch.set_rng_state(state["torch"])
     if device_type != "cpu" and "device" in state:
         torch.get_device_module(device_type).set_rng_state(state["device"])
-    if "numpy" in sys.modules and "numpy" in state:
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+    if "numpy" in state:
+        np.random.set_state(tuple(state["numpy"]))

@@ -9,7 +9,7 @@ import io
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -48,7 +48,6 @@ from lora_parallel.checkpoint.files import (
     finish_in_background,
     loose_key,
     optimizer_key,
-    prune,
     read_meta,
     wait_for_save,
     write_meta,
@@ -64,7 +63,16 @@ from lora_parallel.distributed.dtensors import reshard
 from lora_parallel.distributed.mesh import merged_over_stages, over_stages
 from lora_parallel.distributed.rank_checks import agreed, check_alike
 from lora_parallel.distributed.torch_private import is_rectangle
-from lora_parallel.storage import Scratch, check_free, check_loadable, is_taken, saving_bar, sweep, without_numpy
+from lora_parallel.storage import (
+    Scratch,
+    check_free,
+    check_loadable,
+    is_taken,
+    remove_folder,
+    saving_bar,
+    sweep,
+    without_numpy,
+)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -110,8 +118,7 @@ def write_checkpoint(
         extra: The front end's own entries for extra.pt.
         writer: The front end's name in meta.json; only the same front end can read the checkpoint.
         replace: Replace a checkpoint at `path` (see `may_be_replaced`) once the new one is complete.
-        keep_last: As in `save_checkpoint`.
-        async_save: As in `save_checkpoint`.
+        keep_last, async_save: As in `save_checkpoint`.
     """
     wait_for_save()
     extra = without_numpy(extra)
@@ -127,12 +134,17 @@ def write_checkpoint(
         with agreed():
             save.begin()
         with agreed():
-            save.check_seen()
+            if not save.scratch.lock.exists():
+                raise OSError(
+                    f"this rank does not see the folder that rank 0 made for {path}: save to a file system that all "
+                    "nodes share."
+                )
         tensors = save.collect(extra)
         if async_save:
             written = None
             if save.has_shards:  # DCP writes from copies, and its collectives have a process group of their own
-                group = background_group(state.timeout_seconds)
+                timeouts = [parallel.config.timeout_seconds for parallel in state.states.values()]
+                group = background_group(max(timeouts, default=1800))
                 written = dcp.async_save(tensors, storage_writer=save.state_writer, process_group=group)
             finish_in_background(partial(_finish, save, written))
             return path
@@ -142,7 +154,7 @@ def write_checkpoint(
         with agreed():
             save.finish()
     except BaseException:
-        save.discard()
+        save.scratch.discard()  # on rank 0, which made the folder
         raise
     return path
 
@@ -152,8 +164,8 @@ class _Save:
 
     def __init__(self, path: Path, state: TrainState, writer: str, replace: bool, keep_last: int | None) -> None:
         self._state, self._writer, self._replace, self._keep_last = state, writer, replace, keep_last
-        self._scratch = Scratch(path)
-        self.folder = self._scratch.path
+        self.scratch = Scratch(path)
+        self.folder = self.scratch.path
         """Folder to write in, which is beside the checkpoint's place."""
 
         self._rank = dist.get_rank()
@@ -170,7 +182,7 @@ class _Save:
 
     def begin(self) -> None:
         """Take the states to save from the optimizers and modules, check them, and make the folder on rank 0."""
-        target = self._scratch.target
+        target = self.scratch.target
         for model in self._state.models.values():
             check_unmerged(model)
             reshard(model)  # a forward may have left full parameters in place of the shards that optimizers hold
@@ -187,22 +199,13 @@ class _Save:
                     "persistent."
                 )
             check_loadable(f"{name} in the state dict is what", value, "keep plain values and tensors there.")
-        if self._rank != 0:
-            return
-        if not (self._replace and may_be_replaced(target)):
-            check_free(target)
-        if target.parent not in _swept:
-            sweep(target.parent)
-            _swept.add(target.parent)
-        self._scratch.make()
-
-    def check_seen(self) -> None:
-        """Check that this rank sees the folder that rank 0 made."""
-        if not self._scratch.lock.exists():
-            raise OSError(
-                f"this rank does not see the folder that rank 0 made for {self._scratch.target}: save to a file system "
-                "that all nodes share."
-            )
+        if self._rank == 0:
+            if not (self._replace and may_be_replaced(target)):
+                check_free(target)
+            if target.parent not in _swept:
+                sweep(target.parent)
+                _swept.add(target.parent)
+            self.scratch.make()
 
     def collect(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
         """Gather what rank 0 writes, `extra` included; return the tensors whose shards each rank writes. Collective."""
@@ -213,8 +216,8 @@ class _Save:
                 folder, gathered = adapter_folder(self.folder, name, models), gather_adapter(model, adapter)
                 self._adapters.append((folder, gathered))
                 file = (gathered.folder(folder) / WEIGHTS).relative_to(self.folder)
-                own = {key: f"{name}.{each}" if name else each for key, each in gathered.names.items()}
-                parameters |= {f"{file}:{key}": each for key, each in own.items()}
+                start = f"{name}." if name else ""
+                parameters |= {f"{file}:{key}": f"{start}{parameter}" for key, parameter in gathered.names.items()}
         tensors = {loose_key(name): p.detach() for name, p in loose_parameters(self._state.module).items()}
         for name, optimizer in states.items():
             for parameter, values in optimizer.tensors.items():
@@ -234,15 +237,19 @@ class _Save:
             "buffers": merged_over_stages(buffers, mesh),
             "other_state": merged_over_stages(self._other_state, mesh),
         }
+        versions = {}
+        for package in ("torch", "peft", "lightning-lora"):
+            with suppress(PackageNotFoundError):
+                versions[package] = version(package)
         self._meta = {
             "format": FORMAT,
-            "name": self._scratch.target.name,
+            "name": self.scratch.target.name,
             "writer": self._writer,
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "base": {name: _base_name(model) for name, model in models.items()},
             "parameters": parameters,
             "fingerprints": {name: fingerprints_of(model) for name, model in models.items()},
-            "versions": {name: version(name) for name in ("torch", "peft", "lightning-lora") if _installed(name)},
+            "versions": versions,
         }
         with agreed():
             _check_rectangles(tensors)
@@ -250,8 +257,8 @@ class _Save:
                 written = io.BytesIO()
                 torch.save(record, written)
                 self._record = written.getvalue()
-                own = {key: value for key, value in record.items() if key not in extra}
-                check_loadable("an optimizer has settings or states that", own, "use plain values and tensors.")
+                plain = {key: value for key, value in record.items() if key not in extra}
+                check_loadable("an optimizer has settings or states that", plain, "use plain values and tensors.")
         return tensors
 
     def finish(self) -> None:
@@ -263,26 +270,23 @@ class _Save:
         (self.folder / EXTRA).write_bytes(self._record)
         # Users may edit or remove a model card, so it is not among the files that are checked.
         written = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
-        files = [path for path in written if path != self._scratch.lock and path.name != CARD]
+        files = [path for path in written if path != self.scratch.lock and path.name != CARD]
         self._meta["files"] = {str(file.relative_to(self.folder)): file.stat().st_size for file in files}
         shards = {f"{STATE}/{name}": crc for name, crc in self.state_writer.checksums.items()}
-        own = [name for name in self._meta["files"] if name not in shards]
-        self._meta["checksums"] = {**{name: checksum(self.folder / name) for name in own}, **shards}
-        before = complete_checkpoints(self._scratch.target.parent)
+        others = {name: checksum(self.folder / name) for name in self._meta["files"] if name not in shards}
+        self._meta["checksums"] = {**others, **shards}
+        target = self.scratch.target
+        before = complete_checkpoints(target.parent)
         self._meta["number"] = max((read_meta(path)["number"] for path in before), default=0) + 1
         write_meta(self.folder, self._meta)
-        target = self._scratch.target
         for path in target.iterdir() if target.is_dir() and not target.is_symlink() else ():
             if path.name not in LAYOUT:  # the user's own file in the checkpoint that is replaced
                 copy = shutil.copytree if path.is_dir() else shutil.copy2
                 copy(path, self.folder / path.name)
-        self._scratch.place(self._replace)
+        self.scratch.place(self._replace)
         if self._keep_last is not None:
-            prune(self._scratch.target.parent, self._keep_last)
-
-    def discard(self) -> None:
-        """Remove the unfinished folder, on rank 0, which made it."""
-        self._scratch.discard()
+            for path in complete_checkpoints(target.parent)[: -self._keep_last]:
+                remove_folder(path)
 
 
 def may_be_replaced(path: Path) -> bool:
@@ -340,14 +344,6 @@ def _base_name(model: nn.Module) -> str | None:
     return getattr(model, "name_or_path", None) or getattr(config, "name_or_path", None) or None
 
 
-def _installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def _finish(save: _Save, written: Any) -> None:
     try:
         if written is not None:
@@ -355,6 +351,6 @@ def _finish(save: _Save, written: Any) -> None:
                 written.result()
         save.finish()
     except BaseException as error:
-        save.discard()
+        save.scratch.discard()
         _log.error("the checkpoint %s was not written: %s", save.folder, error)
         raise

@@ -9,7 +9,7 @@ overflowed skips the step alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lora_parallel.distributed.rank_checks import gather_objects
 from lora_parallel.distributed.torch_private import compute_for_dtensors, local_region
 from lora_parallel.storage import saving_bar
 
@@ -29,17 +30,17 @@ log = logging.getLogger(__name__)
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in a nest of mappings (such as transformers' model outputs), lists, tuples and dataclasses."""
+    inner: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        inner = value.values()
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        inner = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        inner = (getattr(value, field.name) for field in fields(value))
+    for item in inner:
+        yield from tensors_in(item)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -117,9 +118,7 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
-    rank, world = dist.get_rank(), dist.get_world_size()
-    everyone: list[dict[str, _LocalRegion]] = [{} for _ in range(world)]
-    dist.all_gather_object(everyone, {name: _local_region(tensor) for name, tensor in detached.items()})
+    everyone = gather_objects({name: _local_region(tensor) for name, tensor in detached.items()})
     union = {name: region for regions in everyone for name, region in regions.items()}
     gathered: dict[str, Tensor] = {}
     sizes = {name: region.whole_bytes for name, region in union.items()}
@@ -129,7 +128,7 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)
         counts = [sum(regions[name].bytes for name in bucket if name in regions) for regions in everyone]
         padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
-        received = [torch.empty_like(padded) for _ in range(world)] if rank == 0 else None
+        received = [torch.empty_like(padded) for _ in everyone] if dist.get_rank() == 0 else None
         dist.gather(padded, received, dst=0)
         if received is None:
             continue
@@ -213,8 +212,7 @@ def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     gradients: list[Tensor] = args[0]
     found_inf: Tensor = args[1]
     operator([local(gradient) for gradient in gradients], *args[1:], **kwargs)
-    # Every rank of every mesh that a gradient is on learns of it: all ranks step or skip together, and change the scale
-    # alike. It costs one all-reduce of a number for each mesh axis, and only in a run with a scaler.
+    # Every rank of every mesh that a gradient is on learns of it, so that all ranks step or skip together.
     meshes = [gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)]
     groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
     for group in groups.values():

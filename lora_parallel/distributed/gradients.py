@@ -154,12 +154,13 @@ def clip_over_stages(model: nn.Module, stages: DeviceMesh) -> None:
     _staged[model] = stages
 
 
-def _check_gradients(owners: Iterable[Tensor]) -> None:
-    """Raise ValueError if gradients of a parameter wait elsewhere than in `.grad` (see `refuse_clipping_if`)."""
+def _to_clip(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """List parameters; raise ValueError if gradients wait elsewhere than in `.grad` (see `refuse_clipping_if`)."""
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for owner in owners:
-        instead = getattr(owner, _ELSEWHERE, lambda: None)()
-        if instead is not None:
+        if (instead := getattr(owner, _ELSEWHERE, lambda: None)()) is not None:
             raise ValueError(instead)
+    return owners
 
 
 class PartialGradients:
@@ -184,7 +185,7 @@ class PartialGradients:
         self._group = group
         self._device = device_type
         self.parameters: list[nn.Parameter] = []  # the sharded ones that the optimizer sees
-        self._finished: dict[int, Tensor | None] | None = None
+        self._finished: list[Tensor | None] | None = None
         self._pending: dict[int, Tensor] = {}
         self._hooks = PostponedHooks()
 
@@ -209,7 +210,7 @@ class PartialGradients:
         self.before_backward()
         if not self.parameters:
             return
-        self._finished = {index: parameter.grad for index, parameter in enumerate(self.parameters)}
+        self._finished = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         self._hooks.postpone(self.parameters)
@@ -270,7 +271,7 @@ class _Local(torch.autograd.Function):
             ctx.gradients.begin()
             scaled = torch._foreach_mul([ready[index] for index in partial], ctx.gradients.ranks)
             ready.update(zip(partial, scaled, strict=True))
-        return None, None, *(place(ready[index]) if index in ready else None for index, place in enumerate(ctx.placers))
+        return None, None, *(like(ready[index]) if index in ready else None for index, like in enumerate(ctx.placers))
 
 
 @contextmanager
@@ -315,8 +316,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: give a positive number or inf.")
-    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _check_gradients(owners)
+    owners = _to_clip(parameters)
     known: dict[Tensor, DeviceMesh] = {p: mesh for model, mesh in _staged.items() for p in model.parameters()}
     stages = {owner: known[owner] for owner in owners if owner in known}
     counted = [owner for owner in owners if owner.grad is not None or owner in stages]
@@ -398,9 +398,7 @@ def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
 
     Clamping works on each element by itself, and therefore needs no communication.
     """
-    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _check_gradients(owners)
-    for owner in owners:
+    for owner in _to_clip(parameters):
         if owner.grad is not None:
             local(owner.grad).clamp_(-clip_value, clip_value)
 

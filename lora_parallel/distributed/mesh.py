@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,14 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.rank_checks import collective_call, finish_gloo, limit_waiting, one_gloo_thread
+from lora_parallel.distributed.rank_checks import (
+    T,
+    collective_call,
+    finish_gloo,
+    gather_objects,
+    limit_waiting,
+    one_gloo_thread,
+)
 from lora_parallel.distributed.torch_private import flatten_axes, set_timeout, sub_mesh
 from lora_parallel.sizes import AXES, axis_sizes, mesh_axes
 
@@ -85,9 +92,8 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backends)
             joined = [name for name in _JOINED if ("pp" if name == _STAGE else "cp") in axes]
             for name in joined:
-                flatten_axes(
-                    mesh, tuple(axis for axis in _JOINED[name] if axis in axes), name, "gloo" if gloo else None
-                )
+                parts = tuple(axis for axis in _JOINED[name] if axis in axes)
+                flatten_axes(mesh, parts, name, "gloo" if gloo else None)
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
     atexit.unregister(finish_gloo)
@@ -98,10 +104,8 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
 def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
     """Warn on rank 0 if torchrun could not restart this job; raise RuntimeError in a job that it has restarted so.
 
-    torchrun's agent keeps one store for all starts of a job. The addresses that the ranks of the last start wrote into
-    it are still there when the ranks of the next start read them: some read old ones, and fail or wait
-    (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.13). With the variable
-    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and the rendezvous "c10d", every start has a store of its own.
+    torchrun's agent keeps one store for all starts of a job, so that ranks of the next start may read addresses of the
+    last, and fail or wait (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.13).
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -180,7 +184,7 @@ def sharded_axes(tensor: Tensor) -> frozenset[str]:
     if not isinstance(tensor, DTensor):
         return frozenset()
     names = tensor.device_mesh.mesh_dim_names or ()
-    sharded = [name for name, place in zip(names, tensor.placements, strict=True) if not place.is_replicate()]
+    sharded = [name for name, placed in zip(names, tensor.placements, strict=True) if not placed.is_replicate()]
     return frozenset(axis for name in sharded for axis in _JOINED.get(name, (name,)))
 
 
@@ -194,41 +198,29 @@ def dp_rank(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
-T = TypeVar("T")
-
-
 def over_stages(mine: T, mesh: DeviceMesh | None) -> list[T]:
     """Return the object of each pp peer of this rank, in the order of pp ranks. Collective if there is a pp axis.
 
     `mine` is pickled; `mesh` is None for a model that is not sharded.
     """
-    if mesh is None or axis_size(mesh, "pp") == 1:
-        return [mine]
-    everyone: list[Any] = [None] * axis_size(mesh, "pp")
-    dist.all_gather_object(everyone, mine, group=mesh.get_group("pp"))
-    return everyone
+    return [mine] if mesh is None or axis_size(mesh, "pp") == 1 else gather_objects(mine, mesh.get_group("pp"))
 
 
 def merged_over_stages(mine: Mapping[str, T], mesh: DeviceMesh | None) -> dict[str, T]:
     """Return the entries of all pp peers of this rank; of those with equal keys the first. Collective as above."""
     merged: dict[str, T] = {}
     for entries in over_stages(dict(mine), mesh):
-        for key, value in entries.items():
-            merged.setdefault(key, value)
+        merged |= {key: value for key, value in entries.items() if key not in merged}
     return merged
 
 
 def share_random_state(mesh: DeviceMesh) -> None:
     """Give the ranks of one batch (pp, cp and tp peers) the random state of the first of them. Collective."""
     # Tp peers compute the same activations, so random numbers that the model draws outside of its adapters (for its own
-    # dropout) must be the same on all of them. In a seeded job the states are equal already, and nothing changes.
+    # dropout) must be the same on all of them.
+    generators = [torch] if mesh.device_type == "cpu" else [torch, torch.get_device_module(mesh.device_type)]
     for group in same_batch_groups(mesh):
-        source = dist.get_global_rank(group, 0)
-        cpu = torch.get_rng_state().to(mesh.device_type)
-        dist.broadcast(cpu, src=source, group=group)
-        torch.set_rng_state(cpu.cpu())
-        if mesh.device_type != "cpu":
-            module = torch.get_device_module(mesh.device_type)
-            device = module.get_rng_state().to(mesh.device_type)
-            dist.broadcast(device, src=source, group=group)
-            module.set_rng_state(device.cpu())
+        for generator in generators:
+            state = generator.get_rng_state().to(mesh.device_type)
+            dist.broadcast(state, src=dist.get_global_rank(group, 0), group=group)
+            generator.set_rng_state(state.cpu())

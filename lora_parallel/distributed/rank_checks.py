@@ -24,8 +24,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import ceil
-from types import FrameType
-from typing import Any, NoReturn
+from traceback import walk_stack
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from lora_parallel.distributed.torch_private import default_store, is_simulated, process_groups
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 # seconds of waiting after which a rank logs which ranks it waits for; after the last, each time the wait doubles
@@ -57,12 +58,12 @@ class _Announcement:
     """Hold the entry that a rank writes into the store: its call, and where the user's program makes it."""
 
     what: str
-    place: str
+    caller: str  # file and line
     # seconds after which the rank stopped waiting for the others; None if it still waits or went on
     given_up_after: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.what} (called at {self.place})"
+        return f"{self.what} (called at {self.caller})"
 
 
 @dataclass
@@ -127,8 +128,7 @@ def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
 def limit_waiting(seconds: float) -> None:
     """Limit the time that ranks wait for each other to `seconds`, and to the timeout of the process group."""
     if (meetings := _current()) is not None:
-        limit = min(seconds, meetings.store.timeout.total_seconds())
-        _limits[meetings.group] = limit
+        _limits[meetings.group] = limit = min(seconds, meetings.store.timeout.total_seconds())
         for known in _meetings.values():
             known.timeout = limit
 
@@ -170,8 +170,7 @@ def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> b
 def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -> None:
     """Wait until every rank (of `ranks`, if given) has come to the call `what`. Collective.
 
-    Raises RuntimeError, which ends with `remedy`, if ranks make other calls or have stopped waiting; TimeoutError if
-    some have not come in time.
+    Raises RuntimeError, ending with `remedy`, if ranks make other calls or gave up; TimeoutError if some are late.
     """
     meetings = _current(ranks)
     if meetings is None:
@@ -196,9 +195,8 @@ def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -
 def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
     """Announce a call; return True once every rank has announced the same, False if one makes another call or gives up.
 
-    A rank's number of requests to the store does not depend on the number of ranks: the rank that comes last, or that
-    comes with another call, sets the key "open", which all ranks poll. The first rank that sets the key decides if the
-    calls count as alike or unlike.
+    All ranks poll the key "open", so that a rank's number of requests does not depend on the number of ranks. The rank
+    that comes last or with another call sets it; the first to do so decides if the calls count as alike or unlike.
     """
     store, size, rank = meetings.store, len(meetings.ranks), meetings.group.rank()
     opened = f"{number}/open"
@@ -314,15 +312,10 @@ def _raise_unlike(everyone: dict[int, _Announcement], rank: int, remedy: str) ->
 
 def place_of_call() -> str:
     """Return the file and line of the innermost frame of the user's program: of no package in `_LIBRARIES`."""
-    frame: FrameType | None = sys._getframe(1)
-    ours = frame
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _LIBRARIES and not frame.f_code.co_filename.startswith("<frozen"):
-            break
-        frame = frame.f_back
-    caller = frame or ours
-    assert caller is not None
+    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
+    named = ((frame.f_globals.get("__name__", "").partition(".")[0], frame) for frame in frames)
+    users = (f for package, f in named if package not in _LIBRARIES and not f.f_code.co_filename.startswith("<frozen"))
+    caller = next(users, frames[0])
     file, here = caller.f_code.co_filename, os.path.join(os.getcwd(), "")
     return f"{file.removeprefix(here)}:{caller.f_lineno}"
 
@@ -332,12 +325,9 @@ _NOTHING = torch.empty(0)
 
 @contextmanager
 def one_gloo_thread() -> Iterator[None]:
-    """Give each gloo group that is made within the context one worker thread, not two.
-
-    Two threads write the name of the collective that has finished into one string, without a lock. If the name is
-    longer than 15 characters, as that of a functional all-gather is, the threads can corrupt the heap
-    (docs/upstream/gloo_threads.md). torch ignores the options that it is given for gloo, so the class is replaced.
-    """
+    """Give each gloo group that is made within the context one worker thread: two can corrupt the heap."""
+    # They write a long name of the collective that has finished into one string (docs/upstream/gloo_threads.md).
+    # torch ignores the options that it is given for gloo, so the class is replaced.
     if not dist.is_gloo_available():
         yield
         return
@@ -360,11 +350,9 @@ def one_gloo_thread() -> Iterator[None]:
 
 @contextmanager
 def not_profiled() -> Iterator[None]:
-    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest.
-
-    A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into memory
-    that the profiler has freed (docs/upstream/gloo_profiler.md). A public profiler records all operations or none.
-    """
+    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest."""
+    # A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into
+    # memory that the profiler has freed (docs/upstream/gloo_profiler.md).
     torch._C._autograd._enable_record_function(False)
     try:
         yield
@@ -373,12 +361,9 @@ def not_profiled() -> Iterator[None]:
 
 
 def finish_gloo() -> None:
-    """Wait, at exit, until gloo's threads have let go of all tensors; not at all if an error has ended the process.
-
-    A thread of gloo that frees a tensor while Python ends aborts the process (docs/upstream/gloo_exit.md). An all-
-    reduce of no elements waits for no peer, but comes after the messages before it. After an error, a peer that one of
-    these waits for may never come.
-    """
+    """Wait, at exit, until gloo's threads have let go of all tensors; not at all if an error has ended the process."""
+    # A thread of gloo that frees a tensor while Python ends aborts the process (docs/upstream/gloo_exit.md). An all-
+    # reduce of no elements waits for no peer, but comes after messages whose peers an error may keep away.
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
     until = time.monotonic() + 5
@@ -408,18 +393,21 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
-    mine = None if error is None else (type(error).__name__, str(error))
-    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    failures = gather_objects(None if error is None else (type(error).__name__, str(error)))
     if error is not None:
         raise error
-    for rank, failure in enumerate(everyone):
+    for rank, failure in enumerate(failures):
         if failure is not None:
             raise _error(failure[0], f"on rank {rank}: {failure[1]}")
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the object of each rank of `group`, of all ranks if it is None; `mine` is pickled. Collective."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def _error(name: str, text: str) -> Exception:
@@ -437,10 +425,7 @@ def check_alike(**arguments: object) -> None:
     Raises:
         ValueError: An argument differs between ranks; raised on every rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
+    everyone = gather_objects({name: repr(value) for name, value in arguments.items()})
     for rank, values in enumerate(everyone):
         for name, value in values.items():
             if value != everyone[0][name]:
@@ -451,11 +436,7 @@ def check_alike(**arguments: object) -> None:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return a 64-bit number that is equal for equal tensors and differs if the bytes or their order differ.
-
-    The tensor's bytes are read as a table of int64 [rows, 4096]. The number adds up the sums of the columns and of the
-    rows, each multiplied by a weight of its own, and the remaining bytes likewise. It is not cryptographic.
-    """
+    """Return a 64-bit number that is equal for equal tensors and differs if the bytes or their order differ."""
     return int(fingerprint_on_device(tensor))
 
 
@@ -494,7 +475,7 @@ def begin_gather(
 
     def result() -> Tensor:
         if what is not None:
-            wait_for(work, what, device)
+            wait_for(work, what, device)  # logs which ranks are missing, after long
         return torch.stack(everyone).cpu()
 
     return result
@@ -503,8 +484,5 @@ def begin_gather(
 def gather_numbers(
     numbers: list[int], device: str, what: str | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the `numbers` of every rank, int64 [ranks, len(numbers)] on the CPU. Collective.
-
-    A rank that waits for long logs the name `what` of the call and the missing ranks; without it, it waits in silence.
-    """
+    """Return the `numbers` of every rank, int64 [ranks, len(numbers)] on the CPU. Collective."""
     return begin_gather(numbers, device, what, group)()

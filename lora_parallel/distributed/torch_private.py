@@ -29,10 +29,8 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 
 
 def in_backward() -> bool:
-    """Return True if the calling thread is inside a backward pass; a module called then is recomputed, not called anew.
-
-    torch has no public function for this (pytorch/pytorch#107247 asks for one); FSDP2 asks the same way.
-    """
+    """Return True inside a backward pass of the calling thread, as FSDP2 asks; a module called then is recomputed."""
+    # torch has no public function for this (pytorch/pytorch#107247 asks for one).
     return backward_pass() != -1
 
 
@@ -95,12 +93,9 @@ def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
 
 
 def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
-    """Make `function(operator, args, kwargs)` compute `operator` for DTensors; return False if torch has no table for
-    it.
-
-    The table is that of operators that follow no sharding rule. `register_sharding`, which is public, can only choose
-    the placements that inputs are moved to, and has no effect on an operator that has been used before.
-    """
+    """Make `function(operator, args, kwargs)` compute an operator for DTensors; return False if torch has no table."""
+    # The table is that of operators that follow no sharding rule. `register_sharding`, which is public, can only choose
+    # placements of inputs, and has no effect on an operator that has been used before.
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
     if handlers is None:
         return False
@@ -109,21 +104,15 @@ def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...]
 
 
 def placed_as(tensor: DTensor) -> Callable[[Tensor], DTensor]:
-    """Return a function that makes a DTensor like `tensor` (mesh, placements, shape, strides) of a local tensor.
-
-    The public `DTensor.from_local` is an operation of autograd, and derives what is known here: it takes five times as
-    long. FSDP2 makes its DTensors in the same way.
-    """
+    """Return a function that makes a DTensor like `tensor` (mesh, placements, shape, strides) of a local tensor."""
+    # As FSDP2 does it; the public `DTensor.from_local` is an operation of autograd, and takes five times as long.
     spec = tensor._spec
     return lambda local: DTensor(local, spec, requires_grad=False)
 
 
 def local_region(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the region of the full tensor that this rank's shard of `tensor` holds, one slice a dim.
-
-    Strided and uneven shards are included; an empty shard gives empty slices. torch's checkpoint planner uses the same
-    private function; `torch.distributed.tensor` exports none that knows `_StridedShard`.
-    """
+    """Return the region of the full tensor that this rank's shard of `tensor` holds, one slice a dim."""
+    # torch's checkpoint planner uses the same function; the public ones do not know `_StridedShard`.
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if 0 in shape:
         return tuple(slice(0, n) for n in tensor.to_local().shape)
@@ -213,11 +202,8 @@ def storageless(
     device: torch.device | None = None,
     strides: Sequence[int] | None = None,
 ) -> Any:
-    """Make a tensor of the subclass `kind` that has a shape, a dtype, a device and strides, but no memory.
-
-    Every tensor subclass with `__torch_dispatch__` is made like this (torch.utils._python_dispatch, DTensor); there is
-    no public constructor. The device is the CPU if it is None; strides that are None are those of a contiguous tensor.
-    """
+    """Make a tensor of the subclass `kind` that has a shape, a dtype, a device and strides, but no memory."""
+    # Every subclass with `__torch_dispatch__` is made like this (DTensor, for one); there is no public constructor.
     return Tensor._make_wrapper_subclass(
         kind, tuple(shape), strides=strides, dtype=dtype, device=device or torch.device("cpu")
     )
@@ -331,10 +317,8 @@ def make_root(model: torch.nn.Module) -> None:
 
 @contextmanager
 def last_backward(model: torch.nn.Module, is_last: bool, keeps_gathered: bool) -> Iterator[None]:
-    """Tell FSDP2 if other backward passes of forwards that have run already follow those within the context.
-
-    If others follow, the root unit's weights stay gathered for them, and with `keeps_gathered` those of all units.
-    """
+    """Tell FSDP2 if other backward passes of forwards that have run already follow those within the context."""
+    # If others follow, the root unit's weights stay gathered for them, and with `keeps_gathered` those of all units.
     if not isinstance(model, FSDPModule):
         yield
         return
@@ -352,9 +336,9 @@ def parameters_on_meta() -> Iterator[None]:
     """Within the context, let FSDP2 run with parameters on meta, which it refuses: a simulated rank has no values."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    own = FSDPParamGroup._validate_no_meta_params
+    original = FSDPParamGroup._validate_no_meta_params
     FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FSDPParamGroup._validate_no_meta_params = own  # type: ignore[method-assign]
+        FSDPParamGroup._validate_no_meta_params = original  # type: ignore[method-assign]

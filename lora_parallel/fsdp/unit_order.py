@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -39,22 +39,17 @@ PATIENCE = 3.0  # seconds in a collective after which a rank checks if another r
 
 @dataclass(slots=True)
 class _Place:
-    """Hold a place in a tree of passes: the step that is expected next, and where this one and others led to."""
+    """Hold a place in a tree of passes: the step that is expected next, and where steps taken from here led to."""
 
     expected: str | None = None
-    next_place: _Place | None = None
-    alternatives: dict[str, _Place] | None = None
+    following: dict[str, _Place] = field(default_factory=dict)
 
     def take(self, step: str) -> _Place:
         """Make `step` the usual step from this place, and return the place that the step leads to."""
-        if self.expected != step:
-            others = self.alternatives or {}
-            if self.expected is not None and self.next_place is not None:
-                others[self.expected] = self.next_place
-            self.expected, self.next_place = step, others.pop(step, None) or _Place()
-            self.alternatives = others or None
-        assert self.next_place is not None
-        return self.next_place
+        if step not in self.following:
+            self.following[step] = _Place()
+        self.expected = step
+        return self.following[step]
 
 
 class UnitOrder:

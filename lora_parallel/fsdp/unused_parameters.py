@@ -10,7 +10,7 @@ applies no weight decay to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from lora_parallel.distributed.gradients import PartialGradients, PostponedHooks
 from lora_parallel.distributed.mesh import axis_size
 from lora_parallel.distributed.torch_private import queue_after_backward, reduces_gradients
 from lora_parallel.fsdp.unit_order import ModelOrder
+from lora_parallel.fsdp.wrapping import below
 from lora_parallel.sizes import AXES
 
 
@@ -52,7 +53,7 @@ class UnusedParameters:
         self._hooks = PostponedHooks()
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
         units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
-        self._units = [unit for unit in units if unit.held]
+        self._units = [unit for unit in units if unit.trained]
         self._root = next((unit for unit in self._units if cast(nn.Module, unit.module) is model), None)
         for unit in self._units:
             if unit is not self._root or root_is_called:  # else `begin_root` is called once its weights are gathered
@@ -129,15 +130,17 @@ class _Unit:
 
     def __init__(self, module: FSDPModule, index_of: Mapping[nn.Parameter, int], reach: Any) -> None:
         self.module = module
-        self.held = [
+        inside = [inner for _, inner in below(cast(nn.Module, module)) if not isinstance(inner, FSDPModule)]
+        # trained parameters that FSDP2 gathers together, and their numbers
+        self.trained = [
             (owner, key, index_of[parameter])
-            for owner in _modules_of(cast(nn.Module, module))
+            for owner in (cast(nn.Module, module), *inside)
             for key, parameter in owner._parameters.items()
             if parameter is not None and parameter in index_of
         ]
         # numbers of the parameters that still train: a pool of tenants freezes the base that it is given
         self.watched: set[int] = set()
-        self._gathered: list[Tensor | None] = [None] * len(self.held)
+        self._gathered: list[Tensor | None] = [None] * len(self.trained)
         self._reach = reach
         self._runs = False
 
@@ -147,7 +150,7 @@ class _Unit:
         if not torch.is_grad_enabled():
             return
         self.send_zeros(True)
-        for position, (owner, key, index) in enumerate(self.held):
+        for position, (owner, key, index) in enumerate(self.trained):
             gathered = owner._parameters[key]
             if gathered is not None and gathered.requires_grad and gathered is not self._gathered[position]:
                 self._gathered[position] = gathered
@@ -161,23 +164,12 @@ class _Unit:
         self._runs = runs
 
     def fill(self) -> None:
-        """Put zeros in gathered parameters without a gradient, in backward passes for which FSDP2 cannot send them.
-
-        These are all passes if torch is older than 2.13, and passes without a reduction. FSDP2's own zeros have the
-        gathered parameter's dtype, while passes without a reduction leave gradients in reduce_dtype: every parameter
-        must have a gradient after such a pass.
-        """
+        """Put zeros in gathered parameters without a gradient, in backward passes for which FSDP2 cannot send them."""
+        # These are all passes if torch is older than 2.13, and passes without a reduction, after which every parameter
+        # must have a gradient in reduce_dtype: FSDP2's own zeros have the gathered parameter's dtype.
         if not self._runs:
             return
         if not hasattr(self.module, "set_reduce_scatter_unused_params") or not reduces_gradients(self.module):
             for gathered in self._gathered:
                 if gathered is not None and gathered.grad is None:
                     gathered.grad = torch.zeros_like(gathered)
-
-
-def _modules_of(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose parameters FSDP2 gathers together: `unit` and those below it, without inner units."""
-    yield unit
-    for child in unit.children():
-        if not isinstance(child, FSDPModule):
-            yield from _modules_of(child)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.dtensors import local, tensors_in
 from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size
 from lora_parallel.distributed.torch_private import in_backward, make_root
 from lora_parallel.layers.layer_parameters import innermost, shared_parameters
@@ -40,7 +40,7 @@ def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module]) -> None:
     names = {module: name for name, module in model.named_modules()}
     for layer in tied:  # FSDP2 gathers and shards the weights of such a unit for one forward of all its layers
         layer.register_forward_pre_hook(partial(root.refuse, names[layer]), prepend=True)
-    for name, module in _below(model, ""):
+    for name, module in below(model):
         if module in tied:
             continue
         if isinstance(module, FSDPModule):
@@ -51,13 +51,12 @@ def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module]) -> None:
             module.register_forward_hook(call.after, always_call=True)
 
 
-def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and modules below `module` down to the FSDP units, whose own submodules are left out."""
     for key, child in module.named_children():
-        name = f"{prefix}{key}"
-        yield name, child
+        yield f"{prefix}{key}", child
         if not isinstance(child, FSDPModule):
-            yield from _below(child, f"{name}.")
+            yield from below(child, f"{prefix}{key}.")
 
 
 def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
@@ -70,11 +69,8 @@ def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
 
 
 def leave_inference_mode(model: nn.Module) -> None:
-    """Run a model and its FSDP units under `no_grad` where they are called in inference mode.
-
-    What a first forward makes, FSDP2's buffers above all, could never be trained with otherwise. To be called after the
-    other hooks of the forward are registered.
-    """
+    """Run a model and its FSDP units under `no_grad` where they are called in inference mode."""
+    # FSDP2's buffers of a first forward could never be trained with otherwise. Other hooks are registered before.
     for module in dict.fromkeys([model, *(unit for unit in model.modules() if isinstance(unit, FSDPModule))]):
         left = ExitStack()
         module.register_forward_pre_hook(partial(_leave, left), prepend=True)
@@ -95,7 +91,7 @@ class _Root:
     """Gather and shard the root unit's weights outside of its forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
+        self.model: Any = model
         self._begun = self._runs = False
         model.register_forward_pre_hook(self._begins, prepend=True)
         model.register_forward_hook(self._ends, always_call=True)
@@ -118,15 +114,12 @@ class _Root:
         """Make FSDP2 take the model for the root unit, if the model has not been called yet. Collective."""
         if not self._begun:
             self._begun = True
-            make_root(self._model)
+            make_root(self.model)
 
     @torch.inference_mode(False)
     def unshard(self) -> None:
         self.begin()
-        self._model.unshard()
-
-    def reshard(self) -> None:
-        self._model.reshard()
+        self.model.unshard()
 
 
 class _Call:
@@ -152,7 +145,7 @@ class _Call:
     def after(self, *_: Any) -> None:
         if self._gathered:
             self._gathered = False
-            self._root.reshard()
+            self._root.model.reshard()
 
 
 def wants_fsdp(mesh: DeviceMesh, config: ParallelConfig) -> bool:
@@ -239,24 +232,23 @@ def _reduce_dtype(model: nn.Module, config: ParallelConfig) -> torch.dtype | Non
     """Return `config.reduce_dtype`, or None if gradients are at least as wide already."""
     wide = config.reduce_dtype
     computed = config.param_dtype or next((p.dtype for p in model.parameters() if p.requires_grad), None)
-    if wide is None or computed is None or torch.finfo(computed).bits >= torch.finfo(wide).bits:
-        return None
-    return wide
+    narrow = wide is None or computed is None or torch.finfo(computed).bits >= torch.finfo(wide).bits
+    return None if narrow else wide
 
 
 def _shard_placement(dp_shard: int, parameter: nn.Parameter) -> Shard | None:
     """Return the placement over the first dim that `dp_shard` divides; None stands for dim 0, FSDP2's default."""
     # Sharding dim 0 of `lora_A` [r, in] with r < dp_shard would leave ranks empty. FSDP2 shards dims other than 0 only
     # evenly; one that tp has split is split again.
-    local: torch.Tensor = parameter
+    part = local(parameter)
     if isinstance(parameter, DTensor):
         split = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
         if any(parameter.shape[dim] % parameter.device_mesh.size() for dim in split):
             return None  # tp ranks hold slices of different sizes, and must all choose the same dim
-        local = parameter.to_local()
-    if local.numel() == 0 or local.dim() == 0 or local.shape[0] % dp_shard == 0:
+    if part.numel() == 0:
         return None
-    return next((Shard(dim) for dim in range(1, local.dim()) if local.shape[dim] % dp_shard == 0), None)
+    dim = next((dim for dim, size in enumerate(part.shape) if size % dp_shard == 0), 0)
+    return Shard(dim) if dim > 0 else None
 
 
 def fsdp_blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
@@ -272,9 +264,9 @@ def fsdp_blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
                 f"{', '.join(sorted(present))}."
             )
     blocks: list[nn.Module] = []
-    inside: set[nn.Module] = set()
+    inside = {model}
     for module in model.modules():
-        if module is not model and type(module).__name__ in wanted and module not in inside:
+        if type(module).__name__ in wanted and module not in inside:
             blocks.append(module)
             inside.update(module.modules())
     recomputes = config.activation_checkpointing and not hasattr(innermost(model), "gradient_checkpointing_enable")

@@ -7,7 +7,6 @@ A source lists its tensors without reading their values, and reads rectangles of
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -22,8 +21,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lora_parallel.lazy.graph import Leaf, Region
@@ -62,9 +62,21 @@ class Source:
         """Open the source, and give the context a function that reads a region of a tensor into memory."""
         raise NotImplementedError
 
-    def _check_there(self) -> None:
-        if not self.path.exists():
-            raise FileNotFoundError(f"{self.path} is missing: the checkpoint is incomplete. Download or copy it again.")
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: the checkpoint is incomplete. Download or copy it again.")
+
+
+def opened_safetensors(path: Path) -> Any:
+    """Open a safetensors file as `safe_open` does; raise an error that names the file if it cannot be read."""
+    _check_there(path)
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as safetensors ({error}): it is truncated or damaged. Download or copy it again."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -72,33 +84,20 @@ class SafetensorsFile(Source):
     """Read one safetensors file. The file is memory-mapped, so reading a slice touches only the pages of the slice."""
 
     def list(self) -> dict[str, Leaf]:
-        found: dict[str, Leaf] = {}
-        with self._opened() as file:
+        leaves: dict[str, Leaf] = {}
+        with opened_safetensors(self.path) as file:
             for key in file.offset_keys():
                 view = file.get_slice(key)
                 dtype = _DTYPES.get(view.get_dtype())
                 if dtype is None:
                     raise ValueError(f"{self.path}: {key} has dtype {view.get_dtype()}, which is not supported.")
-                found[key] = Leaf(self, key, tuple(view.get_shape()), dtype)
-        return found
+                leaves[key] = Leaf(self, key, tuple(view.get_shape()), dtype)
+        return leaves
 
     @contextmanager
     def open(self) -> Iterator[Reader]:
-        with self._opened() as file:
+        with opened_safetensors(self.path) as file:
             yield lambda key, region: file.get_slice(key)[region] if region else file.get_tensor(key)
-
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        self._check_there()
-        try:
-            file = safe_open(self.path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{self.path} cannot be read as safetensors ({error}): it is truncated or damaged. Download or copy it "
-                "again."
-            ) from error
-        with file:
-            yield file
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,10 @@ class PickleFile(Source):
         yield lambda key, region: state[key][region].clone()
 
     def _load(self) -> dict[str, Any]:
-        self._check_there()
+        _check_there(self.path)
         try:
             # Only torch's zip files can be mapped; a file that torch 1.5 or older wrote is read whole.
-            mapped = zipfile.is_zipfile(self.path)
-            state = torch.load(self.path, map_location="cpu", mmap=mapped, weights_only=True)
+            state = torch.load(self.path, map_location="cpu", mmap=zipfile.is_zipfile(self.path), weights_only=True)
         except Exception as error:
             raise ValueError(
                 f"{self.path} cannot be read as a state dict with weights_only=True ({_first_line(error)}). Convert it "
@@ -138,7 +136,7 @@ class DcpDirectory(Source):
     """Read a directory that torch.distributed.checkpoint (DCP) wrote."""
 
     def list(self) -> dict[str, Leaf]:
-        self._check_there()
+        _check_there(self.path)
         metadata = _read_metadata(self.path)
         try:
             return {
@@ -174,30 +172,15 @@ class DcpDirectory(Source):
         yield read
 
 
-class _IntoBlock(LoadPlanner):
+class _IntoBlock(DefaultLoadPlanner):
     """Let DCP write the pieces of one read into `block`."""
 
     def __init__(self, block: Tensor) -> None:
+        super().__init__()
         self._block = block
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        block = self._block
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            block = block.narrow(dim, offset, length)
-        return block
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._block
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -247,38 +230,42 @@ def _first_line(error: Exception) -> str:
 
 def open_checkpoint(path: str | os.PathLike[str], allow_pickle: bool) -> dict[str, Leaf]:
     """List the tensors of a file or folder of safetensors, a DCP directory or a pickle, without their values."""
-    place = Path(path).absolute()
-    if place.is_dir():
-        if (place / ".metadata").is_file():
-            return DcpDirectory(place).list()
-        if (place / INDEX).is_file():
-            weight_map = read_index(place / INDEX)
-            parts = (SafetensorsFile(place / name) for name in dict.fromkeys(weight_map.values()))
-            found = list_sources(parts, weight_map)
-            check_index(weight_map, found, str(place / INDEX))
-            return found
-        files = sorted(place.glob("*.safetensors")) or sorted(f for f in place.iterdir() if f.suffix in _PICKLES)
+    file = Path(path).absolute()
+    if (folder := file).is_dir():
+        if (folder / ".metadata").is_file():
+            return DcpDirectory(folder).list()
+        if (folder / INDEX).is_file():
+            weight_map = read_index(folder / INDEX)
+            parts = (SafetensorsFile(folder / name) for name in dict.fromkeys(weight_map.values()))
+            return list_sources(parts, weight_map, str(folder / INDEX))
+        files = sorted(folder.glob("*.safetensors")) or sorted(f for f in folder.iterdir() if f.suffix in _PICKLES)
         if len(files) > 1:
-            raise ValueError(f"{place} holds {len(files)} files of weights and no {INDEX}: name the one to read.")
+            raise ValueError(f"{folder} holds {len(files)} files of weights and no {INDEX}: name the one to read.")
         if not files:
-            raise FileNotFoundError(f"{place} holds no checkpoint: no *.safetensors, no torch DCP .metadata.")
-        place = files[0]
-    if not place.is_file():
-        raise FileNotFoundError(f"there is no checkpoint at {place}.")
-    if place.suffix not in _PICKLES:
-        return SafetensorsFile(place).list()
+            raise FileNotFoundError(f"{folder} holds no checkpoint: no *.safetensors, no torch DCP .metadata.")
+        file = files[0]
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no checkpoint at {file}.")
+    if file.suffix not in _PICKLES:
+        return SafetensorsFile(file).list()
     if not allow_pickle:
-        raise ValueError(refusal(place, "pass allow_pickle=True"))
-    return PickleFile(place).list()
+        raise ValueError(refusal(file, "pass allow_pickle=True"))
+    return PickleFile(file).list()
 
 
-def list_sources(sources: Iterable[Source], weight_map: Mapping[str, str]) -> dict[str, Leaf]:
-    """Return the tensors of a checkpoint's files by name, each from the file in which the index places it."""
-    found: dict[str, Leaf] = {}
+def list_sources(sources: Iterable[Source], weight_map: Mapping[str, str], index: str) -> dict[str, Leaf]:
+    """Return the tensors of a checkpoint's files by name, each from the file in which the index (or none) places it."""
+    leaves: dict[str, Leaf] = {}
     for source in sources:
         name = source.path.name
-        found |= {key: leaf for key, leaf in source.list().items() if Path(weight_map.get(key, name)).name == name}
-    return found
+        leaves |= {key: leaf for key, leaf in source.list().items() if Path(weight_map.get(key, name)).name == name}
+    for key, name in weight_map.items():
+        if key not in leaves or leaves[key].source.path.name != Path(name).name:
+            raise ValueError(
+                f"{index} says that {name} holds {key}, and it does not: the checkpoint is incomplete or mixed up. "
+                "Download or copy it again."
+            )
+    return leaves
 
 
 def fingerprint_of(source: Source) -> str:
@@ -290,8 +277,8 @@ def fingerprint_of(source: Source) -> str:
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb") as data:
             digest.update(data.read(2**16))
-            for place in range(64):
-                data.seek(size * place // 64)
+            for number in range(64):
+                data.seek(size * number // 64)
                 digest.update(data.read(64))
     return digest.hexdigest()
 
@@ -315,13 +302,3 @@ def read_index(index: Path) -> dict[str, str]:
         raise ValueError(
             f"{index} is no index of a safetensors checkpoint ({type(error).__name__}: {error})."
         ) from error
-
-
-def check_index(weight_map: Mapping[str, str], found: Mapping[str, Leaf], index: str) -> None:
-    """Check that every tensor of an index is in the file that the index names for it."""
-    for key, name in weight_map.items():
-        if key not in found or found[key].source.path.name != Path(name).name:
-            raise ValueError(
-                f"{index} says that {name} holds {key}, and it does not: the checkpoint is incomplete or mixed up. "
-                "Download or copy it again."
-            )

@@ -62,10 +62,6 @@ def whole(shape: tuple[int, ...]) -> Region:
     return tuple(slice(0, size) for size in shape)
 
 
-def _inside(region: Region) -> Region:
-    return tuple(slice(0, part.stop - part.start) for part in region)
-
-
 def with_part(region: Region, dim: int, part: slice) -> Region:
     """Return `region` with its slice of `dim` replaced by `part`."""
     return (*region[:dim], part, *region[dim + 1 :])
@@ -80,8 +76,9 @@ class Block:
 
     def pieces(self, region: Region) -> Iterator[Piece]:
         """Yield the region as one piece; yield nothing if the region is empty."""
-        if all(part.stop > part.start for part in region):
-            yield Piece(self, region, _inside(region))  # type: ignore[arg-type]
+        sizes = tuple(part.stop - part.start for part in region)
+        if all(size > 0 for size in sizes):
+            yield Piece(self, region, whole(sizes))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -168,12 +165,8 @@ class Unsqueeze(_OfOne):
     def pieces(self, region: Region) -> Iterator[Piece]:
         if region[self.dim].start == region[self.dim].stop:
             return iter(())
-        pieces = self.parent.pieces(region[: self.dim] + region[self.dim + 1 :])
-        return _then(
-            pieces,
-            lambda block: block.unsqueeze(self.dim),
-            lambda target: (*target[: self.dim], slice(0, 1), *target[self.dim :]),
-        )
+        dim, pieces = self.dim, self.parent.pieces(region[: self.dim] + region[self.dim + 1 :])
+        return _then(pieces, lambda x: x.unsqueeze(dim), lambda target: (*target[:dim], slice(0, 1), *target[dim:]))
 
 
 @dataclass(frozen=True)
@@ -184,13 +177,9 @@ class Select(_OfOne):
     index: int
 
     def pieces(self, region: Region) -> Iterator[Piece]:
-        one = slice(self.index, self.index + 1)
-        pieces = self.parent.pieces((*region[: self.dim], one, *region[self.dim :]))
-        return _then(
-            pieces,
-            lambda block: block.squeeze(self.dim),
-            lambda target: target[: self.dim] + target[self.dim + 1 :],
-        )
+        dim, one = self.dim, slice(self.index, self.index + 1)
+        pieces = self.parent.pieces((*region[:dim], one, *region[dim:]))
+        return _then(pieces, lambda x: x.squeeze(dim), lambda target: target[:dim] + target[dim + 1 :])
 
 
 class Cast(_OfOne):
@@ -204,8 +193,8 @@ def leaves(node: Node) -> Iterator[Leaf]:
     """Yield all tensors of the checkpoint that `node` is made of, also those that some regions do not need."""
     if isinstance(node, Leaf):
         yield node
-    for each in node.inputs:
-        yield from leaves(each)
+    for parent in node.inputs:
+        yield from leaves(parent)
 
 
 def describe(node: Node) -> str:
@@ -220,10 +209,21 @@ def read(node: Node, region: Region | None = None, device: str = "cpu") -> Tenso
     result = torch.empty([part.stop - part.start for part in region], dtype=node.dtype, device=device)
     for piece in node.pieces(region):
         (block,) = read_blocks(piece.leaf, [piece.region], device)
-        for step in piece.steps:
-            block = step(block)
-        result[piece.target] = block
+        put(block, piece, result)
     return result
+
+
+def put(block: Tensor, piece: Piece, filled: Tensor) -> None:
+    """Write the block that was read for a piece to its place in a tensor."""
+    for step in piece.steps:
+        block = step(block)
+    target = filled[piece.target]
+    if block.shape != target.shape:  # copy_ would broadcast
+        raise ValueError(
+            f"{describe(piece.leaf)} gave a block of shape {tuple(block.shape)} where {tuple(target.shape)} was asked "
+            "for: the file has changed since the model was built."
+        )
+    target.copy_(block)
 
 
 def read_blocks(leaf: Leaf | Derived, regions: Sequence[Region], device: str = "cpu") -> Iterator[Tensor]:

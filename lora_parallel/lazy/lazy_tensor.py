@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -54,13 +55,13 @@ class Computed(Block):
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        return tuple(each.node for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, LazyTensor))
+        return tuple(leaf.node for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, LazyTensor))
 
     def needs(self, region: Region) -> Iterator[tuple[Node, Region]]:
         yield from ((node, whole(node.shape)) for node in self.inputs)
 
     def blocks(self, regions: Sequence[Region], read: ReadNode, device: str) -> Iterator[Tensor]:
-        args, kwargs = tree_map_only(LazyTensor, lambda each: read(each.node), (self.args, self.kwargs))
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: read(lazy.node), (self.args, self.kwargs))
         result = self.function(*args, **kwargs)
         result = result if self.index is None else result[self.index]
         yield from (result[region] for region in regions)
@@ -102,7 +103,7 @@ class LazyTensor(Tensor):
             _on_meta(function, args, kwargs)  # raises torch's own errors for dims and sizes that do not fit
         node = rearrange(*args, **kwargs) if rearrange is not None else None
         if node is not None:
-            return [LazyTensor(each) for each in node] if isinstance(node, list) else LazyTensor(node)
+            return [LazyTensor(part) for part in node] if isinstance(node, list) else LazyTensor(node)
         return _computed(function, args, kwargs)
 
 
@@ -116,8 +117,8 @@ def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if isinstance(result, Tensor):
         return LazyTensor(Computed(function, args, kwargs, None, tuple(result.shape), result.dtype))
     return [
-        LazyTensor(Computed(function, args, kwargs, index, tuple(each.shape), each.dtype))
-        for index, each in enumerate(result)
+        LazyTensor(Computed(function, args, kwargs, index, tuple(part.shape), part.dtype))
+        for index, part in enumerate(result)
     ]
 
 
@@ -158,19 +159,16 @@ def _dim(tensor: Tensor, dim: int, extra: int = 0) -> int:
 
 
 def _cat(tensors: list[LazyTensor], dim: int = 0) -> Node | None:
-    if not all(isinstance(each, LazyTensor) for each in tensors) or len({each.dtype for each in tensors}) > 1:
+    # torch leaves out an empty tensor [0] among others; their sizes have been checked on meta
+    if not all(isinstance(x, LazyTensor) for x in tensors) or len({(x.dtype, x.dim()) for x in tensors}) > 1:
         return None
     first, dim = tensors[0], _dim(tensors[0], dim)
-    shape = list(first.shape)
-    shape[dim] = sum(each.shape[dim] for each in tensors)
-    for each in tensors:
-        if (*each.shape[:dim], *each.shape[dim + 1 :]) != (*shape[:dim], *shape[dim + 1 :]):
-            raise RuntimeError(f"cat along dim {dim} of shapes {[tuple(each.shape) for each in tensors]}")
-    return Concat(tuple(each.node for each in tensors), dim, tuple(shape), first.dtype)
+    shape = (*first.shape[:dim], sum(x.shape[dim] for x in tensors), *first.shape[dim + 1 :])
+    return Concat(tuple(x.node for x in tensors), dim, shape, first.dtype)
 
 
 def _stack(tensors: list[LazyTensor], dim: int = 0) -> Node | None:
-    return _cat([each.unsqueeze(dim) for each in tensors], _dim(tensors[0], dim, extra=1))  # type: ignore[misc]
+    return _cat([x.unsqueeze(dim) for x in tensors], _dim(tensors[0], dim, extra=1))  # type: ignore[misc]
 
 
 def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
@@ -184,8 +182,7 @@ def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | Non
 def _split(x: LazyTensor, size: int | list[int], dim: int = 0) -> list[Node]:
     total = x.shape[_dim(x, dim)]
     sizes = size if isinstance(size, (list, tuple)) else [min(size, total - at) for at in range(0, total, size)] or [0]
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [_slice(x, dim, end - each, end) for end, each in zip(ends, sizes, strict=True)]
+    return [_slice(x, dim, end - length, end) for end, length in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _permute(x: LazyTensor, dims: list[int]) -> Node:
@@ -195,7 +192,7 @@ def _permute(x: LazyTensor, dims: list[int]) -> Node:
 
 def _transpose(x: LazyTensor, first: int, second: int) -> Node:
     dims = list(range(x.dim()))
-    first, second = _dim(x, first), _dim(x, second)
+    first, second = _dim(x, first), _dim(x, second)  # t() of a vector swaps a dim with itself
     dims[first], dims[second] = second, first
     return _permute(x, dims)
 
@@ -280,8 +277,8 @@ class LazyParameter(Tensor):
 
     def noting(self, other: Tensor) -> LazyParameter:
         """Copy to this tensor what quantisers have set on `other`, which PEFT reads, and return it."""
-        own = {"node", "source", "_is_param"}
-        self.__dict__.update({key: value for key, value in vars(other).items() if key not in own})
+        settings = {key: value for key, value in vars(other).items() if key not in ("node", "source", "_is_param")}
+        self.__dict__.update(settings)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyParameter:
@@ -306,10 +303,8 @@ class LazyParameter(Tensor):
             if function in _TAKES and _may_take(target, args[1]):
                 return _take(function, target, args[1])
             if function in _MOVES:
-                dtype = next(
-                    (each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), target.dtype
-                )
-                function, args, kwargs = Tensor.to, (target, dtype), {}
+                dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
+                function, args, kwargs = Tensor.to, (target, *(dtypes or [target.dtype])), {}
         written = kwargs.get("out", target if _writes(function) else None)
         if isinstance(written, LazyParameter):
             raise ValueError(
@@ -319,9 +314,9 @@ class LazyParameter(Tensor):
             )
         fills_memory = _name(function) in _FILLS and isinstance(target, Tensor) and not target.is_meta
         if fills_memory or _name(function) in _COMPUTES:
-            waits = next(each for each in (*args, *kwargs.values()) if isinstance(each, LazyParameter))
+            lazy = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyParameter))
             raise ValueError(
-                f"{_name(function)} would compute with a weight that is still on disk ({describe(waits.node)}), and "
+                f"{_name(function)} would compute with a weight that is still on disk ({describe(lazy.node)}), and "
                 "the meta device has no values: shard the model first (parallelize, fabric.setup or "
                 f"accelerator.prepare_model), or load it outside of meta_init, or with LORA_PARALLEL_DEFER=0 set."
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from lora_parallel.distributed.dtensors import local, region_of, sharded_as
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.lazy.files import Source
-from lora_parallel.lazy.graph import Derived, Leaf, Node, Piece, Region, describe, read_blocks
-from lora_parallel.lazy.tracking import forget, lazy_tensors_of
+from lora_parallel.lazy.graph import Leaf, Node, Piece, Region, put, read_blocks
+from lora_parallel.lazy.tracking import direct_tensors, forget, lazy_tensors_of, replace_tensor
 from lora_parallel.storage import bytes_bar
 
 
@@ -38,41 +38,30 @@ class Read:
     """Number of bytes of the file that are read."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Wanted:
     """Describe a parameter or buffer on meta, with all modules that hold it (tied weights have several)."""
 
     name: str
     tensor: Tensor
-    holders: tuple[tuple[nn.Module, str], ...]
-    node: Node | None
-
-    @property
-    def region(self) -> Region:
-        """Return the region of the full tensor that this rank holds."""
-        return region_of(self.tensor)
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)
+    node: Node | None = None
 
     def pieces(self) -> Iterator[Piece]:
         if self.node is not None and local(self.tensor).numel():
-            yield from self.node.pieces(self.region)
+            yield from self.node.pieces(region_of(self.tensor))
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:
-    found: dict[int, tuple[str, Tensor, list[tuple[nn.Module, str]]]] = {}
+    by_tensor: dict[int, _Wanted] = {}
     for prefix, module in model.named_modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta:
-                name = f"{prefix}.{key}" if prefix else key
-                found.setdefault(id(tensor), (name, tensor, []))[2].append((module, key))
-    return [
-        _Wanted(
-            name,
-            tensor,
-            tuple(holders),
-            next((lazy[key].node for holder, key in holders if key in (lazy := lazy_tensors_of(holder))), None),
-        )
-        for name, tensor, holders in found.values()
-    ]
+        lazy = lazy_tensors_of(module)
+        for key, tensor in direct_tensors(module):
+            if tensor.is_meta:
+                wanted = by_tensor.setdefault(id(tensor), _Wanted(f"{prefix}.{key}" if prefix else key, tensor))
+                wanted.holders.append((module, key))
+                wanted.node = wanted.node or (lazy[key].node if key in lazy else None)
+    return list(by_tensor.values())
 
 
 def unfilled(model: nn.Module) -> list[str]:
@@ -94,29 +83,27 @@ def read_plan(model: nn.Module) -> list[Read]:
     plan: list[Read] = []
     for wanted in _wanted(model):
         if wanted.node is None:
-            region = wanted.region if local(wanted.tensor).numel() else ()
-            plan.append(
-                _read(wanted.name, None, wanted.name, region, local(wanted.tensor).numel(), wanted.tensor.dtype)
-            )
-            continue
-        for piece in wanted.pieces():
-            parts = [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf, piece.region)
-            for part in parts:
-                assert isinstance(part.leaf, Leaf)
-                count = prod(each.stop - each.start for each in part.region)
-                plan.append(_read(wanted.name, part.leaf.source, part.leaf.key, part.region, count, part.leaf.dtype))
+            mine = local(wanted.tensor)
+            region = region_of(wanted.tensor) if mine.numel() else ()
+            plan.append(Read(wanted.name, None, wanted.name, _ranges(region), mine.numel() * mine.itemsize))
+        for leaf, region in _read_regions(wanted.pieces()):
+            count = prod(part.stop - part.start for part in region) * leaf.dtype.itemsize
+            plan.append(Read(wanted.name, str(leaf.source.path), leaf.key, _ranges(region), count))
     return plan
 
 
-def _read(name: str, source: Source | None, key: str, region: Region, count: int, dtype: torch.dtype) -> Read:
-    file = None if source is None else str(source.path)
-    return Read(name, file, key, tuple((part.start, part.stop) for part in region), count * dtype.itemsize)
+def _ranges(region: Region) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in region)
 
 
-def _inputs(derived: Derived, region: Region) -> Iterator[Piece]:
-    for node, needed in derived.needs(region):
-        for piece in node.pieces(needed):
-            yield from [piece] if isinstance(piece.leaf, Leaf) else _inputs(piece.leaf, piece.region)
+def _read_regions(pieces: Iterable[Piece]) -> Iterator[tuple[Leaf, Region]]:
+    """Yield the regions of tensors in files that pieces are read or computed from."""
+    for piece in pieces:
+        if isinstance(piece.leaf, Leaf):
+            yield piece.leaf, piece.region
+        else:
+            for node, needed in piece.leaf.needs(piece.region):
+                yield from _read_regions(node.pieces(needed))
 
 
 def read_weights(model: nn.Module, device: str) -> None:
@@ -144,32 +131,20 @@ def read_weights(model: nn.Module, device: str) -> None:
         for source in ordered:
             if source is None:
                 by_leaf: dict[int, list[tuple[Piece, Tensor]]] = {}  # a derived node is computed once
-                for each in by_source[source]:
-                    by_leaf.setdefault(id(each[0].leaf), []).append(each)
+                for piece, filled in by_source[source]:
+                    by_leaf.setdefault(id(piece.leaf), []).append((piece, filled))
                 for work in by_leaf.values():
                     blocks = read_blocks(work[0][0].leaf, [piece.region for piece, _ in work], device)
                     for block, (piece, filled) in zip(blocks, work, strict=True):
-                        _place(block, piece, filled)
+                        put(block, piece, filled)
                         progress.update(_bytes(piece))
                 continue
             order = {key: index for index, key in enumerate(source.list())}
             with source.open() as reader:
-                for piece, filled in sorted(by_source[source], key=lambda each: order[each[0].leaf.key]):  # type: ignore[union-attr]
-                    _place(reader(piece.leaf.key, piece.region), piece, filled)  # type: ignore[union-attr]
+                for piece, filled in sorted(by_source[source], key=lambda work: order[work[0].leaf.key]):  # type: ignore[union-attr]
+                    put(reader(piece.leaf.key, piece.region), piece, filled)  # type: ignore[union-attr]
                     progress.update(_bytes(piece))
     forget(model)
-
-
-def _place(block: Tensor, piece: Piece, filled: Tensor) -> None:
-    for step in piece.steps:
-        block = step(block)
-    target = filled[piece.target]
-    if block.shape != target.shape:  # copy_ would broadcast
-        raise ValueError(
-            f"{describe(piece.leaf)} gave a block of shape {tuple(block.shape)} where {tuple(target.shape)} was asked "
-            "for: the file has changed since the model was built."
-        )
-    target.copy_(block)
 
 
 def _bytes(piece: Piece) -> int:
@@ -191,6 +166,5 @@ def _allocate(wanted: _Wanted, device: str) -> Tensor:
     if isinstance(wanted.tensor, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=wanted.tensor.requires_grad)
     for module, key in wanted.holders:
-        container = module._parameters if key in module._parameters else module._buffers
-        container[key] = tensor  # type: ignore[assignment]
+        replace_tensor(module, key, tensor)
     return filled

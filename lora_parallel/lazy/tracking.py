@@ -114,10 +114,21 @@ def has_deferred(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters()) or any(b.is_meta for b in model.buffers())
 
 
+def direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """List the parameters and buffers that `module` itself holds, by their keys."""
+    tensors = {**module._parameters, **module._buffers}
+    return [(key, tensor) for key, tensor in tensors.items() if tensor is not None]
+
+
+def replace_tensor(module: nn.Module, key: str, tensor: Tensor) -> None:
+    """Put a tensor in place of a parameter or buffer of `module` itself."""
+    container = module._parameters if key in module._parameters else module._buffers
+    container[key] = tensor  # type: ignore[assignment]
+
+
 def lazy_tensors_of(module: nn.Module) -> dict[str, LazyTensor]:
     """Map names of the parameters and buffers that `module` itself holds to the lazy tensors that will fill them."""
-    held = {**module._parameters, **module._buffers}
-    waiting = {key: LazyTensor(tensor.node) for key, tensor in held.items() if isinstance(tensor, LazyParameter)}
+    waiting = {key: LazyTensor(t.node) for key, t in direct_tensors(module) if isinstance(t, LazyParameter)}
     return {**_record_of(module).lazy, **waiting}
 
 
@@ -128,8 +139,7 @@ def fresh_of(module: nn.Module) -> set[str]:
 
 def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
     """Yield the checkpoints that the models inside of `model` came from."""
-    checkpoints = (_record_of(module).checkpoint for module in model.modules())
-    yield from (checkpoint for checkpoint in checkpoints if checkpoint is not None)
+    return (known for module in model.modules() if (known := _record_of(module).checkpoint) is not None)
 
 
 def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
@@ -159,30 +169,29 @@ def _replaced(model: nn.Module, kind: type[_T], make: Callable[[_T], Tensor]) ->
     """Replace tensors of a class in a model, ties once, and yield the module and the key of each, and what it was."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for container in (module._parameters, module._buffers):
-            for key, tensor in container.items():
-                if isinstance(tensor, kind):
-                    if id(tensor) not in made:
-                        made[id(tensor)] = make(tensor)
-                    container[key] = made[id(tensor)]  # type: ignore[assignment]
-                    yield module, key, tensor
+        for key, tensor in direct_tensors(module):
+            if isinstance(tensor, kind):
+                if id(tensor) not in made:
+                    made[id(tensor)] = make(tensor)
+                replace_tensor(module, key, made[id(tensor)])
+                yield module, key, tensor
 
 
 def rearrange_lazy(module: nn.Module, key: str, rearrange: Callable[[Tensor], Tensor]) -> None:
     """Apply `rearrange` to the lazy tensor that `settle` noted for the parameter `key` of `module`, if there is one."""
-    stored = _record_of(module).lazy
-    if key in stored:
-        stored[key] = rearrange(stored[key])  # type: ignore[assignment]
+    lazy = _record_of(module).lazy
+    if key in lazy:
+        lazy[key] = rearrange(lazy[key])  # type: ignore[assignment]
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Fill tensors on meta with the values given to `load_state_dict`, which a copy would lose without an error."""
-    for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
-        given = state.get(f"{prefix}{key}")
-        if not isinstance(given, Tensor) or given.is_meta:
+    for key, tensor in direct_tensors(module):
+        value = state.get(f"{prefix}{key}")
+        if not isinstance(value, Tensor) or value.is_meta:
             continue
-        if isinstance(waiting, LazyParameter):
-            _swap(waiting, torch.empty(waiting.shape, dtype=waiting.dtype))
+        if isinstance(tensor, LazyParameter):
+            _swap(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
         _record_of(module).expected.pop(key, None)
         _record_of(module).fresh.pop(key, None)
 
@@ -196,17 +205,17 @@ def _swap(waiting: LazyParameter, memory: Tensor) -> None:
 
 def read_whole(module: nn.Module) -> None:
     """Read a module's own parameters and buffers into memory, whole, for what needs them before sharding."""
-    for key, waiting in [*module._parameters.items(), *module._buffers.items()]:
-        if isinstance(waiting, LazyParameter):
-            _swap(waiting, read(waiting.node))
+    for key, tensor in direct_tensors(module):
+        if isinstance(tensor, LazyParameter):
+            _swap(tensor, read(tensor.node))
             _record_of(module).expected.pop(key, None)
 
 
 def accept_memory(model: nn.Module) -> None:
     """Accept parameters and buffers that are in memory by now as filled: their checkpoint is not needed for them."""
     for module in model.modules():
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and not tensor.is_meta:
+        for key, tensor in direct_tensors(module):
+            if not tensor.is_meta:
                 _record_of(module).expected.pop(key, None)
 
 
@@ -240,11 +249,7 @@ def check_fit(name: str, wanted: Tensor, stored: Node) -> None:
 
 
 def check_checkpoints(model: nn.Module, materialize: bool) -> None:
-    """Check, before a model on meta is sharded, that its checkpoints can fill it.
-
-    Args:
-        model: The model before adapters are injected.
-        materialize: Check also that something fills every tensor on meta.
+    """Check, before a model on meta is sharded, that its checkpoints can fill it; `materialize`: every tensor of it.
 
     Raises:
         OSError, ValueError: A checkpoint is incomplete, damaged or of another model; a tensor that was to be filled got
@@ -254,9 +259,9 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
         if checkpoint.problem is not None:
             raise checkpoint.problem
     for name, module in model.named_modules():
+        tensors = dict(direct_tensors(module))
         for key, where in _record_of(module).expected.items():
-            tensor = module._parameters.get(key, module._buffers.get(key))
-            if tensor is not None and not tensor.is_meta and not hasattr(tensor, _GIVEN):
+            if key in tensors and not tensors[key].is_meta and not hasattr(tensors[key], _GIVEN):
                 raise ValueError(
                     f"{f'{name}.{key}' if name else key} was built on meta, to be filled from {where}, and has been "
                     "given memory since (by to_empty, or by an assignment). Leave it on meta, fill it with "
@@ -264,7 +269,7 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
                 )
     if not materialize:
         return
-    filled = {id(module._parameters.get(key, module._buffers.get(key))) for module, key in _lazy_in(model)}
+    filled = {id(dict(direct_tensors(module)).get(key)) for module, key, _ in _lazy_in(model)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and id(tensor) not in filled:
             raise ValueError(
@@ -276,30 +281,22 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
 
 def sources_of(model: nn.Module) -> list[Source]:
     """Return the files that the model will be filled from, sorted by path."""
-    found = {leaf.source: None for module, key in _lazy_in(model) for leaf in leaves(lazy_tensors_of(module)[key].node)}
-    return sorted(found, key=lambda source: str(source.path))
+    sources = {leaf.source for _, _, tensor in _lazy_in(model) for leaf in leaves(tensor.node)}
+    return sorted(sources, key=lambda source: str(source.path))
 
 
-def _lazy_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for module in model.modules():
-        for key in lazy_tensors_of(module):
-            yield module, key
+def _lazy_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, LazyTensor]]:
+    return ((module, *item) for module in model.modules() for item in lazy_tensors_of(module).items())
 
 
 def check_fresh(model: nn.Module) -> None:
     """Refuse a frozen parameter that no checkpoint holds: it would stay random for good."""
-    replaced = {
-        inner
-        for module in model.modules()
-        if isinstance(module, ModulesToSaveWrapper)
-        for inner in module.original_module.modules()
-    }
+    wrappers = (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper))
+    replaced = {inner for wrapper in wrappers for inner in wrapper.original_module.modules()}
     for name, module in model.named_modules():
-        if module in replaced:
-            continue
         for key in fresh_of(module):
             parameter = module._parameters.get(key)
-            if parameter is not None and not parameter.requires_grad:
+            if parameter is not None and not parameter.requires_grad and module not in replaced:
                 raise ValueError(
                     f"no file of the checkpoint holds {f'{name}.{key}' if name else key}, and it is frozen: it would "
                     "stay random. Train it (list its module in LoraConfig(modules_to_save=[...])), or give a "

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ from torch.distributed import DeviceMesh
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
-from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
+from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers, gather_objects
 from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.lazy.tracking import Checkpoint, check_fit, defer, remember, sources_of
+from lora_parallel.lazy.tracking import Checkpoint, check_fit, defer, remember, replace_tensor, sources_of
 from lora_parallel.loading.transformers_private import claim, deferred_loading
 
 
@@ -48,41 +48,37 @@ def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pick
     """
     checkpoint = Checkpoint(str(path))
     try:
-        found = open_checkpoint(path, allow_pickle)
-        _claim(model, found, str(path))
+        _claim(model, open_checkpoint(path, allow_pickle), str(path))
     except (OSError, ValueError) as error:
         checkpoint.problem = error
     remember(model, checkpoint)
     return model
 
 
-def _claim(model: nn.Module, found: dict[str, Leaf], path: str) -> None:
+def _claim(model: nn.Module, leaves: dict[str, Leaf], path: str) -> None:
     """Replace the parameters and buffers of `model` by the lazy tensors that are for them."""
     if isinstance(model, PreTrainedModel):
-        return claim(model, found, path)
+        return claim(model, leaves, path)
     wanted = model.state_dict(keep_vars=True)
-    sources = {id(tensor): name for name, tensor in wanted.items() if name in found}
+    sources = {id(tensor): leaves[name] for name, tensor in wanted.items() if name in leaves}
     missing = [name for name, tensor in wanted.items() if id(tensor) not in sources]  # a tie needs one name
-    unclaimed = [name for name in found if name not in wanted]
+    unclaimed = [name for name in leaves if name not in wanted]
     if missing or unclaimed:
         raise ValueError(
             f"{path} does not fit {type(model).__name__}: it does not hold {len(missing)} of its parameters and "
             f"buffers (first: {missing[:2]}), and nothing claims {len(unclaimed)} of its tensors (first: "
             f"{unclaimed[:2]}). Names must be those of model.state_dict(), before PEFT wraps the model."
         )
-    for name in found:
-        check_fit(name, wanted[name], found[name])
-    placed: dict[int, Tensor] = {}
+    for name, leaf in leaves.items():
+        check_fit(name, wanted[name], leaf)
+    lazy: dict[int, Tensor] = {}
     for name, tensor in wanted.items():
-        if id(tensor) not in placed:
-            stored: Tensor = LazyTensor(found[sources[id(tensor)]]).to(tensor.dtype)
-            if isinstance(tensor, nn.Parameter):
-                stored = nn.Parameter(stored, requires_grad=tensor.requires_grad)
-            placed[id(tensor)] = stored
+        if id(tensor) not in lazy:
+            stored: Tensor = LazyTensor(sources[id(tensor)]).to(tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            lazy[id(tensor)] = nn.Parameter(stored, tensor.requires_grad) if is_parameter else stored
         owner, _, key = name.rpartition(".")
-        module = model.get_submodule(owner)
-        container = module._parameters if key in module._parameters else module._buffers
-        container[key] = placed[id(tensor)]  # type: ignore[assignment]
+        replace_tensor(model.get_submodule(owner), key, lazy[id(tensor)])
 
 
 @contextmanager
@@ -101,7 +97,7 @@ def meta_init() -> Iterator[None]:
         ValueError: `from_pretrained` gets an argument that has no meaning here. If a checkpoint is wrong, `parallelize`
             raises the error, on every rank.
     """
-    with _deferred_from_pretrained(), _constructors_on_meta():
+    with deferred_loading(_constructors_in_memory), _constructors_on_meta():
         yield
 
 
@@ -111,14 +107,8 @@ def defer_from_pretrained() -> Iterator[None]:
 
     A model is not deferred if the environment variable LORA_PARALLEL_DEFER is 0 when it is loaded.
     """
-    with _deferred_from_pretrained(unless_told=True):
-        yield
-
-
-@contextmanager
-def _deferred_from_pretrained(unless_told: bool = False) -> Iterator[None]:
     adapters_off_meta()
-    with deferred_loading(_constructors_in_memory, unless_told):
+    with deferred_loading(_constructors_in_memory, unless_told=True):
         yield
 
 
@@ -140,12 +130,6 @@ def _constructors_on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def _constructors_in_memory() -> Iterator[None]:
-    with _register_with(_own_register):
-        yield
-
-
-@contextmanager
 def _register_with(function: object) -> Iterator[None]:
     before = nn.Module.register_parameter
     nn.Module.register_parameter = function  # type: ignore[assignment]
@@ -153,6 +137,9 @@ def _register_with(function: object) -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = before  # type: ignore[method-assign]
+
+
+_constructors_in_memory = partial(_register_with, _own_register)
 
 
 log = logging.getLogger(__name__)
@@ -210,8 +197,7 @@ def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
     """Check that all ranks fill a model on meta from copies of the same files. Collective."""
     with agreed():
         prints = {source.path.name: fingerprint_of(source) for source in sources_of(model)}
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, prints)
+    everyone = gather_objects(prints)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             names = sorted({name for name, _ in theirs.items() ^ everyone[0].items()})

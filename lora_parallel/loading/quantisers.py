@@ -41,41 +41,40 @@ def check_method(name: str, method: str) -> None:
 
 def lazily(load_config: LoadStateDictConfig) -> LoadStateDictConfig:
     """Return `load_config` with a quantiser that records what the given one would do to lazy tensors."""
-    own = load_config.hf_quantizer
-    if own is None:
+    quantiser = load_config.hf_quantizer
+    if quantiser is None:
         return load_config
-    check_method(str(load_config.pretrained_model_name_or_path), _method(own))
+    check_method(str(load_config.pretrained_model_name_or_path), _method(quantiser))
     mapping = []
     for converter in load_config.weight_mapping or []:
         if _of_quantiser(converter):
             converter = copy.copy(converter)
-            converter.operations = [_Deserialise(own)]
+            converter.operations = [_Deserialise(quantiser)]
         mapping.append(converter)
-    quantiser: Any = _Quantiser(own)
-    return replace(load_config, hf_quantizer=quantiser, weight_mapping=mapping)
+    return replace(load_config, hf_quantizer=cast(Any, _Quantiser(quantiser)), weight_mapping=mapping)
 
 
-def _method(own: Any) -> str:
-    method = own.quantization_config.quant_method
+def _method(quantiser: Any) -> str:
+    method = quantiser.quantization_config.quant_method
     return str(getattr(method, "value", method))
 
 
 class _Quantiser:
     """Stand in for a quantiser of transformers: same attributes, but quantisation is recorded and not done."""
 
-    def __init__(self, own: Any) -> None:
-        self._own = own
+    def __init__(self, quantiser: Any) -> None:
+        self._original = quantiser
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._original, name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantise(self._own)
+        return _Quantise(self._original)
 
 
 class _Recording(ConversionOps):
-    def __init__(self, own: Any) -> None:
-        self.hf_quantizer = own
+    def __init__(self, quantiser: Any) -> None:
+        self.hf_quantizer = quantiser
 
 
 class _Quantise(_Recording):
@@ -84,11 +83,11 @@ class _Quantise(_Recording):
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Tensor]:
-        own = self.hf_quantizer
-        if _method(own) == "torchao":
-            (value,) = (_only(each) for each in input_dict.values())
-            return {full_layer_name: _torchao(own, model, full_layer_name, value)}
-        return {name: _bitsandbytes(model, name, _only(each)) for name, each in input_dict.items()}
+        tensors = {name: _only(value) for name, value in input_dict.items()}
+        if _method(self.hf_quantizer) == "torchao":
+            (tensor,) = tensors.values()
+            return {full_layer_name: _torchao(self.hf_quantizer, model, full_layer_name, tensor)}
+        return {name: _bitsandbytes(model, name, tensor) for name, tensor in tensors.items()}
 
 
 class _Deserialise(_Recording):
@@ -101,7 +100,7 @@ class _Deserialise(_Recording):
 
         from lora_parallel.quantised import bnb
 
-        tensors = {name: _only(each) for name, each in input_dict.items()}
+        tensors = {name: _only(value) for name, value in input_dict.items()}
         layer = model.get_submodule(full_layer_name.rpartition(".")[0])
         if _method(self.hf_quantizer) == "torchao":
             return {full_layer_name: _saved_torchao(self.hf_quantizer, model, full_layer_name, tensors)}
@@ -145,9 +144,9 @@ def _check_shape(value: Tensor, layer: Any) -> None:
         )
 
 
-def _torchao(own: Any, model: Any, name: str, value: LazyTensor) -> Tensor:
+def _torchao(quantiser: Any, model: Any, name: str, value: LazyTensor) -> Tensor:
     layer = model.get_submodule(name.rpartition(".")[0])
-    quantise = _config_of(own, model, name, value)
+    quantise = _config_of(quantiser, model, name, value)
     if quantise is None:
         return value
     if type(layer) is not nn.Linear or not name.endswith(".weight"):
@@ -160,28 +159,28 @@ def _torchao(own: Any, model: Any, name: str, value: LazyTensor) -> Tensor:
     return _packed(ao.dense_ao(value.node, quantise))
 
 
-def _config_of(own: Any, model: Any, name: str, value: Any) -> Callable[[nn.Linear], None] | None:
+def _config_of(quantiser: Any, model: Any, name: str, value: Any) -> Callable[[nn.Linear], None] | None:
     """Return what quantises a linear layer as transformers would the layer of `name`; None if it leaves that alone."""
     from torchao.quantization import quantize_  # type: ignore[import-untyped]
     from transformers.integrations.torchao import TorchAoQuantize
 
-    found: list[Any] = []
+    calls: list[Any] = []
 
     class Noting(TorchAoQuantize):
         def _quantize(self, module: Any, config: Any, *args: Any, **more: Any) -> None:
-            found.append((config, args, more))
+            calls.append((config, args, more))
 
     layer = model.get_submodule(name.rpartition(".")[0])
     before = layer._parameters["weight"]
-    Noting(own).convert({name: value}, model=model, full_layer_name=name, missing_keys=set())
+    Noting(quantiser).convert({name: value}, model=model, full_layer_name=name, missing_keys=set())
     layer._parameters["weight"] = before
-    if not found:
+    if not calls:
         return None
-    config, args, more = found[0]
+    config, args, more = calls[0]
     return lambda linear: quantize_(linear, config, *args, **more)
 
 
-def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, LazyTensor]) -> Tensor:
+def _saved_torchao(quantiser: Any, model: Any, name: str, tensors: Mapping[str, LazyTensor]) -> Tensor:
     from torchao.prototype.safetensors.safetensors_support import (  # type: ignore[import-untyped]
         unflatten_tensor_state_dict,
     )
@@ -193,19 +192,19 @@ def _saved_torchao(own: Any, model: Any, name: str, tensors: Mapping[str, LazyTe
     if type(layer) is not nn.Linear or not name.endswith(".weight"):
         raise ValueError(f"torchao has quantised a part of a {type(layer).__name__}: linear layers only can be sharded")
     shapes = {f"{owner}.{key}": torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in tensors.items()}
-    weight = unflatten_tensor_state_dict(shapes, own.metadata)[0].get(name)
+    weight = unflatten_tensor_state_dict(shapes, quantiser.metadata)[0].get(name)
     if weight is None:
         raise ValueError(
             f"the files hold {', '.join(tensors)}, and their metadata do not say of what: the checkpoint is incomplete"
         )
-    quantise = _config_of(own, model, name, LazyTensor(next(iter(tensors.values())).node))
-    if quantise is None or not own.param_needs_quantization(model, name):
+    quantise = _config_of(quantiser, model, name, LazyTensor(next(iter(tensors.values())).node))
+    if quantise is None or not quantiser.param_needs_quantization(model, name):
         raise ValueError(_left("it", "it quantised"))
-    inner = {key.removeprefix("_weight_"): each for key, each in tensors.items()}
+    inner = {key.removeprefix("_weight_"): tensor for key, tensor in tensors.items()}
     return _packed(ao.stored_ao(layer, inner, weight, quantise))
 
 
-def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> None:
+def check_complete(model: Any, quantiser: Any, missing: Iterable[str], path: str) -> None:
     """Refuse a weight that the config calls quantised and that was loaded dense, or not at all."""
     dense = {
         name: f"in {tensor.dtype}"
@@ -214,28 +213,28 @@ def check_complete(model: Any, own: Any, missing: Iterable[str], path: str) -> N
     }
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, how in {**dict.fromkeys(sorted(missing), "not at all"), **dense}.items():
-        if not own.param_needs_quantization(model, name):
+        if not quantiser.param_needs_quantization(model, name):
             continue
-        if _method(own) == "torchao":
+        if _method(quantiser) == "torchao":
             # torchao leaves tied weights as they are, and those that its config maps to None.
-            if name in tied or _config_of(own, model, name, model.get_parameter(name)) is None:
+            if name in tied or _config_of(quantiser, model, name, model.get_parameter(name)) is None:
                 continue
         elif name in tied:
             raise ValueError(
                 f"{path}: {name} is tied to {tied[name]}, which is not quantised: name it in llm_int8_skip_modules."
             )
-        raise ValueError(f"{path}: {_disagree(name, own, how)}")
+        raise ValueError(f"{path}: {_disagree(name, quantiser, how)}")
 
 
-def check_marks(model: PreTrainedModel, own: Any, keys: Iterable[str], path: str) -> None:
+def check_marks(model: PreTrainedModel, quantiser: Any, keys: Iterable[str], path: str) -> None:
     """Refuse files in which a layer is quantised that the model's config leaves as it is."""
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
     for key in keys:
         mark = next((mark for mark in _MARKS if key.endswith(mark)), None)
         name = "" if mark is None else key.removesuffix(mark)
-        name = next((each for each in (name, name.removeprefix(prefix), f"{prefix}{name}") if each in modules), "")
-        if name and type(modules[name]) is nn.Linear and not own.param_needs_quantization(model, f"{name}.weight"):
+        name = next((n for n in (name, name.removeprefix(prefix), f"{prefix}{name}") if n in modules), "")
+        if type(modules[name]) is nn.Linear and not quantiser.param_needs_quantization(model, f"{name}.weight"):
             raise ValueError(f"{path}: {_left(name, f'{key}, of a quantised layer')}")
 
 
@@ -246,10 +245,10 @@ def _left(name: str, what: str) -> str:
     )
 
 
-def _disagree(name: str, own: Any, how: str) -> str:
+def _disagree(name: str, quantiser: Any, how: str) -> str:
     return (
-        f"config.json says that {name} is quantised by {_method(own)}, and the files hold it {how}: the config is not "
-        "the checkpoint's. For a dense checkpoint, take quantization_config out of config.json and pass it to "
+        f"config.json says that {name} is quantised by {_method(quantiser)}, and the files hold it {how}: the config "
+        "is not the checkpoint's. For a dense checkpoint, take quantization_config out of config.json and pass it to "
         "from_pretrained; name a layer that is to stay as it is in llm_int8_skip_modules or modules_to_not_convert."
     )
 
@@ -268,34 +267,34 @@ def check_loaded(model: nn.Module) -> None:
 
 def _check_as_configured(model: PreTrainedModel, quantised: Mapping[str, nn.Module]) -> None:
     """Check one model; `quantised` maps names to the layers that may be quantised."""
-    own = getattr(model, "hf_quantizer", None)
-    if own is None:
+    quantiser = getattr(model, "hf_quantizer", None)
+    if quantiser is None:
         _check_files(model)
         return
-    if _method(own) == "torchao":
+    if _method(quantiser) == "torchao":
         from torchao.utils import TorchAOBaseTensor  # type: ignore[import-untyped]
 
         from lora_parallel.quantised import ao
 
         plain: Any = _Plain(model)
         embedding = model.get_input_embeddings()
-        for given, layer in quantised.items():
-            name, weight = f"{given.replace('.base_layer', '')}.weight", cast(Any, layer.weight)
+        for name_with_peft, layer in quantised.items():
+            name, weight = f"{name_with_peft.replace('.base_layer', '')}.weight", cast(Any, layer.weight)
             if type(layer) is not nn.Linear or weight.is_meta or weight is embedding.weight:
                 continue
-            if not own.param_needs_quantization(plain, name):
+            if not quantiser.param_needs_quantization(plain, name):
                 if isinstance(weight, TorchAOBaseTensor):
                     raise ValueError(_left(name, f"it quantised ({type(weight).__name__})"))
                 continue
-            quantise = _config_of(own, plain, name, weight)
+            quantise = _config_of(quantiser, plain, name, weight)
             if quantise is not None and (said := ao.disagrees(weight, quantise)):
-                raise ValueError(_disagree(name, own, said))
+                raise ValueError(_disagree(name, quantiser, said))
         return
     for name, layer in quantised.items():
         kind = getattr(layer.weight, "quant_type", None)
-        said = getattr(own.quantization_config, "bnb_4bit_quant_type", kind)
+        said = getattr(quantiser.quantization_config, "bnb_4bit_quant_type", kind)
         if kind is not None and kind != said:
-            raise ValueError(_disagree(f"{name}.weight", own, f"as {kind}, not {said}"))
+            raise ValueError(_disagree(f"{name}.weight", quantiser, f"as {kind}, not {said}"))
 
 
 def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -303,8 +302,7 @@ def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Ten
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         return revert_weight_conversion(model, merged)
-    quantisers = [each for each in conversions if _of_quantiser(each)]
-    model._weight_conversions = [each for each in conversions if each not in quantisers] or None  # type: ignore[assignment]
+    model._weight_conversions = [c for c in conversions if not _of_quantiser(c)] or None  # type: ignore[assignment]
     try:
         return revert_weight_conversion(model, merged)
     finally:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from lora_parallel.lazy.files import INDEX, PickleFile, SafetensorsFile, check_index, list_sources, read_index, refusal
+from lora_parallel.lazy.files import INDEX, PickleFile, SafetensorsFile, list_sources, read_index, refusal
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import DEFER, Checkpoint, check_fit, read_whole, remember
@@ -156,8 +156,8 @@ def _load(
         info = _fill(model, {}, load_config)
         info.missing_keys = set()
         drawn: list[Any] = [*model.modules(), *model.parameters()]
-        for each in drawn:
-            each._is_hf_initialized = True  # not true, but transformers cannot draw random bytes
+        for module_or_parameter in drawn:
+            module_or_parameter._is_hf_initialized = True  # not true, but transformers cannot draw random bytes
     model.__dict__[_PENDING] = checkpoint, info
     return info, None
 
@@ -169,18 +169,16 @@ def _list(files: list[str], load_config: LoadStateDictConfig) -> dict[str, Leaf]
             raise ValueError(refusal(path, "pass use_safetensors=False to from_pretrained"))
     weight_map = (load_config.sharded_metadata or {}).get("weight_map", {})
     sources = (SafetensorsFile(path) if path.suffix == ".safetensors" else PickleFile(path) for path in paths)
-    found = list_sources(sources, weight_map)
-    check_index(weight_map, found, f"the index of {load_config.pretrained_model_name_or_path}")
-    return found
+    return list_sources(sources, weight_map, f"the index of {load_config.pretrained_model_name_or_path}")
 
 
-def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadStateDictConfig) -> Any:
+def _fill(model: PreTrainedModel, leaves: Mapping[str, Leaf], load_config: LoadStateDictConfig) -> Any:
     """Let transformers map lazy tensors to parameters, check the resulting shapes and dtypes, and return its report."""
     wanted = model.state_dict()
     if load_config.hf_quantizer is not None:
         path = str(load_config.pretrained_model_name_or_path)
-        check_marks(model, load_config.hf_quantizer, found, path)
-    stored = {key: LazyTensor(leaf) for key, leaf in found.items()}
+        check_marks(model, load_config.hf_quantizer, leaves, path)
+    stored = {key: LazyTensor(leaf) for key, leaf in leaves.items()}
     showed = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -197,9 +195,9 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
             f"{load_config.pretrained_model_name_or_path}: {name} cannot be made of what the files hold: {reason}"
         )
     if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
-        name, there, here = min(info.mismatched_keys, key=lambda each: each[0])
+        name, there, here = min(info.mismatched_keys, key=lambda mismatch: mismatch[0])
         where = next(
-            (f"{leaf.source.path}: {key}" for key, leaf in found.items() if key.endswith(name)),
+            (f"{leaf.source.path}: {key}" for key, leaf in leaves.items() if key.endswith(name)),
             f"{load_config.pretrained_model_name_or_path}: {name}",
         )
         info.mismatched_keys = set()
@@ -207,7 +205,7 @@ def _fill(model: PreTrainedModel, found: Mapping[str, Leaf], load_config: LoadSt
             f"{where} has shape {tuple(there)}, and {name} of {type(model).__name__} has {tuple(here)}: the config is "
             "not the checkpoint's. For a new head of another size pass ignore_mismatched_sizes=True to from_pretrained."
         )
-    if found:  # if not, the lazy tensors are left from an earlier attempt, whose problem is known
+    if leaves:  # if not, the lazy tensors are left from an earlier attempt, whose problem is known
         for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, LazyTensor) and not isinstance(tensor.node, Packed):
                 check_fit(name, wanted[name], tensor.node)
@@ -220,8 +218,8 @@ def _problem(model: PreTrainedModel, info: Any, fresh: set[str], path: str) -> E
     prefix = f"{model.base_model_prefix}."
     is_base = model.base_model is model
     # A part of the base that no file holds at all (a pooler) may be new; `check_fresh` checks that it trains.
-    stored = [name for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, LazyTensor)]
-    filled = {_part(name, prefix) for name in stored}
+    on_disk = (name for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, LazyTensor))
+    filled = {_part(name, prefix) for name in on_disk}
     lost = sorted(name for name in fresh if (is_base or name.startswith(prefix)) and _part(name, prefix) in filled)
     if lost or not filled:
         return ValueError(
@@ -230,15 +228,15 @@ def _problem(model: PreTrainedModel, info: Any, fresh: set[str], path: str) -> E
             f"{type(model).__name__} has: the base would start from random numbers there. Use the checkpoint's own "
             "class and config, or load the model outside of meta_init."
         )
-    own = type(model).__name__ in (getattr(model.config, "architectures", None) or [type(model).__name__])
+    same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or [type(model).__name__])
     names = set(model.state_dict())
     unclaimed = sorted(
         key
         for key in info.unexpected_keys
         # A checkpoint of another class may hold another head, which this model does not use.
-        if own or key.startswith(prefix) or (not is_base and f"{prefix}{key}" in names)
+        if same_class or key.startswith(prefix) or (not is_base and f"{prefix}{key}" in names)
     )
-    if is_base and not own:
+    if is_base and not same_class:
         outer = {key.split(".")[0] for key in names}
         unclaimed = [key for key in unclaimed if key.removeprefix(prefix).split(".")[0] in outer]
     if unclaimed:
@@ -259,12 +257,12 @@ def _part(name: str, prefix: str) -> str:
 
 def _is_repeated(key: str, model: PreTrainedModel) -> bool:
     """Return True if `key` belongs to one more layer of a stack than the model has, not to another part."""
-    place: nn.Module = model if key.split(".")[0] in dict(model.named_children()) else model.base_model
-    for step in key.removeprefix(f"{model.base_model_prefix}." if place is model.base_model else "").split("."):
-        children = dict(place.named_children())
+    module: nn.Module = model if key.split(".")[0] in dict(model.named_children()) else model.base_model
+    for step in key.removeprefix(f"{model.base_model_prefix}." if module is model.base_model else "").split("."):
+        children = dict(module.named_children())
         if step not in children:
             return step.isdigit()
-        place = children[step]
+        module = children[step]
     return False
 
 
@@ -274,12 +272,9 @@ def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError):
         return keys
-    relatives = [
-        kind
-        for kind in vars(sys.modules[type(model).__module__]).values()
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.config_class is type(config)
-    ]
-    for kind in relatives:
+    for kind in list(vars(sys.modules[type(model).__module__]).values()):
+        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.config_class is type(config)):
+            continue
         try:
             with torch.device("meta"):
                 names = set(kind(copy.deepcopy(config)).state_dict())
@@ -290,14 +285,14 @@ def _of_no_relative(keys: list[str], model: PreTrainedModel, path: str) -> list[
     return keys
 
 
-def claim(model: PreTrainedModel, found: Mapping[str, Leaf], path: str) -> None:
+def claim(model: PreTrainedModel, leaves: Mapping[str, Leaf], path: str) -> None:
     """Put lazy tensors in place of a model's parameters and persistent buffers, as `from_pretrained` maps them."""
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         dtype=model.dtype if isinstance(model.dtype, torch.dtype) else None,
         weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
     )
-    info = _fill(model, found, load_config)
+    info = _fill(model, leaves, load_config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     missing, unclaimed = sorted(info.missing_keys), sorted(info.unexpected_keys)

@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.dtensors import local, tensors_in
 from lora_parallel.distributed.gradients import scale_gradient
 from lora_parallel.distributed.mesh import dp_rank
-from lora_parallel.distributed.rank_checks import agreed, gather_numbers
+from lora_parallel.distributed.rank_checks import agreed, gather_numbers, gather_objects
 from lora_parallel.distributed.torch_private import backward_pass, in_backward, queue_after_backward
-from lora_parallel.tenants.state import Cut, gather
+from lora_parallel.tenants.state import Cut
 
 
 @dataclass(eq=False)
@@ -54,11 +53,9 @@ class Factor:
 
     def compute(self, gathered: Tensor | None, weight: float, dtype: torch.dtype | None) -> Tensor:
         """Return the values (`gathered`, if sharded over dp_shard) to compute with; `weight` scales their gradient."""
-        values: Tensor = self.parameter if gathered is None else gathered
+        values = local(self.parameter) if gathered is None else gathered
         if gathered is None and torch.is_grad_enabled():
-            values = self.lend(local(self.parameter))
-        elif isinstance(values, DTensor):
-            values = values.to_local()
+            self.lend(values)
         values = scale_gradient(values, weight)
         if self.rows is not None:
             values = values.index_select(0, self.rows.to(values.device))
@@ -98,11 +95,24 @@ class Factor:
         return like
 
 
+@torch.no_grad()
 def gathered_factors(factors: Sequence[Factor], mesh: DeviceMesh) -> dict[Factor, Tensor]:
-    """Gather factors that are sharded over dp_shard to compute with; gradients go to `Factor.waiting`. Collective."""
-    cuts = [factor.cut for factor in factors if factor.cut is not None]
-    gathered = gather([factor.parameter for factor in factors], cuts, mesh)
-    return {factor: factor.lend(whole) for factor, whole in zip(factors, gathered, strict=True)}
+    """Gather factors that are sharded over dp_shard; gradients go to `Factor.waiting`. Collective."""
+    gathered: dict[Factor, Tensor] = {}
+    ranks = range(mesh["dp_shard"].size())
+    for dtype in dict.fromkeys(factor.parameter.dtype for factor in factors):  # one message for each
+        cuts = {factor: factor.cut for factor in factors if factor.cut is not None and factor.parameter.dtype == dtype}
+        sizes = [[torch.Size(cut.part(rank)).numel() for cut in cuts.values()] for rank in ranks]
+        longest = max(map(sum, sizes))
+        mine = torch.cat([local(factor.parameter).reshape(-1) for factor in cuts])
+        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        everyone = padded.new_empty(len(ranks) * longest)
+        dist.all_gather(list(everyone.split(longest)), padded, group=mesh.get_group("dp_shard"))
+        chunks = [everyone[rank * longest :][: sum(of_rank)].split(of_rank) for rank, of_rank in enumerate(sizes)]
+        for position, (factor, cut) in enumerate(cuts.items()):
+            parts = [chunks[rank][position].view(cut.part(rank)) for rank in ranks]
+            gathered[factor] = factor.lend(torch.cat(parts, cut.dim))
+    return gathered
 
 
 class Calls:
@@ -124,9 +134,8 @@ class Calls:
         after = number_of(f"{self._before} {call}")
         numbers = gather_numbers([after, error is not None], self._device, f"TenantPool.{call.partition('(')[0]}")
         if len(numbers[:, 0].unique()) > 1:
-            everyone = [""] * len(numbers)
             said = " and then ".join([*self._alone, call])
-            dist.all_gather_object(everyone, f"{said}, with tenants {list(self._tenants())}")
+            everyone = gather_objects(f"{said}, with tenants {list(self._tenants())}")
             other = int((numbers[:, 0] != numbers[0, 0]).nonzero()[0])
             raise ValueError(
                 f"ranks make different calls of the pool: rank 0 {everyone[0]}; rank {other} {everyone[other]}. Make "
@@ -210,10 +219,8 @@ class Route:
             )
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         tokens_of = {}
-        for tenant in self.tenants:
+        for tenant in (name for name in self.tenants if name in self.names):
             mine = [index for index, name in enumerate(self.names) if name == tenant]
-            if not mine:
-                continue
             first = self.first_sample[tenant]
             index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mine])
             row = torch.cat([torch.full((lengths[i],), first + n, dtype=torch.int32) for n, i in enumerate(mine)])
@@ -356,7 +363,7 @@ class ForwardTracker:
         counts = self._count(self.route) if model.training else {}
         self._forward = Forward(self.route, counts, torch.is_grad_enabled(), widths, self.route.names is not None)
 
-    def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _forward_ends(self, *_: Any) -> None:
         if not in_backward() and self._forward is not None:
             self._forward.end(self._device)
 

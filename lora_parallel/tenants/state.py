@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -68,11 +67,8 @@ def save_tenant(
 def load_tenant(
     model: nn.Module, name: str, folder: Path, optimizer: Optimizer, base: Mapping[str, str], most: int | None
 ) -> dict[str, Any] | None:
-    """Fill an adapter and its optimizer from a folder; return the state that was saved beside it. Collective.
-
-    Nothing is changed unless everything in the folder fits; every error is raised on every rank. Without a saved state
-    the result is None, and the optimizer's state is cleared, so that training starts with a new one.
-    """
+    """Fill an adapter and its optimizer from a folder; return the state saved beside it, if any. Collective."""
+    # Nothing is changed unless all fits; errors are raised on every rank. Without a state the optimizer's is cleared.
     with agreed():
         path = _state_of(folder) if (folder / WEIGHTS).is_file() else None
         trained = path is not None and path.is_file()
@@ -103,7 +99,7 @@ def load_tenant(
 
             with _damaged(path):
                 put = restored(optimizer, names, kept["optimizer"], read)
-        elif others := sorted(each.name for each in folder.glob(STATE.format("*"))):
+        elif others := sorted(file.name for file in folder.glob(STATE.format("*"))):
             raise ValueError(
                 f"{folder}: {others[0]} was written with another {WEIGHTS}: the files are of different saves. Take the "
                 f"folder from one save, or remove {others[0]} to start from the adapter alone."
@@ -195,23 +191,3 @@ def cut(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, Cut]:
         mine, axes, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return nn.Parameter(sharded), chunks
-
-
-@torch.no_grad()
-def gather(parameters: Sequence[nn.Parameter], cuts: Sequence[Cut], mesh: DeviceMesh) -> list[Tensor]:
-    """Return the parts of parameters that this tp rank has, in one message for each dtype over dp_shard. Collective."""
-    gathered: dict[int, Tensor] = {}
-    ranks = mesh["dp_shard"].size()
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        some = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
-        sizes = [[torch.Size(cuts[index].part(rank)).numel() for index in some] for rank in range(ranks)]
-        longest = max(map(sum, sizes))
-        mine = torch.cat([local(parameters[index]).reshape(-1) for index in some])
-        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
-        everyone = padded.new_empty(ranks * longest)
-        dist.all_gather(list(everyone.split(longest)), padded, group=mesh.get_group("dp_shard"))
-        chunks = [everyone[rank * longest :][: sum(of_rank)].split(of_rank) for rank, of_rank in enumerate(sizes)]
-        for position, index in enumerate(some):
-            parts = [chunks[rank][position].view(cuts[index].part(rank)) for rank in range(ranks)]
-            gathered[index] = torch.cat(parts, cuts[index].dim)
-    return [gathered[index] for index in range(len(parameters))]

@@ -76,12 +76,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def memory_needs(factors: Sequence[Factor], optimizer: Optimizers) -> MemoryNeeds:
-    """Compute the most bytes that a tenant takes at one time on this rank.
-
-    Counted are its parameters; the state of their optimizer, by one step on parameters without values; their gradients
-    that have been summed over ranks; those of a later backward that wait for their sum; and, for an adapter that is
-    sharded over dp_shard, the values that a step gathers.
-    """
+    """Compute the most bytes that a tenant takes at one time on this rank."""
+    # Counted are its parameters; the state of their optimizer, by one step on parameters without values; gradients that
+    # have been summed over ranks, and those of a later backward; and the values that a step gathers of a sharded one.
     bare = [nn.Parameter(torch.empty_like(local(factor.parameter), device="meta")) for factor in factors]
     try:
         tried = optimizer(bare)
@@ -135,29 +132,30 @@ class Tenant:
         this = weakref.ref(self)  # no reference cycle: removal frees at once
 
         def check_driven(*_: Any) -> None:
-            if (tenant := this()) is not None:
-                tenant._check_driven()
+            if (tenant := this()) is not None and not tenant._steps_now:
+                raise RuntimeError(
+                    f"the optimizer of the tenant {tenant.name!r} was told to step, but gradients are in the pool: "
+                    f"call pool.step({tenant.name!r})."
+                )
+
+        def not_clipped() -> str | None:
+            if (tenant := this()) is None or tenant._steps_now or not tenant.waits():
+                return None
+            return f"gradients of {tenant.name!r} wait in the pool: clip with pool.step({tenant.name!r}, max_norm=...)."
 
         made.register_step_pre_hook(check_driven)
         for parameter in self.parameters:
-            refuse_clipping_if(parameter, lambda: None if (tenant := this()) is None else tenant._not_clipped())
-
-    def _check_driven(self) -> None:
-        if not self._steps_now:
-            raise RuntimeError(
-                f"the optimizer of the tenant {self.name!r} was told to step, but gradients are in the pool: call "
-                f"pool.step({self.name!r})."
-            )
-
-    def _not_clipped(self) -> str | None:
-        if self._steps_now or not self.waits():
-            return None
-        return f"gradients of {self.name!r} wait in the pool: clip with pool.step({self.name!r}, max_norm=...)."
+            refuse_clipping_if(parameter, not_clipped)
 
     @property
     def has_sums(self) -> bool:
         """Return True if gradients that have been summed over ranks wait for the tenant's step."""
         return any(gradient is not None for gradient in self.finished)
+
+    @property
+    def has_unsummed(self) -> bool:
+        """Return True if a gradient has not been summed over ranks."""
+        return any(factor.has_gradient for factor in self.factors)
 
     def waits(self) -> bool:
         """Return True if gradients wait for the tenant's step, whether or not they have been summed over ranks."""
@@ -202,11 +200,6 @@ class Tenant:
         self.finished = [None] * len(self.finished)
         for factor in self.factors:
             factor.drop_gradients()
-
-    @property
-    def has_unsummed(self) -> bool:
-        """True if a gradient has not been summed over ranks."""
-        return any(factor.has_gradient for factor in self.factors)
 
     def record(self) -> dict[str, int]:
         """Return the counters that a saved tenant goes on with."""
@@ -327,14 +320,13 @@ def check_rows_apart(layers: Mapping[str, nn.Module]) -> None:
 def check_layers(adapted: Any, name: str, config: LoraConfig) -> None:
     """Raise ValueError unless the adapter is on linear layers only, and on each that the config targets."""
     layers = adapted_layers(adapted)
-    if isinstance(config.target_modules, (list, set, tuple)):
-        lacking = [t for t in config.target_modules if not any(f".{where}".endswith(f".{t}") for where in layers)]
-        if lacking:
-            raise ValueError(
-                f"LoraConfig(target_modules=...): the base lacks {sorted(lacking)}, or the config excludes them: the "
-                f"adapter would be on {sorted({where.rpartition('.')[2] for where in layers})} alone. Correct them, or "
-                "leave them out."
-            )
+    targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else ()
+    if lacking := [t for t in targets if not any(f".{where}".endswith(f".{t}") for where in layers)]:
+        raise ValueError(
+            f"LoraConfig(target_modules=...): the base lacks {sorted(lacking)}, or the config excludes them: the "
+            f"adapter would be on {sorted({where.rpartition('.')[2] for where in layers})} alone. Correct them, or "
+            "leave them out."
+        )
     check_lora_config(adapted.peft_config[name])  # PEFT fills in what it knows of the model
     places = Counter(child for parent in adapted.modules() for child in parent._modules.values() if child is not None)
     for where, layer in layers.items():

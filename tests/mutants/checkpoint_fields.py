@@ -35,7 +35,7 @@ BREAKAGES = [
         "checkpoint",
         "A resumed run augments with other numbers of NumPy's generator.",
         DRAWN,
-        """sys.modules["numpy"].random.set_state(tuple(state["numpy"]))""",
+        """np.random.set_state(tuple(state["numpy"]))""",
         """pass""",
     ),
     Mutant(
@@ -85,8 +85,8 @@ BREAKAGES = [
         "checkpoint",
         "A weight that trained for a while and was frozen then is not in the checkpoint.",
         f"{SAVE}::test_what_was_frozen_after_it_trained_is_restored",
-        """if (p.requires_grad or p in trained) and p not in held""",
-        """if p.requires_grad and p not in held""",
+        """if (p.requires_grad or p in trained) and p not in adapted""",
+        """if p.requires_grad and p not in adapted""",
     ),
     Mutant(
         "checkpoint",

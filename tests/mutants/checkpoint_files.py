@@ -18,8 +18,8 @@ BREAKAGES = [
         "checkpoint",
         "The newest checkpoint is one that lacks files.",
         f"{SAVE}::test_only_complete_ones_are_found",
-        """if find_damage(path, meta) is None:""",
-        """if True:""",
+        """and not find_damage(path, meta := read_meta(path)):""",
+        """and (meta := read_meta(path)):""",
     ),
     Mutant(
         "checkpoint",
@@ -39,7 +39,7 @@ BREAKAGES = [
         "guard",
         "Ranks go on from the states of different steps.",
         f"{SAVE}::test_ranks_that_found_different_checkpoints",
-        """check_alike(checkpoint=f"{found.meta['name']} ({digest})")""",
+        """check_alike(checkpoint=f"{meta['name']} ({digest})")""",
         """pass""",
     ),
     Mutant(
@@ -53,7 +53,7 @@ BREAKAGES = [
         "checkpoint",
         "The newest checkpoints are removed, and the oldest kept.",
         NEWEST,
-        """complete_checkpoints(directory)[:-keep]""",
-        """complete_checkpoints(directory)[keep:]""",
+        """complete_checkpoints(target.parent)[: -self._keep_last]""",
+        """complete_checkpoints(target.parent)[self._keep_last :]""",
     ),
 ]

@@ -25,8 +25,8 @@ BREAKAGES = [
         "replaced",
         "An adapter that PEFT is told to put on a device stays with its base.",
         f"{PEFT}::test_a_base_in_memory_is_as_ever",
-        """own_move(self, adapter_name, torch.device("cpu") if stay else device)""",
-        """own_move(self, adapter_name, torch.device("cpu") if stay else None)""",
+        """original(self, adapter_name, torch.device("cpu") if stay else device)""",
+        """original(self, adapter_name, torch.device("cpu") if stay else None)""",
     ),
     Mutant(
         "replaced",

@@ -34,8 +34,8 @@ BREAKAGES = [
         "pass",
         "The first of a stack of experts is read for each of them.",
         REGIONS,
-        """one = slice(self.index, self.index + 1)""",
-        """one = slice(0, 1)""",
+        """dim, one = self.dim, slice(self.index, self.index + 1)""",
+        """dim, one = self.dim, slice(0, 1)""",
     ),
     Mutant(
         "pass",
@@ -48,7 +48,7 @@ BREAKAGES = [
         "guard",
         "Weights are read from another file than the index names for them.",
         f"{LAZY}/test_files.py::test_an_index_that_names_another_file_than_the_one",
-        """if key not in found or found[key].source.path.name != Path(name).name:""",
+        """if key not in leaves or leaves[key].source.path.name != Path(name).name:""",
         """if False:""",
     ),
     Mutant(
@@ -83,15 +83,15 @@ BREAKAGES = [
         "guard",
         "Weights that were given uninitialised memory train from garbage.",
         f"{TRACKING}::test_memory_that_was_given_since_is_refused",
-        """if tensor is not None and not tensor.is_meta and not hasattr(tensor, _GIVEN):""",
+        """if key in tensors and not tensors[key].is_meta and not hasattr(tensors[key], _GIVEN):""",
         """if False:""",
     ),
     Mutant(
         "pass",
         "A tied head and embedding become two weights, of which one trains alone.",
         f"{TRACKING}::test_a_tie_may_be_in_the_file_under_any_of_its_names",
-        """container[key] = tensor  # type: ignore[assignment]""",
-        """container[key] = _like(wanted.tensor, filled.clone())""",
+        """replace_tensor(module, key, tensor)""",
+        """replace_tensor(module, key, nn.Parameter(tensor.detach().clone(), tensor.requires_grad))""",
     ),
     Mutant(
         "pass",

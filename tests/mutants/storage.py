@@ -48,10 +48,9 @@ BREAKAGES = [
         "checkpoint",
         "A killed replacement loses the old folder for good.",
         f"{ATOMIC}::test_a_replacement_that_was_cut_in_two_is_undone",
-        """os.replace(path, target)
-        elif""",
-        """_remove(path)
-        elif""",
+        """restore_replaced(path.with_name(path.name[1 : -len(_REPLACED)]))
+            _remove(path)""",
+        """_remove(path)""",
     ),
     Mutant(
         "checkpoint",

@@ -91,7 +91,7 @@ BREAKAGES = [
         "guard",
         "An adapter of one save goes on without the optimizer's states, which are of another.",
         FOLDER,
-        """elif others := sorted(each.name for each in folder.glob(STATE.format("*"))):""",
+        """elif others := sorted(file.name for file in folder.glob(STATE.format("*"))):""",
         """elif others := []:""",
     ),
     Mutant(
@@ -114,17 +114,15 @@ BREAKAGES = [
         "guard",
         "A tenant's optimizer steps without the gradients that wait in the pool, and nothing trains.",
         REFUSED,
-        """if not self._steps_now:
-            raise""",
-        """if False:
-            raise""",
+        """if (tenant := this()) is not None and not tenant._steps_now:""",
+        """if (tenant := this()) is not None and False:""",
     ),
     Mutant(
         "guard",
         "A tenant's gradients are not clipped where the script clips them.",
         REFUSED,
-        """if self._steps_now or not self.waits():""",
-        """if True:""",
+        """if (tenant := this()) is None or tenant._steps_now or not tenant.waits():""",
+        """if (tenant := this()) is None or True:""",
     ),
     Mutant(
         "guard",

@@ -545,5 +545,5 @@ def test_listing_opens_but_does_not_read(tmp_path, monkeypatch):
     read_from = []
     monkeypatch.setattr(SafetensorsFile, "open", lambda self: read_from.append(self.path))
     sources = [SafetensorsFile(Path(path)) for path in sorted(tmp_path.glob("*.safetensors"))]
-    assert list_sources(sources, {}).keys() == tensors().keys()
+    assert list_sources(sources, {}, "no index").keys() == tensors().keys()
     assert read_from == []
