@@ -93,9 +93,6 @@ def pytest_configure() -> None:
         # A thread that wakes takes no core from one that runs. Else gloo's thread that polls takes it from the one that
         # holds its lock, and polls in vain: docs/upstream/gloo_polling.md
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # Ranks, which are forked from here, make tensors and modules by the thousand: with Python's own thresholds a
-    # twentieth of their time goes into looking for garbage.
-    gc.set_threshold(20_000, 20, 20)
     gc.disable()  # what is imported and collected is kept
 
 

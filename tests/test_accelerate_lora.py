@@ -76,12 +76,6 @@ def test_what_cannot_work_ends_with_a_line(monkeypatch, capsys, arguments, code,
         assert text in (printed.err if code else printed.out)
 
 
-def test_a_file_that_can_work_is_described(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accelerate-lora", "check", FILE])
-    accelerate_lora.main()
-    assert capsys.readouterr().out.startswith("dp_shard 2 x tp 2, 4 ranks\n")
-
-
 def test_commands_are_reached(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["accelerate-lora", "launch", "--config_file", str(tmp_path / "no"), "train.py"])
     with pytest.raises(SystemExit, match=r"accelerate-lora launch: .*no is not there"):

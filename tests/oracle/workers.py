@@ -58,6 +58,12 @@ ENGINE = ("torch.distributed.fsdp", "torch.distributed.tensor", "lora_parallel.i
 OURS = ("accelerate_plugin", "lightning_lora")
 """The front ends, which ranks of the engine's tests cannot import."""
 
+OFTEN, SELDOM = gc.get_threshold(), (20_000, 20, 20)
+"""Numbers of objects after which Python looks for garbage: its own, and those of the engine's ranks, which make many
+tensors and modules; a twentieth of their time went into it. Ranks of the front ends fork workers of data loaders, which
+would inherit the garbage, and wait for threads that they do not have when they find it.
+"""
+
 FRONT_ENDS = (
     *ENGINE,
     *OURS,
@@ -231,8 +237,10 @@ def _fork_ranks(modules: tuple[str, ...], requests: Connection, other_end: Conne
         if sys.modules.get(name, ...) is None:  # in the server that this one is a fork of
             del sys.modules[name]
     _import(modules)
+    gc.set_threshold(*OFTEN)
     if not set(OURS) & sys.modules.keys():
         sys.modules.update(dict.fromkeys(OURS))  # type: ignore[arg-type]  # importing one is an error from now on
+        gc.set_threshold(*SELDOM)
     gc.freeze()  # pages that no rank's collector writes to stay shared
     gc.enable()
     context = multiprocessing.get_context("fork")
