@@ -111,7 +111,10 @@ def test_a_disturbed_job_ends_as_an_undisturbed_one(pool, impatient_pool, tmp_pa
     whole, seconds = undisturbed
     draw = random.Random(f"{kind} {COUNT}")
     survived, died, resumed = 0, 0, 0
-    for index in range(COUNT):
+    for index in range(COUNT + 4):
+        if index >= COUNT and died:
+            break  # else the run ended before its time, as the one that was timed had been slow: sooner, then
+        latest = 0.7 * seconds / (1 + index // COUNT)
         folder = tmp_path / str(index)
         folder.mkdir()
         if kind == "disk":
@@ -120,14 +123,12 @@ def test_a_disturbed_job_ends_as_an_undisturbed_one(pool, impatient_pool, tmp_pa
             )
         else:
             rank = draw.randrange(RANKS) if kind == "one rank" else None
-            answers = impatient_pool.try_run(
-                RANKS, killed, folder, rank, draw.uniform(0, 0.7 * seconds), draw.random() < 0.5
-            )
+            answers = impatient_pool.try_run(RANKS, killed, folder, rank, draw.uniform(0, latest), draw.random() < 0.5)
         died += any(isinstance(answer, Failure) for answer in answers)
         newest = latest_checkpoint(folder)
         resumed += newest is not None
         goes_on(pool, folder, whole, draw.choice(MESHES))
         survived += 1
     with capsys.disabled():
-        print(f"\n{kind}: {survived} of {COUNT} survived; {died} died, {resumed} had a checkpoint to go on from")
+        print(f"\n{kind}: {survived} survived; {died} died, {resumed} had a checkpoint to go on from")
     assert died, "nothing happened to any"
