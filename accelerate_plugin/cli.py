@@ -1,6 +1,7 @@
 """Run the commands of `accelerate-lora`: what Accelerate's commands do, with this package in the right places.
 
-The console script begins in the module `accelerate_lora`.
+`config` asks its questions here; `check` and `plan` do their work in `check_and_plan`. The console script begins in the
+module `accelerate_lora`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from accelerate.commands.config.config_args import ClusterConfig, default_config
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import ComputeEnvironment, DistributedType
 
-from accelerate_plugin.commands import check_set_up, plan
+from accelerate_plugin.check_and_plan import check_set_up, plan
 from accelerate_plugin.config_file import (
     CONFIG_FILES,
     LAUNCHERS,

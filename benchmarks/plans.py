@@ -18,7 +18,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from accelerate_plugin.commands import cost_text
+from accelerate_plugin.check_and_plan import cost_text
 from benchmarks.tables import write_between
 from lora_parallel import MemoryPlan, plan_memory
 

@@ -7,6 +7,9 @@
 The import registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" and "lora_fsdp2_tp2" (tp 2), "lora_fsdp2_tp4" and
 "lora_fsdp2_tp8" with `lightning`, and with `pytorch_lightning` and `lightning_fabric` if these are installed
 (`lightning_lora.legacy` has the strategy classes for them).
+
+`trainer_strategy` and `fabric` save and load checkpoints; `single_file_checkpoint` those of
+`save_distributed_checkpoint=False` only.
 """
 
 from lightning_lora.loading import load_folders

@@ -13,11 +13,11 @@ from lora_parallel.adapters.adapter_folder import load_adapter, save_adapter
 from lora_parallel.checkpoint.files import latest_checkpoint, wait_for_save
 from lora_parallel.checkpoint.save_load import load_checkpoint, save_checkpoint
 from lora_parallel.config import ParallelConfig
+from lora_parallel.cost.memory_plan import MemoryPlan, plan_memory
 from lora_parallel.cost.mesh_cost import MeshCost
-from lora_parallel.cost.plan import MemoryPlan, plan_memory
 from lora_parallel.distributed.gradients import clip_grad_norm_
 from lora_parallel.distributed.mesh import build_mesh
-from lora_parallel.export.merged import export_merged
+from lora_parallel.export.export_merged import export_merged
 from lora_parallel.lazy.materialize import Read, read_plan
 from lora_parallel.loading.meta_init import attach_checkpoint, meta_init
 from lora_parallel.parallelize import parallelize

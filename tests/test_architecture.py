@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -143,6 +144,19 @@ def test_every_district_says_what_goes_in_and_what_comes_out():
             said = ast.get_docstring(ast.parse(path.read_text())) or ""
             assert "In: " in said, name
             assert "Out: " in said, name
+
+
+def test_what_a_district_names_is_there():
+    """In backticks: files, modules, functions and classes of the engine, or what users call."""
+    texts = {path.relative_to(ROOT / ENGINE): path.read_text() for path in modules(ROOT, ENGINE).values()}
+    names = {part.removesuffix(".py") for path in texts for part in (str(path), *path.parts)}
+    names |= {name for text in texts.values() for name in re.findall(r"(?:def|class) (\w+)", text)}
+    public = set(re.findall(r'"(\w+)"', texts[Path("__init__.py")]))
+    others = {"from_pretrained", "save_pretrained", "_did_swap_in_out_features", f"{ENGINE}/__init__"}
+    for path, text in texts.items():
+        if path.match("*/__init__.py"):
+            said = set(re.findall(r"`([\w/]+)(?:\.py)?`", ast.get_docstring(ast.parse(text))))
+            assert not said - names - public - others, path
 
 
 def written(root: Path, files: Mapping[str, str]) -> Path:

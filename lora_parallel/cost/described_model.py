@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.export.merged import safetensors_header
+from lora_parallel.export.export_merged import safetensors_header
 from lora_parallel.fsdp.wrapping import fsdp_blocks
 from lora_parallel.loading.meta_init import meta_init
 from lora_parallel.pp.schedules import layer_cost, total_cost

@@ -1,4 +1,4 @@
-"""Sum gradients that are partial over tp in one message, accumulate gradients, and clip them across the mesh.
+"""Sum gradients that are partial over tp in one message, accumulate gradients (`no_sync`: `state.py`), clip them.
 
 FSDP2 computes with gathered parameters of its own; the sharded ones, which `model.parameters()` gives, are in no
 autograd graph. Over tp the gradients of replicated LoRA factors are partial sums until the backward pass ends (see

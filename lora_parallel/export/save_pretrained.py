@@ -23,7 +23,7 @@ from lora_parallel.adapters.adapter_folder import gather_adapter
 from lora_parallel.adapters.inspection import adapted_model, check_finite, loose_parameters, peft_configs
 from lora_parallel.distributed.dtensors import gather_on_rank_zero, reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
-from lora_parallel.export.merged import write_merged
+from lora_parallel.export.export_merged import write_merged
 from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.storage import Scratch, local_path
 

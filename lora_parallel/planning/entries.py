@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lora_parallel.layers.layer_parameters import base_of, embeddings_of, innermost
 from lora_parallel.layers.styles import STYLES, RowPartition, Style, style_named
-from lora_parallel.tp.context import ExpertSharing
+from lora_parallel.tp.experts import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.rank_simulation import LayerGroup
 from lora_parallel.tracing.tracer import traced_models

@@ -24,7 +24,7 @@ from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.layers.layer_parameters import base_of
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition
 from lora_parallel.planning.entries import PlanBuilder
-from lora_parallel.tp.context import ExpertSharing, expert_stacks, holds_experts
+from lora_parallel.tp.experts import ExpertSharing, expert_stacks, holds_experts
 from lora_parallel.tracing.inputs import brief
 from lora_parallel.tracing.prove_feature_slices import Structure
 

@@ -32,7 +32,7 @@ from lora_parallel.planning.passes import (
     split_tokens,
 )
 from lora_parallel.planning.plan_checks import FirstBatchCheck, check_kinds, check_ties, check_widths
-from lora_parallel.tp.context import ExpertSharing
+from lora_parallel.tp.experts import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.prove_feature_slices import Structure, find_structure

@@ -1,4 +1,4 @@
-"""Choose the blocks of each pipeline stage, list the forwards and backwards of each rank, and run them.
+"""Choose the blocks of each pipeline stage, and list the forwards and backwards of each rank.
 
 - "1f1b" (PipeDream-flush, https://arxiv.org/abs/2006.09503): after a few forwards a rank computes one forward and one
   backward in turn. Stage s of P keeps the activations of P - s micro-batches at most.

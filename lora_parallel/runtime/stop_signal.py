@@ -1,4 +1,7 @@
-"""Stop training after the same step on every rank when SLURM, Kubernetes or torchrun tells a process to end."""
+"""Stop training after the same step on every rank when SLURM, Kubernetes or torchrun tells a process to end.
+
+`StopSignal` is for loops of your own. Lightning and Trainer have theirs, in the front ends' callbacks.
+"""
 
 from __future__ import annotations
 

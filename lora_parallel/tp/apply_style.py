@@ -23,7 +23,8 @@ from lora_parallel.layers.layer_parameters import LayerTensor, base_of, layer_te
 from lora_parallel.layers.linear_classes import features_dim
 from lora_parallel.layers.styles import RowPartition, Style, set_partition
 from lora_parallel.lazy.tracking import rearrange_lazy
-from lora_parallel.tp.context import ExpertSharing, TPContext, adapter_cuts
+from lora_parallel.tp.context import TPContext
+from lora_parallel.tp.experts import ExpertSharing, adapter_cuts
 from lora_parallel.tp.layer import Rows, TPLayer, partition_in_layer, placement_of, set_tp_layer
 
 

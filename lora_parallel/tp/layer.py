@@ -33,7 +33,8 @@ from lora_parallel.fsdp.wrapping import is_at_rest
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of
 from lora_parallel.layers.linear_classes import features_dim, is_linear
 from lora_parallel.layers.styles import RowPartition, Style, partition_of
-from lora_parallel.tp.context import ExpertSharing, TPContext
+from lora_parallel.tp.context import TPContext
+from lora_parallel.tp.experts import ExpertSharing
 
 _TP_LAYER = "_lora_parallel_tp_layer"
 

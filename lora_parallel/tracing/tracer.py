@@ -28,7 +28,7 @@ from lora_parallel.layers.layer_parameters import base_of, innermost
 from lora_parallel.layers.linear_classes import features_dim, is_linear
 from lora_parallel.layers.styles import Range
 from lora_parallel.pp.stage_model import StageEnd
-from lora_parallel.tp.context import expert_stacks, holds_experts
+from lora_parallel.tp.experts import expert_stacks, holds_experts
 from lora_parallel.tracing.inputs import (
     FailedError,
     TraceError,

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3MoeConfig
 
 from lora_parallel import ParallelConfig, build_mesh, meta_init, parallelize
+from lora_parallel.cost.memory_plan import plan_memory
 from lora_parallel.cost.mesh_cost import MeshCost
-from lora_parallel.cost.plan import plan_memory
 from lora_parallel.distributed.dtensors import local
 
 RANKS, ROWS, TOKENS, STEPS = 4, 2, 256, 3

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from lora_parallel import export_merged, parallelize
-from lora_parallel.export import merged as writer_module
+from lora_parallel.export import export_merged as writer_module
 from tests.cases import cases
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
 from tests.oracle.families import FAMILIES

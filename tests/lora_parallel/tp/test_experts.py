@@ -24,7 +24,7 @@ from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.layers.styles import RowPartition
 from lora_parallel.planning.experts import share_experts
 from lora_parallel.planning.plan import resolve_plan
-from lora_parallel.tp.context import ExpertSharing
+from lora_parallel.tp.experts import ExpertSharing
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import differing, full, lora_config, on_mesh, ranks_of, relative_error, trained

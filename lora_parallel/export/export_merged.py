@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from lora_parallel.adapters.inspection import check_unmerged
 from lora_parallel.distributed.dtensors import class_of, reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
-from lora_parallel.export.merged_model import MergedModel, WeightForm, forms_of, held_by_ranks, merged_weights
+from lora_parallel.export.merged_weights import MergedModel, WeightForm, forms_of, held_by_ranks, merged_weights
 from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.lazy.files import INDEX
 from lora_parallel.lazy.graph import Leaf, Node, Region, read
