@@ -406,23 +406,29 @@ class MeshCallback(TrainerCallback):
         self._meter: Any = None  # a MeshMeter, while a Trainer trains
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.on_train_end(args, state, control)  # of a run that has failed
+        self._close()  # of a run that has failed
         models = list(parallelized(model).values()) or [model]
         self._meter = MeshMeter(models, self._peak_flops, self._profile_every)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._meter.begin_step()
+        if self._meter is not None:  # this callback may have been added in mid-run
+            self._meter.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._meter.end_step()
+        if self._meter is not None:
+            self._meter.end_step()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._meter is not None:
             self._meter.pause()
 
-    on_save = on_evaluate
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_evaluate(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._meter is not None:
             self._meter.close()
         self._meter = None

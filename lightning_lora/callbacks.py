@@ -48,12 +48,12 @@ class MeshCallbackLogic(Base):
         self._step = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._step is None:
+        if self._step is None and self._meter is not None:  # this callback may have been added in mid-run
             self._step = trainer.global_step
             self._meter.begin_step()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self._step:  # in mid-accumulation
+        if self._meter is None or trainer.global_step == self._step:  # in mid-accumulation
             return
         self._step = None
         self._meter.end_step()

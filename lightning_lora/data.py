@@ -66,6 +66,9 @@ def _group_of_this_process(name: str) -> dist.ProcessGroup:
     return group
 
 
+_found = _group_of_this_process  # its name in what earlier releases have pickled
+
+
 class UnevenPrediction:
     """Keep all ranks in the sharded forward until the last has predicted its share, by running a last batch again."""
 

@@ -76,7 +76,8 @@ def wrap(module: Any, name: str, instead: Callable[..., Any]) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return instead(original, *args, **kwargs)
 
-    if not hasattr(original, "__wrapped__"):
+    if not hasattr(original, "calls_instead"):  # `wraps` of others copies the attribute
+        wrapper.calls_instead = instead  # type: ignore[attr-defined]
         setattr(module, name, wrapper)
 
 

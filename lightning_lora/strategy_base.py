@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -336,9 +336,10 @@ class BaseLogic:
         """Enter the context that models are built in: on meta or in CPU memory, in the precision's dtype."""
         # None lets `from_pretrained` alone build on meta, so that each rank reads its shard only. No default device is
         # set: a model that is built in memory is in the CPU's, and moves to the device shard by shard.
-        contexts: dict[bool | None, Callable[[], AbstractContextManager[None]]]
-        contexts = {None: defer_from_pretrained, True: meta_init, False: nullcontext}
-        with contexts[empty_init](), self._plugin.module_init_context():
+        deferral: AbstractContextManager[None] = nullcontext()
+        if empty_init is not False:
+            deferral = meta_init() if empty_init else defer_from_pretrained()
+        with deferral, self._plugin.module_init_context():
             yield
 
     def _uncompile(self, module: nn.Module) -> nn.Module:
