@@ -153,8 +153,10 @@ def gather_adapter(
         if adapter_name not in configs:
             raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
         has_parameters = bool(adapter_parameters(model, adapter_name))
-    if not any(over_stages(has_parameters, mesh_of(model))):  # on every rank
-        raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
+    anywhere = any(over_stages(has_parameters, mesh_of(model)))
+    with agreed():  # ranks without a mesh may differ
+        if not anywhere:
+            raise ValueError(f"the adapter {adapter_name!r} has no parameters.")
     holder = adapted_model(model)
     assert holder is not None
     parameters = tensors_by_name(model)

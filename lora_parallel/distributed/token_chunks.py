@@ -117,10 +117,10 @@ def _bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def _gathered(part: Tensor, tokens: int, chunks: TokenChunks, what: str, where: str) -> Tensor:
     first = padded(part.transpose(0, 1), 0, chunks.width(tokens)).contiguous()
-    whole = chunks.joined(stacked_over(first, chunks.group, what, where), tokens).transpose(0, 1)
-    # A new tensor, never a view: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a view
-    # would lose the hooks.
-    return whole.clone(memory_format=torch.contiguous_format)
+    whole = chunks.joined(stacked_over(first, chunks.group, what, where), tokens).transpose(0, 1).contiguous()
+    # Never a view, of one row either: FSDP2 registers hooks on the outputs of the root, and an in-place operation on a
+    # view would lose the hooks. A copy would take the memory of all logits once more.
+    return torch.ops.aten._unsafe_view(whole, whole.shape)
 
 
 def _reduce_scattered(partial: Tensor, chunks: TokenChunks, what: str, where: str) -> Tensor:
@@ -145,7 +145,7 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, chunks: TokenChunks, where: str) -> Tensor:
         ctx.chunks, ctx.tokens, ctx.where = chunks, whole.shape[1], where
-        return chunks.mine(whole).clone()
+        return chunks.mine(whole).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable

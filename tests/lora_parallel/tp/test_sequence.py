@@ -118,6 +118,22 @@ def test_forward_and_backward_of_each_collective(pool):
             assert torch.equal(found[name][1], gradient), name
 
 
+def in_a_graph():
+    group = mesh_of("1x2").get_group("tp")
+    chunks = TokenChunks(2, dist.get_rank(group), group)
+    whole = torch.arange(2.0 * SIZE).view(1, SIZE, 2)
+    compiled = torch.compile(chunks.reduce_scatter, backend="aot_eager", fullgraph=True)
+    mine = compiled(whole * (dist.get_rank(group) + 1), "")
+    compiled = torch.compile(chunks.gather, backend="aot_eager", fullgraph=True)
+    return mine, chunks.mine(whole) * 3, compiled(mine, SIZE, ""), whole * 3
+
+
+def test_sums_and_gathers_of_tokens_are_the_same_in_a_graph(pool):
+    for mine, want, everyone, all_tokens in pool.run(2, in_a_graph):
+        assert torch.equal(mine, want)
+        assert torch.equal(everyone, all_tokens)
+
+
 def traffic(layers, lora):
     mesh, config = on_mesh("1x2", require_adapters=lora, **ON)
     model = causal_lm(num_hidden_layers=layers)
