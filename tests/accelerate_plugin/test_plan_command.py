@@ -11,7 +11,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from accelerate_plugin import cli, commands
+from accelerate_plugin import check_and_plan, cli
 from accelerate_plugin.config_file import check_config
 from lightning_lora import LoRAParallelStrategy
 from lora_parallel import MemoryPlan, MeshCost
@@ -58,7 +58,7 @@ def test_json_holds_every_mesh(model, capsys):
 
 
 def test_no_mesh_fits_is_said_with_remedies(capsys):
-    commands._print(planned(replace(COST, fits=False, total=90 * 2**30)), None)
+    check_and_plan._print(planned(replace(COST, fits=False, total=90 * 2**30)), None)
     assert "No mesh fits. The smallest needs 90.0 GiB of 80 GiB" in capsys.readouterr().out
 
 
@@ -67,7 +67,7 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     """Without a pipeline all parameters train."""
     cost = COST if pipeline else replace(COST, sizes={**SIZES, "pp": 1}, options={"activation_checkpointing": False})
     plan = planned(cost) if pipeline else replace(planned(cost), training="all parameters")
-    texts = commands.snippets(plan)
+    texts = check_and_plan.snippets(plan)
     path = tmp_path / "mesh.yaml"
     path.write_text(texts["mesh.yaml"])
     assert check_config(path)["parallelism_config"]["parallelism_config_cp_size"] == 2
