@@ -50,6 +50,7 @@ from lora_parallel.integration import (
     TrainState,
     adapter_parameters,
     agreed,
+    gather_objects,
     is_checkpoint,
     largest_numbers,
     load_models,
@@ -145,10 +146,7 @@ def create_accelerator(original: Original, self: Any) -> None:
 
 def _adopt_output_dir(arguments: TrainingArguments) -> None:
     """Take the `output_dir` of process 0: ranks that write to several folders would write none whole. Collective."""
-    if not dist.is_initialized():
-        return
-    folders: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(folders, arguments.output_dir)  # the name holds the time or a random number, perhaps
+    folders = gather_objects(arguments.output_dir)  # the name holds the time or a random number, perhaps
     others = [folder for folder in folders if folder != folders[0]]
     if others:
         arguments.output_dir = folders[0]

@@ -33,7 +33,7 @@ from lora_parallel.distributed.mesh import (
     over_stages,
     same_batch_groups,
 )
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call
+from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, gather_objects
 from lora_parallel.distributed.torch_private import fake_process_group, group_named
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
@@ -89,6 +89,7 @@ __all__ = [
     "end_after_set_up",
     "explained",
     "fake_process_group",
+    "gather_objects",
     "gather_on_rank_zero",
     "group_named",
     "has_adapters",

@@ -312,10 +312,10 @@ def _raise_unlike(everyone: dict[int, _Announcement], rank: int, remedy: str) ->
 
 def place_of_call() -> str:
     """Return the file and line of the innermost frame of the user's program: of no package in `_LIBRARIES`."""
-    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
-    named = ((frame.f_globals.get("__name__", "").partition(".")[0], frame) for frame in frames)
+    ours = sys._getframe(1)
+    named = ((frame.f_globals.get("__name__", "").partition(".")[0], frame) for frame, _ in walk_stack(ours))
     users = (f for package, f in named if package not in _LIBRARIES and not f.f_code.co_filename.startswith("<frozen"))
-    caller = next(users, frames[0])
+    caller = next(users, ours)
     file, here = caller.f_code.co_filename, os.path.join(os.getcwd(), "")
     return f"{file.removeprefix(here)}:{caller.f_lineno}"
 

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters.inspection import first_names
 from lora_parallel.distributed.dtensors import class_of, local, region_of
+from lora_parallel.distributed.rank_checks import gather_objects
 from lora_parallel.layers.layer_parameters import clean_parameter_name
 from lora_parallel.layers.linear_classes import QuantisedLayer
 from lora_parallel.layers.styles import RowPartition, partition_of
@@ -283,11 +284,7 @@ def held_by_ranks(model: nn.Module, weights: Mapping[str, MergedWeight], start: 
         form = weight.form(name, first[start + weight.place].removeprefix(start))
         # All ranks of a stage gather a quantised weight; the first of them sends it.
         mine[name] = form, whole(form.shape) if form.is_quantised else region_of(weight.tensor)
-    everyone: list[Any] = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    return everyone
+    return gather_objects(mine)
 
 
 def forms_of(held: Sequence[Held]) -> dict[str, WeightForm]:

@@ -232,8 +232,9 @@ def _reduce_dtype(model: nn.Module, config: ParallelConfig) -> torch.dtype | Non
     """Return `config.reduce_dtype`, or None if gradients are at least as wide already."""
     wide = config.reduce_dtype
     computed = config.param_dtype or next((p.dtype for p in model.parameters() if p.requires_grad), None)
-    narrow = wide is None or computed is None or torch.finfo(computed).bits >= torch.finfo(wide).bits
-    return None if narrow else wide
+    if wide is None or computed is None or torch.finfo(computed).bits >= torch.finfo(wide).bits:
+        return None
+    return wide
 
 
 def _shard_placement(dp_shard: int, parameter: nn.Parameter) -> Shard | None:

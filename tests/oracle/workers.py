@@ -60,8 +60,8 @@ OURS = ("accelerate_plugin", "lightning_lora")
 
 OFTEN, SELDOM = gc.get_threshold(), (20_000, 20, 20)
 """Numbers of objects after which Python looks for garbage: its own, and those of the engine's ranks, which make many
-tensors and modules; a twentieth of their time went into it. Ranks of the front ends fork workers of data loaders, which
-would inherit the garbage, and wait for threads that they do not have when they find it.
+tensors and modules; a twentieth of their time went into it. Processes that fork workers of data loaders keep Python's:
+when pytest's own process looked seldom, a run once hung in such a worker.
 """
 
 FRONT_ENDS = (
