@@ -116,7 +116,7 @@ class TrainerStrategyLogic(BaseLogic, Base):
             self._refuse_features(trainer, fits)
             if trainer.predicting:
                 check_shares(trainer.predict_loop, self.device_mesh)
-                self._uncompile(self.lightning_module)
+            self._uncompile(self.lightning_module)
             self._roots = self._find_roots(fits)
             self._check_meshes(self._roots)
         if is_checked():

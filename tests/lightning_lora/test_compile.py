@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import trainer as lightning_trainer
 from torch._dynamo.utils import counters
 
+from lora_parallel.distributed.torch_private import without_compile
 from lora_parallel.runtime import compiled_blocks
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import (
@@ -77,6 +78,19 @@ def ways() -> dict[str, Any]:
         model = run.setup(torch.compile(m.adapted(), **BACKEND))
         found["fabric"] = attempt(model, input_ids=torch.arange(24).view(2, -1))
     return found
+
+
+def compiled_parts_of_a_fit() -> tuple[list[str], bool]:
+    """Names of what is compiled as a whole, and whether blocks are, where no batch is trained on."""
+    module = CompilesItself()
+    with tidy():
+        trainer("1x2", max_epochs=1, limit_train_batches=0, **DOUBLE).fit(module, loader(Tokens(8), "1x2"))
+    whole = [name for name, inner in module.named_modules() if without_compile(inner) is not None]
+    return whole, bool(compiled_blocks.compiled_parts(module))
+
+
+def test_a_model_that_the_module_compiles_is_compiled_by_blocks(pool):
+    assert pool.run(2, compiled_parts_of_a_fit) == [([], True)] * 2
 
 
 @pytest.mark.matrix

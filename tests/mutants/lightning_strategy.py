@@ -168,4 +168,11 @@ BREAKAGES = [
         "tensor_parallel_size=size,\n            )",
         "tensor_parallel_size=1,\n            )",
     ),
+    Mutant(
+        "pass",
+        "A model that a LightningModule compiles itself cannot be trained.",
+        "tests/lightning_lora/test_compile.py::test_a_model_that_the_module_compiles_is_compiled_by_blocks",
+        """            self._uncompile(self.lightning_module)\n""",
+        """            pass\n""",
+    ),
 ]
