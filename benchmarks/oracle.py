@@ -1,6 +1,6 @@
 """The oracle table: gradients of one step on meshes against plain PEFT in one process, for families and features.
 
-    python -m benchmarks.oracle                                      # all: about two hours on 2 cores
+    python -m benchmarks.oracle                                      # all: about an hour on 2 cores
     python -m benchmarks.oracle --rows 'gemma*' --meshes 1x2 2x2     # a look; pass --output too, or it is the page
 
 - The rows are data, in `tests/oracle/rows.py`; the processes are those of the tests.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -162,7 +163,9 @@ def test_a_backward_that_one_rank_leaves_out_is_told(impatient_pool):
     assert reduction in first.message
     if second.kind == "TimeoutError":
         assert f"for ranks [0] in {forward}" in second.message
-        assert f"rank 1 waited {IMPATIENT} s" in first.message
+        waited = re.search(r"rank 1 waited (\d+) s", first.message)
+        assert waited is not None, first
+        assert int(waited[1]) >= IMPATIENT
         return
     for raised in (first, second):
         assert raised.kind == "RuntimeError", raised
