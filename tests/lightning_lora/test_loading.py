@@ -21,6 +21,7 @@ from lightning_lora.single_file_checkpoint import PACKED, unpacked
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, loader, tidy, trainer, tuner
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, trained
+from tests.oracle.workers import attempt
 
 
 class Saved(tuner()):  # type: ignore[misc]
@@ -116,16 +117,20 @@ def one_file(folder: str) -> dict[str, Any]:
             found[f"{name}, seen"] = module.seen.weight.item()
             module.model.seen.fill_(5)
             if path is None:
-                run.save_checkpoint(f"{folder}/epoch=1.ckpt")  # over the file
+                run.save_checkpoint(f"{folder}/epoch={1 + run.global_rank}.ckpt")  # over rank 0's file
+                found["over another's"] = attempt(run.save_checkpoint, f"{folder}/notes.txt")
                 found["entries"] = sorted(path.name for path in Path(folder).iterdir())
     return found
 
 
 def test_one_file(pool, tmp_path):
+    (tmp_path / "notes.txt").write_text("precious")
     for found in pool.run(2, one_file, str(tmp_path)):
-        assert found["entries"] == ["epoch=0.ckpt", "epoch=1.ckpt"]
+        assert found["entries"] == ["epoch=0.ckpt", "epoch=1.ckpt", "notes.txt"]
+        assert found["over another's"].kind == "FileExistsError"
         for name, tensor in found["whole"].items():
             assert torch.equal(found["resumed"][name], tensor), name
+    assert (tmp_path / "notes.txt").read_text() == "precious"
     state = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["state_dict"]
     assert found["whole, seen"] == found["resumed, seen"] == state["seen.weight"] == 4
     first, last = (Saved.load_from_checkpoint(tmp_path / f"epoch={epoch}.ckpt") for epoch in (0, 1))

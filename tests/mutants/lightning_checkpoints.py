@@ -171,4 +171,18 @@ BREAKAGES = [
         """if len(contents.optimizers) != len(self.optimizers):""",
         """if False:""",
     ),
+    Mutant(
+        "checkpoint",
+        "A file of the user's, which is no checkpoint, is replaced by one.",
+        f"{FOLDER}/test_loading.py::test_one_file",
+        """if not may_be_replaced(path) and not _is_packed(path):""",
+        """if False:""",
+    ),
+    Mutant(
+        "checkpoint",
+        "Ranks whose clocks differ write parts of one checkpoint to several paths.",
+        f"{FOLDER}/test_loading.py::test_one_file",
+        """name = self.broadcast(str(filepath))""",
+        """name = str(filepath)""",
+    ),
 ]
