@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import os
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that tests start would take the GPUs of this machine
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if (instructions := os.environ.get("ATEN_CPU_CAPABILITY")) is not None:
+    # torch's cache of compiled code does not ask which instructions the code was made for.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"inductor_{instructions}"))
 
 # Fixtures and hooks import what they need: the process that hands out the tests to others imports no torch.
 
