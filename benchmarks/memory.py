@@ -1,6 +1,6 @@
 """The table of predicted and measured memory: `plan_memory` from a config, against ranks that train.
 
-    python -m benchmarks.memory                # six minutes on 2 cores; writes the table into docs/choosing_a_mesh.md
+    python -m benchmarks.memory                # ten minutes on 2 cores; writes the table into docs/choosing_a_mesh.md
     python -m benchmarks.memory --kinds 'full' # a look, without writing
 
 The rows are data, in `tests/oracle/cost_rows.py`; the processes are those of the tests. What is measured is what
