@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tables import run_table
+from tests.cores import share_cores
 from tests.oracle.cost_rows import KINDS, MESHES, RANKS, measure
 from tests.oracle.workers import Failure, WorkerPool
 
@@ -70,6 +71,5 @@ def table(kinds: list[str]) -> tuple[str, bool]:
 
 
 if __name__ == "__main__":
-    if hasattr(os, "SCHED_BATCH"):  # as in the tests: threads of gloo that are waiting to run hold what a rank has sent
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    share_cores()  # else a cell may be off by what a thread of gloo holds
     sys.exit(run_table(__doc__, KINDS, table, PAGE, MARK, "kinds"))

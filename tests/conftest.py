@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cores import share_cores
+
 if TYPE_CHECKING:
     from tests.oracle.workers import WorkerPool
 
@@ -93,10 +95,7 @@ MORE_OF_THE_SAME = {"4x1", "1x4", "2x1x2", "2x2x2"}
 
 def pytest_configure() -> None:
     """Set how this process, its ranks and the commands it starts share the cores."""
-    if hasattr(os, "SCHED_BATCH"):
-        # A thread that wakes takes no core from one that runs. Else gloo's thread that polls takes it from the one that
-        # holds its lock, and polls in vain: docs/upstream/gloo_polling.md
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    share_cores()
     gc.disable()  # what is imported and collected is kept
 
 
