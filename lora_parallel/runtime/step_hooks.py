@@ -1,30 +1,21 @@
-"""Run hooks around a model's forward and backward: counting, guards, recovery from a failed step.
-
-Each peer computes a slice of every layer: with different batches their sums are of neither batch, and no error says so.
-So these ranks compare the inputs of every forward by one message of two numbers. The first batch for training and the
-first for evaluation are compared before anything is computed, and so is every batch on a CPU. On an accelerator a later
-batch is compared as the next forward begins, so that no rank waits for its device.
-"""
+"""Run hooks around a model's forward and backward: counting, guards, recovery from a failed step."""
 
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten
 
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import PartialGradients, UnfinishedGradients
-from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh, stage_mesh
-from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device, is_rank_zero, wait_for
+from lora_parallel.distributed.mesh import same_batch_groups
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import (
     backward_pass,
     drop_gathered_gradients,
@@ -37,75 +28,11 @@ from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.layers.layer_parameters import asks_for, innermost
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.refusals import Substitutes
+from lora_parallel.runtime.same_batch import SameBatch
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import TPContext
 
 log = logging.getLogger(__name__)
-
-
-class SameBatch:
-    """Compare the inputs of each forward of one model between the ranks of one batch."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._device = mesh.device_type
-        self._groups = same_batch_groups(mesh)
-        together, stages = same_batch_mesh(mesh).size(), axis_size(mesh, "pp")
-        first = dp_rank(mesh) * together
-        self._ranks = [r for stage in mesh.mesh.reshape(stages, -1).tolist() for r in stage[first : first + together]]
-        kinds = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
-        self._kinds = [kind for axis, kind in kinds.items() if axis_size(mesh, axis) > 1]
-        of_stage = f"rank % {stage_mesh(mesh).size()}" if stages > 1 else "rank"
-        self._formula = f"{of_stage} // {together}" if together > 1 else of_stage
-        self._unchecked, self._forwards = {True, False}, 0
-        # number of the last forward, and its message, which holds once the device's event is over
-        self._sent: tuple[int, Tensor, Any] | None = None
-
-    def check(self, inputs: Any, training: bool) -> None:
-        """Raise RuntimeError if peers were fed other batches. Collective; over all ranks in the first to train."""
-        if self._sent is not None:
-            (number, last, event), self._sent = self._sent, None
-            event.synchronize()
-            self._compare(number, last)
-        self._forwards += 1
-        first = training in self._unchecked
-        self._unchecked.discard(training)
-        both = self._message(inputs, training)
-        if first or self._device == "cpu":
-            for group in self._groups:
-                work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
-                wait_for(work, f"the model's forward for {'training' if training else 'evaluation'}", self._device)
-            with agreed() if first and training else nullcontext():
-                self._compare(self._forwards, both)
-            return
-        for group in self._groups:
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        on_cpu = torch.empty(2, dtype=both.dtype, pin_memory=True)
-        on_cpu.copy_(both, non_blocking=True)
-        event = torch.get_device_module(self._device).Event()
-        event.record()
-        self._sent = self._forwards, on_cpu, event
-
-    def _message(self, inputs: Any, training: bool) -> Tensor:
-        """Return a number of the inputs, and one that falls as the first rises: int64 [2]."""
-        leaves, _ = tree_flatten(dict(enumerate(inputs)))
-        names = sorted(key for group in inputs if isinstance(group, dict) for key in group)
-        plain = [leaf if isinstance(leaf, bool | int | float | str) else type(leaf).__name__ for leaf in leaves]
-        described = zlib.crc32(repr((training, torch.is_grad_enabled(), names, plain)).encode())
-        total = torch.tensor(described, device=self._device)
-        for tensor in tensors_in(inputs):
-            total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)
-        return torch.stack([total, ~total])
-
-    def _compare(self, number: int, both: Tensor) -> None:
-        highest, lowest = int(both[0]), ~int(both[1])
-        if highest != lowest:
-            raise RuntimeError(
-                f"ranks {self._ranks} are {' and '.join(self._kinds)} parallel peers and were fed different batches in "
-                f"forward {number}, or one of them makes forwards that the others do not: what they compute is of "
-                f"neither batch. Shard the data by data-parallel rank ({self._formula}), not by process; give each "
-                "process the same dataset (random data needs one seed); and call the model on all of these ranks, in "
-                "evaluation too."
-            )
 
 
 class StepHooks:
