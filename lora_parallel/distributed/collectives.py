@@ -1,6 +1,6 @@
 """Run the collectives of tensor parallel compute, as autograd functions on plain local tensors.
 
-All are functional (out of place), so that `torch.compile` can trace them. If a peer rank runs another program, the
+All are out of place, so that `torch.compile` can trace them. If a peer rank runs another program, the
 collective times out, and each rank raises an error that names the collective it was in (see `_named`).
 """
 

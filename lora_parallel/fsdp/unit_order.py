@@ -29,10 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from lora_parallel.distributed.dtensors import class_of
 from lora_parallel.distributed.mesh import shard_size
 from lora_parallel.distributed.rank_checks import is_awaited_by, is_done, meet
-
-# torch 2.13 renames both functions.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from lora_parallel.distributed.torch_private import all_gather_into, reduce_scatter_into
 
 PATIENCE = 3.0  # seconds in a collective after which a rank checks if another rank asks about a step
 
@@ -163,7 +160,7 @@ class _Gather(_Step):
     ) -> dist.Work | None:
         if group.size() > 1:
             self._order.take(self._step)
-        return self.run(partial(_all_gather, output_tensor, input_tensor, group=group), output_tensor, group, async_op)
+        return self.run(partial(all_gather_into, output_tensor, input_tensor, group=group), output_tensor, group, async_op)
 
 
 class _Reduction(_Step):
@@ -182,7 +179,7 @@ class _Reduction(_Step):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        reduce = partial(_reduce_scatter, output_tensor, input_tensor, op=op, group=group)
+        reduce = partial(reduce_scatter_into, output_tensor, input_tensor, op=op, group=group)
         return self.run(reduce, output_tensor, group, async_op)
 
 
