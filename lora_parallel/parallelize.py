@@ -22,7 +22,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.cp.attention import CPContext
 from lora_parallel.cp.regions import run_on_token_chunks
 from lora_parallel.distributed.dtensors import guard_dtensor_operators
-from lora_parallel.distributed.gradients import PartialGradients, clip_over_stages, refuse_early_hooks
+from lora_parallel.distributed.gradients import Gradients, clip_over_stages, refuse_early_hooks
 from lora_parallel.distributed.mesh import (
     axis_rank,
     axis_size,
@@ -65,7 +65,7 @@ from lora_parallel.runtime.description import end_if_checked, is_checked, log_de
 from lora_parallel.runtime.guards import check_once_it_trains, verify
 from lora_parallel.runtime.optimizer_params import refuse_joined_steps, refuse_stale_steps
 from lora_parallel.runtime.refusals import allow_generate, refuse_generate, seal
-from lora_parallel.runtime.step_hooks import StepHooks
+from lora_parallel.runtime.step import build_step
 from lora_parallel.sizes import AXES, mesh_axes
 from lora_parallel.state import ForwardCount, ParallelState, state_of
 from lora_parallel.tp.apply_style import apply_style
@@ -180,7 +180,7 @@ def parallelize(
 
     count = ForwardCount()
     adapt_dropout(model, config.seed, count, dp_rank(mesh))
-    gradients = PartialGradients(mesh.get_group("tp") if tp > 1 else None, mesh.device_type)
+    gradients = Gradients(tp)
     context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
     chunk = None
     if places is not None:
@@ -202,7 +202,7 @@ def parallelize(
         tied = shard_for_dp(model, blocks, mesh, config)
         if config.compile_arguments is not None:
             leave_eager(blocks, tied)
-        order = install_order_check(model, stage_mesh(mesh))
+        order = install_order_check(model, stage_mesh(mesh), gradients)
         gather_for_calls(model, tied)
     with agreed():
         if late is not None:
@@ -217,21 +217,21 @@ def parallelize(
         refuse_generate(model, innermost(model))
     allow_save_pretrained(model)
     # As sharded by now; those of adapters that are not active too.
-    gradients.manage(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))
+    partial_sums = list(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))
 
     fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
     styles = {name: style.name for name, style in plan.styles.values()}
     state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
     checks = [each.check for each in plan.first_batch_checks]
-    hooks = StepHooks(model, mesh, count, gradients, context, order, checks, state.recover, stages is not None)
     leave_inference_mode(model)
+    step = build_step(model, mesh, count, gradients, partial_sums, context, order, checks, state)
     if stages is not None:
         state.stage = stages.tensors
         clip_over_stages(model, mesh["pp"])
         refuse_joined_steps(model)
         links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
         state.pipeline = Pipeline(
-            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, hooks, order
+            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, step, order
         )
     verify(model, state, ties, trains)
     if not trains:
@@ -244,7 +244,7 @@ def parallelize(
     state.attach(model)
     seal(model, mesh.size())
     if mesh.size() > 1:
-        refuse_whole_compile(model)
+        model.__dict__["compile"] = refuse_whole_compile
     end_if_checked(model)
     log_description(model)
     return model
@@ -342,7 +342,7 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
 
 
 def _shard_for_tp(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: PartialGradients, count: ForwardCount
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: Gradients, count: ForwardCount
 ) -> tuple[TPContext, list[tuple[nn.Module, str]]]:
     """Apply each layer's style; return the layers' context, and the parameters whose gradients are partial over tp."""
     context = TPContext(mesh, gradients, model, count)

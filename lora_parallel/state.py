@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.gradients import PartialGradients, backward_sync
+from lora_parallel.distributed.gradients import Gradients, backward_sync
 
 _ATTRIBUTE = "_lora_parallel_state"
 OTHER_STAGE = "_lora_parallel_other_stage"  # attribute of the modules that stand in for those of other pipeline stages
@@ -69,7 +69,7 @@ class ParallelState:
     mesh: DeviceMesh
     config: ParallelConfig
     styles: dict[str, str]  # style of each layer that has one, by the layer's name in PEFT's terms; empty if tp is 1
-    gradients: PartialGradients
+    gradients: Gradients
     forward_count: ForwardCount
     # adapters that `parallelize` injected with an initialisation that makes B A zero
     fresh_adapters: tuple[str, ...] = ()

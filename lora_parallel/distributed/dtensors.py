@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.rank_checks import gather_objects
-from lora_parallel.distributed.torch_private import compute_for_dtensors, local_region
+from lora_parallel.distributed.torch_private import compute_for_dtensors, local_region, local_tensor
 from lora_parallel.storage import saving_bar
 
 _BUCKET_BYTES = 64 * 2**20
@@ -45,8 +45,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, detached from autograd; it shares the memory of `tensor`."""
-    with torch.no_grad():  # autograd would note it as an operation on a DTensor, which costs more than all the rest
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def sharded_as(part: Tensor, tensor: DTensor) -> DTensor:

@@ -1,10 +1,10 @@
-"""Sum gradients that are partial over tp in one message, accumulate gradients (`no_sync`: `state.py`), clip them.
+"""Finish the gradients of a model's parameters as a backward pass ends, and clip them (`no_sync`: `state.py`).
 
-FSDP2 computes with gathered parameters of its own; the sharded ones, which `model.parameters()` gives, are in no
-autograd graph. Over tp the gradients of replicated LoRA factors are partial sums until the backward pass ends (see
-`gradients`). A hook of `register_hook` or a call of `torch.autograd.grad` would therefore see no gradient, or one
-rank's part of it, and is refused here. Hooks of `register_post_accumulate_grad_hook` are postponed until the gradient
-is finished.
+Autograd does not compute with the parameters that `model.parameters()` gives: FSDP2 computes with gathered ones, and a
+tensor parallel layer with this rank's plain tensors, the leaves of the graph (see `Gradients.leaf`). A gradient is on
+its way from there to `.grad` until the backward pass ends, and `Gradients` says in which order it gets there. A hook of
+`register_hook` or a call of `torch.autograd.grad` would see no gradient, and is refused here. Hooks of
+`register_post_accumulate_grad_hook` are postponed until the gradient is finished.
 
 The sums over dp and over tp commute. FSDP2 reduce-scatters an adapter gradient over dp while it is still a partial sum
 over tp. The result has 1 / dp of the bytes, and one all-reduce over tp then finishes the gradients of all adapters
@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,6 +31,7 @@ from lora_parallel.distributed.collectives import all_reduce
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.torch_private import (
     gradient_hooks,
+    local_tensor,
     on_gradients_of,
     placed_as,
     post_accumulate_hooks,
@@ -66,66 +66,99 @@ class PostponedHooks:
                 hook(parameter)
 
 
-class UnfinishedGradients:
-    """Watch the trained parameters of one model for which autograd has no gradient, or only a part of it."""
+@contextmanager
+def one_pass(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Call users' hooks once for all backward passes within the context, which a pipeline makes of one."""
+    hooks = PostponedHooks()
+    hooks.postpone(parameters)
+    try:
+        yield
+    finally:
+        hooks.restore()
+    hooks.call([parameter for parameter in parameters if parameter.grad is not None])
 
-    # `partial`: parameters whose gradients are partial sums over tp until a backward pass ends; `is_pipeline`: the
-    # backward passes are those of micro-batches in pipeline stages.
-    def __init__(self, model: nn.Module, partial: Collection[nn.Parameter], is_pipeline: bool) -> None:
-        trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        # parameters to which a backward pass of the user's does not lead
-        self._elsewhere = trained if is_pipeline or isinstance(model, FSDPModule) else {}
-        self._is_pipeline = is_pipeline
-        self._partial = {parameter: trained[parameter] for parameter in partial if parameter in trained}
-        self._watched = list((self._elsewhere or self._partial).items())
-        if self._watched:
+
+@contextmanager
+def held_apart(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
+    """Put the gradients of backward passes within the context into the list that it gives, at its end, not in `.grad`.
+
+    Users' hooks are not called.
+    """
+    held: list[Tensor | None] = []
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    hooks = PostponedHooks()
+    hooks.postpone(parameters)
+    try:
+        yield held
+        held += [parameter.grad for parameter in parameters]
+    finally:
+        hooks.restore()
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+class UnreachedParameters:
+    """Watch the trained parameters of one model to which autograd gives no gradient: they are not in the graph."""
+
+    # `why`: who computes with other tensors. `leaves_of`: returns those that are in the graph for a parameter, if they
+    # are there from one pass to the next; None if they are not.
+    def __init__(
+        self, model: nn.Module, why: str, leaves_of: Callable[[Tensor], Sequence[Tensor]] | None = None
+    ) -> None:
+        self._trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if leaves_of is not None:  # tensor parallelism alone: what no layer cuts is in the graph itself
+            self._trained = {p: name for p, name in self._trained.items() if isinstance(p, DTensor)}
+        self._why, self._leaves_of = why, leaves_of
+        if self._trained:
             _MODELS.add(self)
             _watch_passes()
 
-    def check_hooks(self) -> None:
-        """Raise RuntimeError, as a backward pass begins, if a watched parameter has a hook of `register_hook`."""
-        for parameter, name in self._watched:
+    def begin_schedule(self) -> None:
+        """Raise RuntimeError if a parameter has a hook of `register_hook`, before a pipeline runs backward passes."""
+        self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Raise RuntimeError, as a backward pass begins, if a parameter has a hook of `register_hook`."""
+        for parameter, name in self._trained.items():
             if gradient_hooks(parameter):
-                what = "would be given this rank's part of a sum over tp"
-                if self._elsewhere:
-                    what = "would be called for each micro-batch" if self._is_pipeline else "would never be called"
                 raise RuntimeError(
-                    f"{name} has a hook of register_hook (or register_multi_grad_hook), which {what}. Use "
-                    "parameter.register_post_accumulate_grad_hook, which is called when parameter.grad is finished, or "
-                    "look at .grad after backward()."
+                    f"{name} has a hook of register_hook (or register_multi_grad_hook), which would not be called "
+                    f"with its gradient: {self._why}. Use parameter.register_post_accumulate_grad_hook, which is called "
+                    "when parameter.grad is finished, or look at .grad after backward()."
                 )
 
-    def check_asked(self, inputs: Sequence[Any], accumulate: bool) -> None:
-        """Raise RuntimeError if a pass is asked for a gradient that autograd has not, or this rank's part of."""
-        for parameter in (tensor for tensor in inputs if isinstance(tensor, nn.Parameter)):
-            if parameter in self._elsewhere:
-                why = "FSDP2 computes with gathered parameters"
-                if self._is_pipeline:
-                    why = "a pipeline runs the backwards of micro-batches by itself"
+    def asked(self, inputs: Sequence[Any], accumulate: bool) -> Sequence[Any]:
+        """Return the tensors of the graph for those whose gradients a pass is asked for; RuntimeError if none are."""
+        reached: list[Any] = []
+        for tensor in inputs:
+            reached.append(tensor)
+            if not isinstance(tensor, nn.Parameter) or tensor not in self._trained:
+                continue
+            if self._leaves_of is None or not accumulate:
                 raise RuntimeError(
                     f"{'backward(inputs=...)' if accumulate else 'torch.autograd.grad'} is asked for the gradient of "
-                    f"{self._elsewhere[parameter]}, and would give none: {why}. {_REMEDY}"
+                    f"{self._trained[tensor]}, and would give none: {self._why}. {_REMEDY}"
                 )
-            if not accumulate and parameter in self._partial:
-                raise RuntimeError(
-                    f"torch.autograd.grad is asked for the gradient of {self._partial[parameter]}, and would give this "
-                    f"rank's part of a sum over tp. {_REMEDY}"
-                )
+            reached += self._leaves_of(tensor)
+        return reached
 
 
 _REMEDY = (
     "Call loss.backward() and read parameter.grad; freeze (requires_grad) before parallelize what is to have none."
 )
-_MODELS: WeakSet[UnfinishedGradients] = WeakSet()
+_MODELS: WeakSet[UnreachedParameters] = WeakSet()
 
 
 @cache
 def _watch_passes() -> None:
-    def check(inputs: Sequence[Any], accumulate: bool) -> None:
+    def asked(inputs: Sequence[Any], accumulate: bool) -> Sequence[Any]:
         for model in _MODELS:
-            model.check_asked(inputs, accumulate)
+            inputs = model.asked(inputs, accumulate)
+        return inputs
 
-    on_gradients_of(check)
+    on_gradients_of(asked)
 
 
 def refuse_early_hooks(model: nn.Module) -> None:
@@ -163,76 +196,149 @@ def _to_clip(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return owners
 
 
-class PartialGradients:
-    """Collect the gradients that are partial sums over tp, and sum them at the end of a synchronised backward pass.
+class GradientPart(Protocol):
+    """Define what `Gradients` asks of a mechanism that finishes gradients."""
 
-    The gradient of such a parameter is declared `Replicate` over tp at the boundary of local compute, although each
-    rank's values are partial, so that neither DTensor nor FSDP2 reduces it. At the end of each backward pass the
-    gradient accumulated in `.grad` is taken out. If the pass is a synchronised one (outside of `no_sync`), all
-    gradients taken out so far are summed over tp in one flat message per dtype, and added to those that were finished
-    before. So no gradient is reduced twice, however many backward passes add to it.
+    @property
+    def unfinished(self) -> Collection[nn.Parameter]:
+        """Return the parameters whose `.grad` is not finished until `finish`."""
+
+    def prepare(self) -> None:
+        """Prepare for a backward pass, before any gradient of it is accumulated."""
+
+    def finish(self) -> Collection[nn.Parameter]:
+        """Finish gradients at the end of a pass; return the parameters whose gradients are finished now. Collective."""
+
+    def drop(self) -> None:
+        """Forget the gradients collected so far, after an error has ended a backward pass early."""
+
+
+class Gradients:
+    """Finish the gradients of one model, in this order:
+
+    1. A leaf of the graph gives its gradient to its parameter, as autograd finishes it (`leaf`).
+    2. FSDP2 reduces the gradients of a unit over dp, as the unit's backward ends.
+    3. As the pass ends, `parts` finish them, one after the other: first parameters that no rank has reached lose the
+       zeros that FSDP2 was given for them, then partial sums are added up over tp.
+    4. Hooks of the user's see the gradients that are finished.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.synchronise = True  # True if the next backward pass finishes sums over ranks; `no_sync` sets it to False
+        self.ranks = ranks  # of tp
+        self.parts: Sequence[GradientPart] = ()
+        self._runs = False
+        self._hooks = PostponedHooks()
+        # the local tensor that each leaf was made of, and the leaf, by the parameter and whether it is a partial sum's
+        self._leaves: dict[tuple[Tensor, bool], tuple[Tensor, Tensor]] = {}
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass, once in each: called at the model's outputs, and by each leaf or unit reached."""
+        if self._runs or not self.parts:
+            return
+        self._runs = True
+        for part in self.parts:
+            self._hooks.postpone(part.unfinished)
+            part.prepare()
+        queue_after_backward(self._end)
+
+    def _end(self) -> None:
+        self._runs = False
+        self._hooks.restore()
+        finished = [parameter for part in self.parts for parameter in part.finish()]
+        self._hooks.call(finished)
+
+    def recover(self) -> None:
+        """Forget all gradients collected so far, after an error has ended a backward pass early."""
+        self._runs = False
+        self._hooks.restore()
+        for part in self.parts:
+            part.drop()
+
+    def leaf(self, parameter: DTensor, is_partial: bool) -> Tensor:
+        """Return a plain leaf with the memory of this rank's part of `parameter`, which it gives its gradients to.
+
+        Layers that share a parameter share its leaf. If the gradients are partial sums over tp (`is_partial`), they are
+        multiplied by the number of tp ranks: see `PartialSums`.
+        """
+        own = local_tensor(parameter)
+        known, leaf = self._leaves.get((parameter, is_partial), (None, own))
+        if known is not own:
+            with torch.inference_mode(False):  # a leaf that is made in inference mode could never train
+                leaf = own.detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(partial(self._give, parameter, placed_as(parameter), is_partial))
+            self._leaves[parameter, is_partial] = own, leaf
+        return leaf
+
+    def leaves_of(self, parameter: Tensor) -> list[Tensor]:
+        """Return the leaves that give their gradients to a parameter."""
+        return [leaf for (owner, _), (_, leaf) in self._leaves.items() if owner is parameter]
+
+    def _give(self, parameter: DTensor, place: Callable[[Tensor], DTensor], is_partial: bool, leaf: Tensor) -> None:
+        """Accumulate the gradient of a leaf in its parameter, as autograd would have done, hooks included."""
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if torch.is_grad_enabled():
+            raise RuntimeError("backward(create_graph=True): gradients of sharded parameters have no graph.")
+        self.begin_backward()
+        if is_partial and self.ranks > 1:
+            gradient.mul_(self.ranks)
+        if parameter.grad is None:
+            parameter.grad = place(gradient)
+        else:
+            local_tensor(parameter.grad).add_(gradient)
+        for hook in list(post_accumulate_hooks(parameter).values()):
+            hook(parameter)
+
+
+class PartialSums:
+    """Collect gradients that are partial sums over tp, and add them up at the end of a synchronised backward pass.
+
+    The gradient of such a parameter is declared `Replicate` over tp where a leaf gives it, although each rank's values
+    are partial, so that neither DTensor nor FSDP2 reduces it. At the end of each backward pass the gradient accumulated
+    in `.grad` is taken out. If the pass is a synchronised one (outside of `no_sync`), all gradients taken out so far
+    are summed over tp in one flat message per dtype, and added to those that were finished before. So no gradient is
+    reduced twice, however many backward passes add to it.
 
     `.grad` may have another part, which every rank has in full: the gradient of a loss term of the parameter itself.
     The partial part is therefore multiplied by the number of tp ranks where it is computed, and the mean over tp is
     taken.
     """
 
-    def __init__(self, group: ProcessGroup | None, device_type: str) -> None:
-        self.synchronise = True  # True if the next backward pass finishes the sum over tp; `no_sync` sets it to False
-        # called as a backward pass begins, before the gradients in `.grad` are set aside
-        self.before_backward: Callable[[], None] = lambda: None
-        self.ranks = 1 if group is None else group.size()
-        self._group = group
-        self._device = device_type
-        self.parameters: list[nn.Parameter] = []  # the sharded ones that the optimizer sees
-        self._finished: list[Tensor | None] | None = None
+    def __init__(
+        self, gradients: Gradients, parameters: Iterable[nn.Parameter], group: ProcessGroup, device_type: str
+    ) -> None:
+        self.unfinished = list(parameters)  # the sharded ones that the optimizer sees
+        self._gradients, self._group, self._device = gradients, group, device_type
+        self._finished: list[Tensor | None] = []
         self._pending: dict[int, Tensor] = {}
-        self._hooks = PostponedHooks()
 
-    def manage(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Collect the gradients of `parameters` from now on."""
-        self.parameters = list(parameters)
-
-    def local(self, parameters: Sequence[DTensor], partial: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Return the local tensors of DTensors that train; `partial` says whose gradients are partial sums over tp."""
-        return _Local.apply(self, partial, *parameters)  # one operation of autograd for all: each costs about 50 us
-
-    def drop(self) -> None:
-        """Forget all gradients collected so far, after an error has ended a backward pass early."""
-        self._finished = None
-        self._pending.clear()
-        self._hooks.restore()
-
-    def begin(self) -> None:
-        """Set the finished gradients in `.grad` aside and postpone users' hooks, once in each backward pass."""
-        if self._finished is not None:
-            return
-        self.before_backward()
-        if not self.parameters:
-            return
-        self._finished = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
+    def prepare(self) -> None:
+        """Set the finished gradients in `.grad` aside."""
+        self._finished = [parameter.grad for parameter in self.unfinished]
+        for parameter in self.unfinished:
             parameter.grad = None
-        self._hooks.postpone(self.parameters)
-        queue_after_backward(self._end)
 
-    def _end(self) -> None:
-        finished, self._finished = self._finished, None
-        assert finished is not None
-        for index, parameter in enumerate(self.parameters):
-            partial, parameter.grad = parameter.grad, finished[index]
+    def finish(self) -> list[nn.Parameter]:
+        """Add up what the pass has collected, and earlier ones without a sum; return the parameters. Collective."""
+        for index, parameter in enumerate(self.unfinished):
+            partial, parameter.grad = parameter.grad, self._finished[index]
             if partial is not None:
                 known = self._pending.get(index)
                 self._pending[index] = partial if known is None else known + partial
-        self._hooks.restore()
-        if self.synchronise:
-            summed = [self.parameters[index] for index in sorted(self._pending)]
-            self._reduce()
-            self._hooks.call(summed)
+        self._finished = []
+        if not self._gradients.synchronise:
+            return []
+        summed = [self.unfinished[index] for index in sorted(self._pending)]
+        self._reduce()
+        return summed
+
+    def drop(self) -> None:
+        self._finished = []
+        self._pending.clear()
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        assert self._group is not None
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in sorted(self._pending):
             by_dtype.setdefault(self._pending[index].dtype, []).append(index)
@@ -240,42 +346,19 @@ class PartialGradients:
             shards = [local(self._pending[index]) for index in indices]
             # Offloaded gradients are in the CPU's memory, and the group may have no backend for it.
             flat = torch.cat([shard.reshape(-1) for shard in shards]).to(self._device)
-            flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self.ranks
-            for index, shard, summed in zip(indices, shards, flat.split([s.numel() for s in shards]), strict=True):
-                shard.copy_(summed.view_as(shard))
-                parameter = self.parameters[index]
+            flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self._group.size()
+            parts = flat.split([shard.numel() for shard in shards])
+            torch._foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)])
+            for index in indices:
+                parameter = self.unfinished[index]
                 parameter.grad = (
                     self._pending[index] if parameter.grad is None else parameter.grad.add_(self._pending[index])
                 )
         self._pending.clear()
 
 
-class _Local(torch.autograd.Function):
-    """Return the local tensors of DTensors in forward; in backward make DTensors of their gradients, placed alike."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gradients: PartialGradients, partial: Sequence[bool], *parameters: DTensor
-    ) -> tuple[Tensor, ...]:
-        ctx.gradients, ctx.partial = gradients, partial
-        ctx.placers = [placed_as(parameter) for parameter in parameters]
-        ctx.set_materialize_grads(False)
-        return tuple((plain := parameter.to_local()).view_as(plain) for parameter in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ready = {index: grad.contiguous() for index, grad in enumerate(grads) if grad is not None}
-        partial = [index for index in ready if ctx.partial[index]]
-        if partial:
-            ctx.gradients.begin()
-            scaled = torch._foreach_mul([ready[index] for index in partial], ctx.gradients.ranks)
-            ready.update(zip(partial, scaled, strict=True))
-        return None, None, *(like(ready[index]) if index in ready else None for index, like in enumerate(ctx.placers))
-
-
 @contextmanager
-def backward_sync(model: nn.Module, gradients: PartialGradients | None, enabled: bool) -> Iterator[None]:
+def backward_sync(model: nn.Module, gradients: Gradients | None, enabled: bool) -> Iterator[None]:
     """Make backward passes of `model` within the context reduce gradients over every mesh axis, or over none."""
 
     def set_sync(value: bool) -> None:

@@ -73,10 +73,10 @@ def gradient_hooks(parameter: Tensor) -> int:
     return len(getattr(parameter, "_backward_hooks", None) or ())
 
 
-def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
-    """Call `check` before every backward pass in this process that is asked for the gradients of given tensors.
+def on_gradients_of(asked: Callable[[Sequence[Any], bool], Sequence[Any]]) -> None:
+    """Let `asked` see and replace the tensors whose gradients a backward pass in this process is asked for.
 
-    `check` is given the tensors (or `GradientEdge`s), and True if their gradients are to be accumulated in `.grad`.
+    `asked` is given the tensors (or `GradientEdge`s), and True if their gradients are to be accumulated in `.grad`.
     Both `loss.backward(inputs=...)` and `torch.autograd.grad(...)`, also if imported by name, call the function that is
     replaced here. autograd has no public hook that runs before a backward pass and knows what it was asked for.
     """
@@ -86,7 +86,8 @@ def on_gradients_of(check: Callable[[Sequence[Any], bool], None]) -> None:
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 3 and args[3]:  # the inputs whose gradients are asked for
-            check(args[3], kwargs.get("accumulate_grad", False))
+            inputs = tuple(asked(args[3], kwargs.get("accumulate_grad", False)))
+            args = (*args[:3], inputs, *args[4:])
         return run_backward(outputs, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
@@ -101,6 +102,12 @@ def compute_for_dtensors(operator: Any, function: Callable[[Any, tuple[Any, ...]
         return False
     handlers[operator] = function
     return True
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Return the local tensor of a DTensor: the same object each time, which tells if it was replaced."""
+    # `to_local()` gives it under `no_grad` only, and entering that takes longer than all the rest.
+    return tensor._local_tensor
 
 
 def placed_as(tensor: DTensor) -> Callable[[Tensor], DTensor]:

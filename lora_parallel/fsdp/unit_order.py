@@ -27,6 +27,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.dtensors import class_of
+from lora_parallel.distributed.gradients import Gradients
 from lora_parallel.distributed.mesh import shard_size
 from lora_parallel.distributed.rank_checks import is_awaited_by, is_done, meet
 from lora_parallel.distributed.torch_private import all_gather_into, reduce_scatter_into
@@ -113,11 +114,23 @@ class ModelOrder:
     order: UnitOrder
     called: str
     gathers: bool  # parameters are sharded; whole replicas do not communicate without gradients
+    gradients: Gradients
+    _has_trained: bool = False
 
-    def begin(self, kind: str, accumulates: bool) -> None:
+    def begin_forward(self, model: nn.Module, *call: Any) -> None:
         """Begin a forward of the model (see `UnitOrder.begin`), unless the units do not communicate in it."""
+        if model.training and not self._has_trained:
+            refuse_layer_drop(model)
+            self._has_trained = True
         if self.gathers or torch.is_grad_enabled():
-            self.order.begin(f"forward of {self.called} {kind}", accumulates)
+            accumulates = torch.is_grad_enabled() and not self.gradients.synchronise
+            mode = "training" if model.training else "evaluation"
+            kind = f"forward of {self.called} for {mode}{' in no_sync' if accumulates else ''}"
+            self.order.begin(kind, accumulates)
+
+    def recover(self) -> None:
+        """Forget the place in the pass that has ended early."""
+        self.order.forget_place()
 
     def all_reduce(self, what: str, tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup]) -> None:
         """Reduce a tensor in place, over one group after the other, as a step of its own."""
@@ -160,7 +173,9 @@ class _Gather(_Step):
     ) -> dist.Work | None:
         if group.size() > 1:
             self._order.take(self._step)
-        return self.run(partial(all_gather_into, output_tensor, input_tensor, group=group), output_tensor, group, async_op)
+        return self.run(
+            partial(all_gather_into, output_tensor, input_tensor, group=group), output_tensor, group, async_op
+        )
 
 
 class _Reduction(_Step):
@@ -187,7 +202,7 @@ class _Reduction(_Step):
 _orders: WeakKeyDictionary[Any, dict[tuple[int, ...] | None, UnitOrder]] = WeakKeyDictionary()
 
 
-def install_order_check(model: nn.Module, mesh: DeviceMesh) -> ModelOrder:
+def install_order_check(model: nn.Module, mesh: DeviceMesh, gradients: Gradients) -> ModelOrder:
     """Make the FSDP units of a model compare their order between the ranks of a mesh without a pp axis."""
     every = mesh.size() == dist.get_world_size()
     ranks = None if every else tuple(mesh.mesh.flatten().tolist())
@@ -199,7 +214,7 @@ def install_order_check(model: nn.Module, mesh: DeviceMesh) -> ModelOrder:
             unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
             comm.set_custom_all_gather(_Gather(order, f"gather of {unit}"))
             comm.set_custom_reduce_scatter(_Reduction(order, f"reduction of {unit}"))
-    return ModelOrder(order, called, gathers=shard_size(mesh) > 1)
+    return ModelOrder(order, called, shard_size(mesh) > 1, gradients)
 
 
 def refuse_layer_drop(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ applies no weight decay to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -21,9 +21,9 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.dtensors import local
-from lora_parallel.distributed.gradients import PartialGradients, PostponedHooks
+from lora_parallel.distributed.gradients import Gradients
 from lora_parallel.distributed.mesh import axis_size
-from lora_parallel.distributed.torch_private import queue_after_backward, reduces_gradients
+from lora_parallel.distributed.torch_private import reduces_gradients
 from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.fsdp.wrapping import below
 from lora_parallel.sizes import AXES
@@ -36,62 +36,57 @@ class UnusedParameters:
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        partial_gradients: PartialGradients,
-        order: ModelOrder | None,
+        gradients: Gradients,
+        partial_sums: Collection[nn.Parameter],
+        order: ModelOrder,
         root_is_called: bool = True,
     ) -> None:
         self._order = order
         self._groups = [mesh.get_group(axis) for axis in AXES if axis not in ("pp", "tp") and axis_size(mesh, axis) > 1]
-        self._trained = [p for p in model.parameters() if p.requires_grad] if order and self._groups else []
+        self._trained = [p for p in model.parameters() if p.requires_grad] if self._groups else []
         self._device = mesh.device_type
-        over_tp = set(partial_gradients.parameters)
+        self._begin_backward = gradients.begin_backward
+        over_tp = set(partial_sums)
         # numbers of the trained parameters whose gradients are finished once they are reduced over dp
-        self._whole = {parameter: index for index, parameter in enumerate(self._trained) if parameter not in over_tp}
+        self.unfinished = {p: index for index, p in enumerate(self._trained) if p not in over_tp}
         self._used: set[int] = set()
-        self._had_gradient: list[bool] | None = None
+        self._had_gradient: list[bool] = []
         self._forgets_units = False
-        self._hooks = PostponedHooks()
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
         units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
         self._units = [unit for unit in units if unit.trained]
         self._root = next((unit for unit in self._units if cast(nn.Module, unit.module) is model), None)
         for unit in self._units:
-            if unit is not self._root or root_is_called:  # else `begin_root` is called once its weights are gathered
+            if unit is not self._root or root_is_called:  # else `begin_stage` is called once its weights are gathered
                 cast(nn.Module, unit.module).register_forward_pre_hook(unit.begin)
-        partial_gradients.before_backward = self.begin
 
-    def begin_root(self) -> None:
-        """Watch the root unit's parameters, after FSDP2 has gathered them."""
+    def begin_stage(self) -> None:
+        """Watch the root unit's parameters in a stage of a pipeline, after FSDP2 has gathered them."""
         if self._root is not None:
             self._root.begin()
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *call: Any) -> None:
         """Forget, as a forward with gradients begins after a finished step, which units ran in that step."""
         if self._forgets_units and torch.is_grad_enabled():
             self._forgets_units = False
             for unit in self._units:
                 unit.send_zeros(False)
 
-    def begin(self) -> None:
-        """Note which parameters have a gradient, postpone users' hooks and fill in zeros, once in a backward pass."""
-        if self._had_gradient is None and any(unit.watched for unit in self._units):
-            self._had_gradient = [parameter.grad is not None for parameter in self._trained]
-            self._hooks.postpone(self._whole)
-            for unit in self._units:
-                unit.fill()
-            queue_after_backward(self._end)
+    def prepare(self) -> None:
+        """Note which parameters have a gradient, and fill in zeros, once in a backward pass."""
+        self._had_gradient = [parameter.grad is not None for parameter in self._trained]
+        for unit in self._units:
+            unit.fill()
 
     def drop(self) -> None:
         """Forget all notes about the current step, after an error has ended the step early."""
         self._used.clear()
-        self._had_gradient = None
-        self._hooks.restore()
         for unit in self._units:  # ranks may have run different units before the error
             unit.send_zeros(False)
 
     def _reach(self, index: int, parameter: Tensor) -> None:
         """Note that a gradient has reached trained parameter `index`; `parameter` is its gathered form."""
-        self.begin()
+        self._begin_backward()
         self._used.add(index)
 
     def _has_more(self, index: int) -> bool:
@@ -99,30 +94,27 @@ class UnusedParameters:
         gradient = self._trained[index].grad
         return gradient is not None and bool(local(gradient).any())
 
-    def _end(self) -> None:
-        """Remove gradients of parameters that no rank has reached, and call users' hooks of the others. Collective."""
-        had, self._had_gradient = self._had_gradient, None
-        assert had is not None
-        assert self._order is not None
-        self._hooks.restore()
+    def finish(self) -> list[nn.Parameter]:
+        """Remove gradients of parameters that no rank has reached; return those that are whole now. Collective."""
         reduced = {index for unit in self._units if reduces_gradients(unit.module) for index in unit.watched}
         if not reduced:  # all ranks accumulate gradients and reduce none
-            return
+            return []
         self._forgets_units = True
+        count = len(self._trained)
         all_used = reduced <= self._used  # the usual case, in which the host need not wait for the accelerator
-        by_any = torch.ones(len(had), dtype=torch.uint8, device=self._device)
+        by_any = torch.ones(count, dtype=torch.uint8, device=self._device)
         if not all_used:
-            by_any.copy_(torch.tensor([index in self._used or self._has_more(index) for index in range(len(had))]))
+            by_any.copy_(torch.tensor([index in self._used or self._has_more(index) for index in range(count)]))
         self._order.all_reduce("use of the parameters", by_any, dist.ReduceOp.MAX, self._groups)
         unused = set() if all_used else {index for index, used in enumerate(by_any.tolist()) if not used} & reduced
         for index in unused:
             parameter = self._trained[index]
             # An earlier gradient, to which zeros were added, stays.
-            if not (parameter in self._whole and had[index]):
+            if not (parameter in self.unfinished and self._had_gradient[index]):
                 parameter.grad = None
         self._used -= reduced
         finished = reduced - unused
-        self._hooks.call([parameter for parameter, index in self._whole.items() if index in finished])
+        return [parameter for parameter, index in self.unfinished.items() if index in finished]
 
 
 class _Unit:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Shard
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
 from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size
-from lora_parallel.distributed.torch_private import in_backward, make_root
+from lora_parallel.distributed.torch_private import drop_gathered_gradients, in_backward, make_root
 from lora_parallel.layers.layer_parameters import innermost, shared_parameters
 
 
@@ -66,6 +66,37 @@ def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
     whole = not any(isinstance(inner, FSDPModule) for inner in module.modules())
     parameters = ((m, key, p) for m in (module.modules() if whole else [module]) for key, p in m._parameters.items())
     return next(((m, key) for m, key, p in parameters if p is not None and is_at_rest(p)), None)
+
+
+class Units:
+    """Shard weights again that a forward has left gathered, and let FSDP2 go on after a step that failed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def begin_forward(self, *call: Any) -> None:
+        """Shard all weights: what is gathered may be older than the last step of the optimizer."""
+        for unit in self._units:
+            unit.reshard()
+
+    def end_forward(self) -> None:
+        """Shard all weights after a forward that no backward follows: `parameters()` must give the sharded ones."""
+        if not torch.is_grad_enabled():
+            self.begin_forward()
+
+    def recover(self) -> None:
+        """Reset FSDP2's state, and drop the gradients that the failed step has left there."""
+        if not isinstance(self._model, FSDPModule):
+            return
+        if not hasattr(self._model, "reset_iter_state"):
+            raise RuntimeError(
+                f"the last step failed, and FSDP2 of torch {torch.__version__} cannot go on after that: restart "
+                "from a checkpoint, or use torch 2.13, which can."
+            )
+        self._model.reset_iter_state()
+        for unit in self._units:
+            drop_gathered_gradients(unit)
 
 
 def leave_inference_mode(model: nn.Module) -> None:

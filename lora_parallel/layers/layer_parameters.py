@@ -13,7 +13,7 @@ from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
-from torch import Tensor, nn
+from torch import nn
 from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput
@@ -48,15 +48,6 @@ class LayerTensor:
     def put(self, parameter: nn.Parameter) -> None:
         """Register `parameter` in `owner` under the same name."""
         self.owner._parameters[self.key] = parameter
-
-    def shadow(self, local: Tensor | None) -> None:
-        """Let the owner compute with `local` in place of the parameter."""
-        # Attribute lookup finds the instance dictionary before `_parameters`, so names and registration stay.
-        self.owner.__dict__[self.key] = local
-
-    def unshadow(self) -> None:
-        """Let the owner compute with the parameter again."""
-        self.owner.__dict__.pop(self.key, None)
 
 
 def layer_tensors(module: nn.Module, style: Style | None = None) -> list[LayerTensor]:

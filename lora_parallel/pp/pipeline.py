@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
-from lora_parallel.distributed.gradients import PartialGradients, PostponedHooks, backward_sync
+from lora_parallel.distributed.gradients import Gradients, backward_sync, held_apart, one_pass
 from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root, placed_as
 from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.layers.layer_parameters import asks_for_cache, without_cache
@@ -249,7 +249,7 @@ class Pipeline:
         stages: StageModel,
         mesh: DeviceMesh,
         config: ParallelConfig,
-        gradients: PartialGradients,
+        gradients: Gradients,
         count: ForwardCount,
         links: Links,
         loss: OwnLoss,
@@ -352,18 +352,8 @@ class Pipeline:
     def _with_backwards(self, batch: Microbatches, calls: LossCalls) -> Any:
         """Run forwards and backwards in turn; return outputs whose loss gives the gradients that are held."""
         run = self._new_run(batch, calls, grads=True)
-        before = [parameter.grad for parameter in self._trained]
-        for parameter in self._trained:
-            parameter.grad = None
-        hooks = PostponedHooks()
-        hooks.postpone(self._trained)
-        try:
+        with held_apart(self._trained) as held:
             run.run(self._order(one_forward_one_backward), lambda index: ([calls.losses[index]], [None]))
-            held = [parameter.grad for parameter in self._trained]
-        finally:
-            hooks.restore()
-            for parameter, grad in zip(self._trained, before, strict=True):
-                parameter.grad = grad
         self.most_alive = run.most_alive
         outputs, _ = self._share(run, calls)
         instead: dict[int, Tensor] = {}
@@ -415,14 +405,8 @@ class Pipeline:
         if parts is not None:
             parts.clear()
         run.outputs.clear()
-        hooks = PostponedHooks()
-        hooks.postpone(self._trained)
-        with self._failing_together():
-            try:
-                run.run(self._order(drained), lambda index: started[index])
-            finally:
-                hooks.restore()
-        hooks.call([parameter for parameter in self._trained if parameter.grad is not None])
+        with one_pass(self._trained), self._failing_together():
+            run.run(self._order(drained), lambda index: started[index])
 
     def _order(self, kind: Callable[[int, int, int, int], list[Action]]) -> list[Action]:
         stages = self._stages

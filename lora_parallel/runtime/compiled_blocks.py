@@ -26,7 +26,7 @@ from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call, without_compile
 from lora_parallel.layers.layer_parameters import asks_for_cache, without_cache, without_caches
 from lora_parallel.tp.context import TPContext
-from lora_parallel.tp.layer import TPLayer, shadow, tp_layer_of
+from lora_parallel.tp.layer import tp_layer_of
 
 _BLOCK = "_lora_parallel_block"
 log = logging.getLogger(__name__)
@@ -132,9 +132,7 @@ class _Block:
     ) -> None:
         self.eager = False
         self._device, self._context, self._chunk, self._caches = device, context, chunk, caches
-        self._layers: list[tuple[nn.Module, TPLayer]] = [
-            (module, layer) for module in block.modules() if (layer := tp_layer_of(module)) is not None
-        ]
+        self._layers = [layer for module in block.modules() if (layer := tp_layer_of(module)) is not None]
         self._dropouts = [module for module in block.modules() if isinstance(module, TopologyInvariantDropout)]
         # layers that were put into the block later, and prepare for a compiled forward themselves
         self.parts: list[CompiledPart] = []
@@ -153,7 +151,8 @@ class _Block:
         try:
             if not all(part.enter() for part in self.parts):
                 return self._eager(*args, **kwargs)
-            shadow(self._layers)
+            for layer in self._layers:
+                layer.shadow()
             training = [dropout for dropout in self._dropouts if dropout.training]
             if training:  # the keys of all dropouts are sent to the device in one tensor
                 training[0].check_counted()
@@ -167,8 +166,8 @@ class _Block:
             with self._chunk.kept_for_graph() if self._chunk is not None else nullcontext():
                 return self._compiled(contexts, tokens, *self._block, *args, **kwargs)
         finally:
-            for module, layer in self._layers:
-                layer.unshadow(module)
+            for layer in self._layers:
+                layer.unshadow()
             for part in self.parts:
                 part.leave()
             if self._context is not None:
@@ -237,19 +236,9 @@ def tell_unwrapped(names: Sequence[str]) -> None:
         log.warning(message, ", ".join(names))
 
 
-def refuse_whole_compile(model: nn.Module) -> None:
-    """Make a sharded model raise an error with the remedy when it is compiled as a whole."""
-    model.__dict__["compile"] = _refuse
-
-    def check(*_: Any) -> None:
-        if torch.compiler.is_compiling():
-            _refuse()
-
-    model.register_forward_pre_hook(check, prepend=True)
-
-
 @torch.compiler.assume_constant_result  # which is called, not traced: what it raises ends the compilation
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def refuse_whole_compile(*_: Any, **__: Any) -> NoReturn:
+    """Raise the error with the remedy: in the place of a sharded model's `compile`, and in a forward that is traced."""
     raise ValueError(
         "torch.compile cannot trace a sharded model as a whole: leave model.compile() and torch.compile(model) out, "
         "and compile its blocks with compile=True (in ParallelConfig or the strategy), or torch_compile=True of "

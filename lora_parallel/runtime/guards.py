@@ -12,6 +12,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -111,6 +112,28 @@ def check_values(model: nn.Module) -> None:
                 raise RuntimeError(
                     f"the {kind} {name} is on the meta device: it was never given a value. Fill "
                     "it by from_pretrained or attach_checkpoint, and let parallelize materialize the model."
+                )
+
+
+class FrozenParameters:
+    """Refuse forwards in which a parameter trains that was frozen when the model was sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._is_unit = isinstance(model, FSDPModule)
+
+    def begin_forward(self, *call: Any) -> None:
+        if torch.is_grad_enabled() and self._is_unit:
+            self.begin_schedule()
+
+    def begin_schedule(self) -> None:
+        """Raise RuntimeError if a frozen parameter has been set to train."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was parallelized and is not any more: FSDP2 or the pipeline "
+                    "would compute no gradient for it. Set requires_grad, and activate adapters (set_adapter), before "
+                    "parallelize."
                 )
 
 

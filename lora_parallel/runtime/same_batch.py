@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.utils._pytree import tree_flatten
 
@@ -40,8 +40,9 @@ class SameBatch:
         # number of the last forward, and its message, which holds once the device's event is over
         self._sent: tuple[int, Tensor, Any] | None = None
 
-    def check(self, inputs: Any, training: bool) -> None:
+    def begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise RuntimeError if peers were fed other batches. Collective; over all ranks in the first to train."""
+        inputs, training = [args, kwargs], model.training
         if self._sent is not None:
             (number, last, event), self._sent = self._sent, None
             event.synchronize()

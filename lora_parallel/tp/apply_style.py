@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial as partial_of
-from types import MethodType
 from typing import Any
 
 from peft.tuners.lora import LoraLayer
@@ -83,10 +82,7 @@ def apply_style(
     for layer in _wrappers(module):
         refuse_merge(layer, "an adapter of experts")
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tp_layer.run(self, *args, **kwargs)
-
-    module.forward = MethodType(forward, module)
+    module.forward = tp_layer.run
     set_tp_layer(module, tp_layer)
     return partial
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.collectives import chunk_bounds, copy_to_tp
-from lora_parallel.distributed.gradients import PartialGradients
+from lora_parallel.distributed.gradients import Gradients
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import in_backward
-from lora_parallel.layers.layer_parameters import shared_parameters
+from lora_parallel.layers.layer_parameters import innermost, shared_parameters
 from lora_parallel.layers.styles import RowPartition
 from lora_parallel.state import ForwardCount
 
@@ -75,12 +75,13 @@ _FORWARDS_KEPT = 1024  # Number of forwards whose number of tokens is kept for t
 class TPContext:
     """Hold the tp axis, the partial gradients and the last input, which all tensor parallel layers of a model share."""
 
-    def __init__(self, mesh: DeviceMesh, gradients: PartialGradients, model: nn.Module, forwards: ForwardCount) -> None:
+    def __init__(self, mesh: DeviceMesh, gradients: Gradients, model: nn.Module, forwards: ForwardCount) -> None:
         self.mesh = mesh["tp"]
         self.group = self.mesh.get_group()
         self.rank = self.mesh.get_local_rank()
         self.gradients = gradients
         self.tokens = Tokens(forwards)
+        self._config = getattr(innermost(model), "config", None)
         self.chunks = TokenChunks(self.mesh.size(), self.rank, self.group)
         # Parameters that train or belong to an adapter, until they are placed. They are saved, so a row partition never
         # rearranges them, whatever rows a rank computes with.
@@ -135,22 +136,40 @@ class TPContext:
     def copy(self, x: Tensor, where: str) -> Tensor:
         """Return `x` as the input of layers that compute slices: in backward its gradient is summed over tp."""
         # Layers that are called in a row with the same tensor object (q, k and v; gate and up) share one reduction.
-        return self._shared_by_layers(x, lambda: copy_to_tp(x, self.group, where))
-
-    def _shared_by_layers(self, x: Tensor, feed: Callable[[], Tensor]) -> Tensor:
-        key: tuple[object, ...] = (torch.is_grad_enabled(),)
-        if not torch.compiler.is_compiling():  # torch.compile cannot trace the version, nor inference tensors
-            version = -1 if x.is_inference() else x._version
-            key = (*key, version, torch.is_inference_mode_enabled())
-        if self._last is not None and self._last[0] is x and self._last[1] == key:
-            return self._last[2]
-        fed = feed()
-        self._last = (x, key, fed)
-        return fed
+        key = self._state_of(x)
+        if self._last is None or self._last[0] is not x or self._last[1] != key:
+            self._last = x, key, copy_to_tp(x, self.group, where)
+        return self._last[2]
 
     def all_tokens(self, x: Tensor, where: str) -> Tensor:
         """Gather each rank's chunk [rows, tokens, ...] to all tokens; layers that are called in a row share it."""
-        return self._shared_by_layers(x, lambda: self.chunks.gather(x, self.tokens.count, where))
+        key = self._state_of(x)
+        if self._last is None or self._last[0] is not x or self._last[1] != key:
+            self._last = x, key, self.chunks.gather(x, self.tokens.count, where)
+        return self._last[2]
+
+    @staticmethod
+    def _state_of(x: Tensor) -> tuple[object, ...]:
+        """Return what must be as it was for layers to share an input: the modes, and the version of its values."""
+        if torch.compiler.is_compiling():  # torch.compile cannot trace the version, nor inference tensors
+            return (torch.is_grad_enabled(),)
+        version = -1 if x.is_inference() else x._version
+        return torch.is_grad_enabled(), version, torch.is_inference_mode_enabled()
+
+    def begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a forward that is asked for attention weights, of which this rank has those of its own heads."""
+        asked = kwargs.get("output_attentions")
+        if asked if asked is not None else getattr(self._config, "output_attentions", False):
+            raise ValueError(
+                "output_attentions=True: under tensor parallelism each rank has the attention of its own heads only, "
+                "and would return that. Leave it False, or use tp=1."
+            )
+
+    def end_forward(self) -> None:
+        self.forget_input()
+
+    def end_backward(self) -> None:
+        self.forget_input()  # that of a recomputed block, whose graph it would keep alive
 
     def forget_input(self) -> None:
         """Drop the reference to the last input, after the model's forward."""

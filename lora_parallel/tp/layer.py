@@ -6,12 +6,17 @@ finds the plain tensor. The forward is the layer's own, whether it is PEFT's, `n
 model's code. The style adds one operation on the input and one on the output. So the outputs of base and LoRA are added
 while both are slices or both are partial sums, and LoRA costs no collective of its own.
 
+The plain tensors share the memory of the DTensors and are made once, not in each forward. Those that train are leaves
+of the graph; a hook gives their gradients to the DTensors (`distributed/gradients.py`). So autograd meets no DTensor,
+an operation on which takes the host up to ten times as long as on a plain tensor.
+
 torch's own `ColwiseParallel` supports neither PEFT's layer types nor its dotted names; here neither matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +34,7 @@ from lora_parallel.distributed.collectives import (
     sum_over_tp,
     unless_compiled,
 )
+from lora_parallel.distributed.torch_private import local_tensor
 from lora_parallel.fsdp.wrapping import is_at_rest
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of
 from lora_parallel.layers.linear_classes import features_dim, is_linear
@@ -38,8 +44,42 @@ from lora_parallel.tp.experts import ExpertSharing
 
 _TP_LAYER = "_lora_parallel_tp_layer"
 
-# A parameter that trains, and True if the gradient that this rank computes is a partial sum over tp.
-_Trained = tuple[DTensor, bool]
+
+@dataclass(slots=True, eq=False)
+class _Shadow:
+    """Hold the plain tensor of this rank that stands for one parameter of a layer while the layer computes."""
+
+    tensor: LayerTensor
+    partial: bool  # True if the gradient that this rank computes is a partial sum over tp
+    rows: (
+        tuple[int, Tensor] | None
+    )  # the dim and the rows that this rank computes with, of a tensor that is stored whole
+    is_zero: bool  # True for a tensor that another rank adds to the partial sum of the outputs
+    is_late: bool  # True for a bias that is added after the sum over tp
+    # What the plain tensor was made of: the parameter (FSDP2 swaps it for a gathered one), its local tensor (`model.to`
+    # gives it another), and whether it trained.
+    parameter: Tensor | None = None
+    local: Tensor | None = None
+    trains: bool = False
+    value: Any = None
+
+    def is_current(self, parameter: Tensor | None) -> bool:
+        """Return True if the plain tensor is that of `parameter` as it is now."""
+        return (
+            parameter is not None
+            and parameter is self.parameter
+            and parameter.requires_grad is self.trains
+            and (self.local is None or local_tensor(parameter) is self.local)
+        )
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """Hold the row of an embedding's padding token: of the whole table, and of this rank's rows, if it is one."""
+
+    base: nn.Embedding
+    whole: int
+    here: int | None
 
 
 class TPLayer:
@@ -59,25 +99,43 @@ class TPLayer:
         base = base_of(module)
         # Forward of the layer itself, called while this rank's plain tensors shadow its parameters.
         self.compute: Callable[..., Any] = module.forward
-        self.name, self.style, self.context, self.tensors = name, style, context, tensors
-        # Rows that this rank computes with, of tensors that are stored whole; output features and experts of each rank.
-        self.rows, self.partition, self.sharing = rows, partition, sharing
-        self.late_bias = style.leave in ("reduce", "tokens") and not isinstance(base, nn.Embedding)
+        self.name, self.style, self.context = name, style, context
+        # Output features and experts of each rank.
+        self.partition, self.sharing = partition, sharing
         weight: Any = getattr(base, "weight", None)
         self.out_features: int | None = weight.shape[features_dim(base)] if is_linear(base) else None
         self.vocabulary = base.num_embeddings if isinstance(base, nn.Embedding) else 0
+        sums = style.leave in ("reduce", "tokens")
+        device = context.mesh.device_type
+        self._shadows = [
+            _Shadow(
+                tensor,
+                partial=tensor.role in style.partial_roles or tensor in rows,
+                rows=(rows[tensor][0], rows[tensor][1].to(device)) if tensor in rows else None,
+                is_zero=tensor.role == "addend" and sums and context.rank > 0,
+                is_late=tensor.role == "bias" and sums and not isinstance(base, nn.Embedding),
+            )
+            for tensor in tensors
+        ]
+        self._always_has_bias = isinstance(base, Conv1D)  # whose forward adds one in any case
+        self._padded: _Padding | None = None
+        if isinstance(base, nn.Embedding) and base.padding_idx is not None and style.enter == "mask":
+            start, end = self._vocabulary_bounds()
+            padding = base.padding_idx
+            self._padded = _Padding(base, padding, padding - start if start <= padding < end else None)
         self._shadowed = False
         # Bias [out] that is added after the sum over tp; None if the layer adds its bias itself.
         self._late: Tensor | None = None
 
-    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's forward; it takes the place of the module's own."""
         if self._shadowed:  # by the block around it
             return self._run(args, kwargs)
         try:
-            shadow([(module, self)])
+            self.shadow()
             return self._run(args, kwargs)
         finally:
-            self.unshadow(module)
+            self.unshadow()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         style, context = self.style, self.context
@@ -102,7 +160,10 @@ class TPLayer:
                 kwargs[first] = x
         y = self.compute(*args, **kwargs)
         if self.sharing is not None:
-            used = [*tree_leaves((args, kwargs)), *(t.owner.__dict__[t.key] for t in self.tensors)]
+            used = [
+                *tree_leaves((args, kwargs)),
+                *(shadow.tensor.owner.__dict__[shadow.tensor.key] for shadow in self._shadows),
+            ]
             y = AllUsed.apply(y, *(x for x in used if isinstance(x, Tensor) and x.requires_grad))
         if outside is not None:
             y = y.masked_fill(outside.unsqueeze(-1), 0)
@@ -142,70 +203,57 @@ class TPLayer:
             leaves[index] = x
         return sharing.local_arguments(tree_unflatten(leaves, structure), self.context.rank)
 
-    def _shadow(self, module: nn.Module, trained: Mapping[_Trained, Tensor]) -> None:
+    def shadow(self) -> None:
+        """Let this rank's plain tensors be found in the place of the layer's parameters, until `unshadow`."""
         self._shadowed, self._late = True, None
-        for tensor in self.tensors:
-            local = self._plain(tensor, trained)
-            if self.late_bias and tensor.role == "bias":
-                self._late = local
-                # The forward of Conv1D always adds a bias.
-                tensor.shadow(torch.zeros_like(local) if isinstance(tensor.owner, Conv1D) else None)
-            else:
-                tensor.shadow(local)
-        base = base_of(module)
-        if isinstance(base, nn.Embedding) and base.padding_idx is not None and self.style.enter == "mask":
-            start, end = self._vocabulary_bounds()
-            self._padding_idx = base.padding_idx
-            base.padding_idx = base.padding_idx - start if start <= base.padding_idx < end else None
+        for shadow in self._shadows:
+            owner, key = shadow.tensor.owner, shadow.tensor.key
+            parameter = owner._parameters[key]
+            if not shadow.is_current(parameter):
+                self._renew(shadow, parameter)
+            value = shadow.value
+            if shadow.rows is not None:
+                dim, rows = shadow.rows
+                value = value.index_select(dim, rows.to(value.device))
+            elif shadow.is_zero:
+                value = value * 0
+            if shadow.is_late:
+                self._late, value = value, torch.zeros_like(value) if self._always_has_bias else None
+            owner.__dict__[key] = value  # attribute lookup finds it before `_parameters`: names and registration stay
+        if self._padded is not None:
+            self._padded.base.padding_idx = self._padded.here
 
-    def unshadow(self, module: nn.Module) -> None:
+    def unshadow(self) -> None:
         """Let the layer's parameters be found again. Nothing happens if they are not shadowed."""
         self._shadowed, self._late = False, None
-        for tensor in self.tensors:
-            tensor.unshadow()
-        base = base_of(module)
-        if isinstance(base, nn.Embedding) and hasattr(self, "_padding_idx"):
-            base.padding_idx = self._padding_idx
+        for shadow in self._shadows:
+            shadow.tensor.owner.__dict__.pop(shadow.tensor.key, None)
+        if self._padded is not None:
+            self._padded.base.padding_idx = self._padded.whole
 
-    def _trained(self) -> list[_Trained]:
-        """Return the DTensors of the layer that train."""
-        trained = []
-        for tensor in self.tensors:
-            parameter: Tensor = tensor.parameter
-            if not isinstance(parameter, DTensor):
-                continue
-            if is_at_rest(parameter):
-                raise RuntimeError(
-                    f"{self.name} was called by itself, while FSDP2 holds its weights in shards: call the model that "
-                    "was parallelized, or a whole block of it."
-                )
-            if not parameter.requires_grad:
-                continue
-            if partition_of(tensor.owner, tensor.key) is not None:
-                raise RuntimeError(
-                    f"the {tensor.key} of {self.name} was frozen when the model was parallelized. It is stored as the "
-                    "rows that each tp rank computes with, and cannot train: set requires_grad before parallelize."
-                )
-            trained.append((parameter, self._is_partial(tensor)))
-        return trained
-
-    def _is_partial(self, tensor: LayerTensor) -> bool:
-        return tensor.role in self.style.partial_roles or tensor in self.rows
-
-    def _plain(self, tensor: LayerTensor, trained: Mapping[_Trained, Tensor]) -> Tensor:
-        """Return the plain tensor that this rank computes with: its own, or its rows of one that is stored whole."""
-        value: Tensor = tensor.parameter
-        if isinstance(value, DTensor) and value.requires_grad:
-            value = trained[value, self._is_partial(tensor)]
-        elif isinstance(value, DTensor):
-            with torch.no_grad():
-                value = value.to_local()
-        if tensor in self.rows:
-            dim, rows = self.rows[tensor]
-            return value.index_select(dim, rows.to(value.device))
-        if tensor.role == "addend" and self.style.leave in ("reduce", "tokens"):
-            return value * (self.context.rank == 0)
-        return value
+    def _renew(self, shadow: _Shadow, parameter: Any) -> None:
+        """Make the plain tensor of a parameter: this rank's part of it, as a leaf of the graph if it trains."""
+        if is_at_rest(parameter):
+            raise RuntimeError(
+                f"{self.name} was called by itself, while FSDP2 holds its weights in shards: call the model that "
+                "was parallelized, or a whole block of it."
+            )
+        shadow.parameter, shadow.trains, shadow.local, shadow.value = (
+            parameter,
+            parameter.requires_grad,
+            None,
+            parameter,
+        )
+        if isinstance(parameter, DTensor):
+            shadow.value = shadow.local = local_tensor(parameter)
+            if parameter.requires_grad:
+                if partition_of(shadow.tensor.owner, shadow.tensor.key) is not None:
+                    raise RuntimeError(
+                        f"the {shadow.tensor.key} of {self.name} was frozen when the model was parallelized. It is "
+                        "stored as the rows that each tp rank computes with, and cannot train: set requires_grad "
+                        "before parallelize."
+                    )
+                shadow.value = self.context.gradients.leaf(parameter, shadow.partial)
 
     def _vocabulary_bounds(self) -> tuple[int, int]:
         return chunk_bounds(self.vocabulary, self.context.mesh.size(), self.context.rank)
@@ -224,17 +272,6 @@ class TPLayer:
         start, end = self._vocabulary_bounds()
         outside = (ids < start) | (ids >= end)
         return (ids - start).masked_fill(outside, 0), outside
-
-
-def shadow(layers: Collection[tuple[nn.Module, TPLayer]]) -> None:
-    """Shadow the DTensors of a model's tensor parallel layers by this rank's plain tensors, until `unshadow`."""
-    # The gradients of all layers are made DTensors in one operation: together they cost less.
-    trained: dict[_Trained, Tensor] = {}
-    if keys := list(dict.fromkeys(key for _, layer in layers for key in layer._trained())):
-        gradients = next(layer.context.gradients for _, layer in layers)
-        trained = dict(zip(keys, gradients.local(*zip(*keys, strict=True)), strict=True))
-    for module, layer in layers:
-        layer._shadow(module, trained)
 
 
 class AllUsed(torch.autograd.Function):

@@ -108,7 +108,7 @@ BF16 = Case(dtype=torch.float32, steps=2)
 def dtypes_of_reductions() -> set[torch.dtype]:
     model = parallelize(BF16.model(), *on_mesh("2x1", param_dtype=torch.bfloat16))
     ids = BF16.batches()[0]
-    with patch.object(unit_order, "_reduce_scatter", wraps=unit_order._reduce_scatter) as reduces:
+    with patch.object(unit_order, "reduce_scatter_into", wraps=unit_order.reduce_scatter_into) as reduces:
         model(input_ids=ids, labels=ids).loss.backward()
     return {call.args[1].dtype for call in reduces.call_args_list}
 

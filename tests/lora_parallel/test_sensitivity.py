@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from lora_parallel import parallelize
-from lora_parallel.distributed import gradients
+from lora_parallel.distributed.gradients import Gradients
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.layers.styles import STYLES, RowPartition
 from lora_parallel.planning import plan
+from lora_parallel.runtime import step
 from lora_parallel.tp import context
-from lora_parallel.tp.layer import TPLayer
 from lora_parallel.tracing.prove_feature_slices import find_structure
 from lora_parallel.tracing.rank_simulation import verify_ranks
 from tests.oracle import Case, causal_lm, on_mesh, reference, relative_error, sharded
@@ -55,17 +55,13 @@ def cut_fused_layers_in_chunks(patch: pytest.MonkeyPatch) -> None:
 
 
 def skip_a_reduction(patch: pytest.MonkeyPatch) -> None:
-    own = gradients.PartialGradients.manage
-    patch.setattr(gradients.PartialGradients, "manage", lambda self, parameters: own(self, list(parameters)[1:]))
+    own = step.PartialSums
+    patch.setattr(step, "PartialSums", lambda gradients, partial, *args: own(gradients, partial[1:], *args))
 
 
 def take_a_partial_gradient_for_whole(patch: pytest.MonkeyPatch) -> None:
-    own = TPLayer._is_partial
-
-    def is_partial(self: Any, tensor: Any) -> bool:
-        return tensor.role != "weight" and own(self, tensor)
-
-    patch.setattr(TPLayer, "_is_partial", is_partial)
+    own = Gradients.leaf
+    patch.setattr(Gradients, "leaf", lambda self, parameter, is_partial: own(self, parameter, False))
     by_name = "replicated_with_grad_allreduce"
     patch.setitem(STYLES, by_name, replace(STYLES[by_name], partial_roles=frozenset()))
 

@@ -275,10 +275,18 @@ def test_hooks_on_a_parameter_are_found():
 def test_passes_for_given_tensors_are_seen(monkeypatch):
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
     seen = []
-    torch_private.on_gradients_of(lambda inputs, accumulate: seen.append((inputs[0] is x, len(inputs), accumulate)))
+
+    def asked(inputs, accumulate):
+        seen.append((inputs[0] is x, len(inputs), accumulate))
+        return [y if len(inputs) == 1 else tensor for tensor in inputs]
+
+    torch_private.on_gradients_of(asked)
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     (x * y).sum().backward()
+    x.grad = y.grad = None
     (x * y).sum().backward(inputs=[x])
+    assert x.grad is None
+    assert y.grad is not None  # what was given in its place
     torch.autograd.grad((x * y).sum(), [x, y])
     torch.autograd.grad((x * y).sum(), x)
     assert seen == [(True, 1, True), (True, 2, False), (True, 1, False)]

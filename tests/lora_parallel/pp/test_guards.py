@@ -133,7 +133,7 @@ def hooked(model: Any) -> None:
 
 CHANGES = {
     "a parameter that begins to train": (begins_to_train, "was frozen when the model was parallelized"),
-    "register_hook": (hooked, "which would be called for each micro-batch"),
+    "register_hook": (hooked, "a pipeline runs the backwards of micro-batches by itself"),
 }
 
 

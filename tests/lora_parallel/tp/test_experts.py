@@ -19,11 +19,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lora_parallel import load_adapter, load_checkpoint, meta_init, parallelize, save_adapter, save_checkpoint
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.adapters.peft_private import keep_factored
-from lora_parallel.distributed.gradients import PartialGradients
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.layers.styles import RowPartition
 from lora_parallel.planning.experts import share_experts
 from lora_parallel.planning.plan import resolve_plan
+from lora_parallel.runtime import step as step_parts
 from lora_parallel.tp.experts import ExpertSharing
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
@@ -368,8 +368,8 @@ def cut_the_next_dim(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_the_gradients_of_an_adapter(patch: pytest.MonkeyPatch) -> None:
-    own = PartialGradients.manage
-    patch.setattr(PartialGradients, "manage", lambda self, parameters: own(self, list(parameters)[:-1]))
+    own = step_parts.PartialSums
+    patch.setattr(step_parts, "PartialSums", lambda gradients, partial, *args: own(gradients, partial[:-1], *args))
 
 
 def drop_the_routing_gradient(patch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,9 @@ def compute(model: nn.Module, operation: Any) -> tuple[Tensor, list[Tensor]]:
     if not result.requires_grad:
         return result, []
     numbers = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
-    grads = torch.autograd.grad((result * numbers).sum(), [x, *model.parameters()])
+    (result * numbers).sum().backward()
+    grads = [tensor.grad for tensor in (x, *model.parameters())]
+    model.zero_grad()
     whole = result.gathered("test") if isinstance(result, SlicedTensor) else result
     return whole.detach(), [full(grad) for grad in grads]
 

@@ -1,0 +1,196 @@
+"""Run what a step of a parallelized model needs around its forward and backward, from ordered lists of parts.
+
+A part is any object with some of these methods, which are called in the order of the parts:
+
+- `begin_forward(model, args, kwargs)`: before the model's forward, outside of recomputation; it may refuse the call.
+- `end_forward()`: after the forward, also after one that failed.
+- `begin_backward()`, `end_backward()`: as a backward pass begins at the model's outputs, and when it has accumulated
+  every gradient.
+- `begin_schedule()`, `begin_stage()`: as a pipeline's forward with gradients begins, and each stage in it.
+- `recover()`: as a step begins after one that failed.
+
+A part without a method costs nothing there. `parallelize` lists the parts of a model, in `build_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.gradients import GradientPart, Gradients, PartialSums, UnreachedParameters
+from lora_parallel.distributed.mesh import axis_size, same_batch_groups
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
+from lora_parallel.distributed.torch_private import backward_pass, in_backward, is_simulated, queue_after_backward
+from lora_parallel.fsdp.unit_order import ModelOrder
+from lora_parallel.fsdp.unused_parameters import UnusedParameters
+from lora_parallel.fsdp.wrapping import Units
+from lora_parallel.runtime.compiled_blocks import refuse_whole_compile
+from lora_parallel.runtime.guards import FrozenParameters, check_values
+from lora_parallel.runtime.refusals import Substitutes, explain_passing
+from lora_parallel.runtime.same_batch import SameBatch
+from lora_parallel.state import ForwardCount
+from lora_parallel.tp.context import TPContext
+
+log = logging.getLogger(__name__)
+
+FirstCheck = Callable[[tuple[Any, ...], dict[str, Any]], None]
+"""Check the first batch, its positional and keyword arguments."""
+
+
+class Step:
+    """Call the parts of one model's step, from hooks on its forward that run before FSDP2's own."""
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, count: ForwardCount, parts: Sequence[Any], first: Sequence[FirstCheck]
+    ) -> None:
+        def methods(name: str) -> list[Callable[..., None]]:
+            return [method for part in parts if (method := getattr(part, name, None)) is not None]
+
+        self._begin_forward, self._end_forward = methods("begin_forward"), methods("end_forward")
+        self._begin_backward, self._end_backward = methods("begin_backward"), methods("end_backward")
+        self._begin_schedule, self._begin_stage = methods("begin_schedule"), methods("begin_stage")
+        self._recover = methods("recover")
+        self._count, self._first = count, list(first)
+        self._is_first, self._is_sharded = True, mesh.size() > 1
+        self._watches_outputs = axis_size(mesh, "pp") == 1  # a pipeline watches those of its stages
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._in_forward = False
+        self._backward: int | None = None  # number of the backward pass that is running or has failed
+        model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_sharded and torch.compiler.is_compiling():
+            refuse_whole_compile()
+        if in_backward():  # recomputed by a caller's checkpoint: nothing begins here
+            return
+        if self._is_first:
+            self._check_first(model, args, kwargs)
+        if self._in_forward or self._backward is not None:
+            self._drop_failed_step()
+        for begin in self._begin_forward:
+            begin(model, args, kwargs)
+        if model.training:
+            self._count.done += 1
+            self._count.current = self._count.done
+        self._in_forward = self._count.running = True
+
+    def _check_first(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_simulated():
+            check_values(model)
+        if self._first:
+            with agreed():
+                for check in self._first:
+                    check(args, kwargs)
+        self._is_first = False
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if in_backward():
+            return
+        self._count.running = False
+        for end in self._end_forward:
+            end()
+        if output is None:  # the forward failed
+            explain_passing()
+            return
+        self._in_forward = False
+        if self._watches_outputs:
+            self.watch(output)
+
+    def begin_schedule(self) -> None:
+        """Check, before a pipeline's forward with gradients, that nothing trains or has hooks unknown to it."""
+        for begin in self._begin_schedule:
+            begin()
+
+    def begin_stage(self) -> None:
+        """Begin a stage in a pipeline's forward, once FSDP2 has gathered the root unit's weights."""
+        for begin in self._begin_stage:
+            begin()
+
+    def watch(self, output: Any) -> None:
+        """Watch the backward pass that begins at the tensors of `output`."""
+        this = self._count.current
+
+        def backward_begins(grad: Tensor) -> None:
+            self._count.current = this  # what is recomputed from here on belongs to this forward
+            if self._backward not in (None, backward_pass()):
+                raise RuntimeError(
+                    "the last backward pass of this model failed, and what it left is of no use to another one: call "
+                    "the model again before the next backward."
+                )
+            if self._backward is None:
+                self._backward = backward_pass()
+                # Called here, not in a layer: a reentrant checkpoint runs the layers in backward passes of their own.
+                for begin in self._begin_backward:
+                    begin()
+                queue_after_backward(self._backward_ends)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+
+    def _backward_ends(self) -> None:
+        self._backward = None
+        for end in self._end_backward:
+            end()
+
+    def _drop_failed_step(self) -> None:
+        """Reset the model after a step that did not finish, and drop the gradients accumulated so far."""
+        if self._trained and is_rank_zero():
+            log.warning("the last step did not finish: the gradients accumulated so far are dropped.")
+        self._in_forward, self._backward = False, None
+        for parameter in self._trained:
+            parameter.grad = None
+        for recover in self._recover:
+            recover()
+
+
+def build_step(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    count: ForwardCount,
+    gradients: Gradients,
+    partial: Sequence[nn.Parameter],
+    context: TPContext | None,
+    order: ModelOrder | None,
+    first: Sequence[FirstCheck],
+    pool: object,
+) -> Step:
+    """List the parts of a model's step, and of the end of its backward passes, in the order in which they run."""
+    # `partial`: the parameters whose gradients are partial sums over tp. `pool`: recovers the tenants' gradients.
+    is_pipeline, is_unit = axis_size(mesh, "pp") > 1, isinstance(model, FSDPModule)
+    unused = None
+    finishing: list[GradientPart] = []
+    if order is not None:
+        unused = UnusedParameters(model, mesh, gradients, partial, order, root_is_called=not is_pipeline)
+        finishing.append(unused)  # first: it takes zeros away that FSDP2 was given, which the sums would take for parts
+    if partial:
+        finishing.append(PartialSums(gradients, partial, mesh.get_group("tp"), mesh.device_type))
+    gradients.parts = finishing
+    if is_pipeline:
+        unreached = UnreachedParameters(model, "a pipeline runs the backwards of micro-batches by itself")
+    elif is_unit:
+        unreached = UnreachedParameters(model, "FSDP2 computes with gathered parameters")
+    else:
+        why = "tensor parallel layers compute with plain tensors of their own"
+        unreached = UnreachedParameters(model, why, gradients.leaves_of)
+    parts = [
+        unused,
+        Units(model),  # weights that an earlier forward left gathered may be older than the last step
+        Substitutes(model),
+        FrozenParameters(model) if is_unit or is_pipeline else None,
+        context,
+        order,
+        SameBatch(mesh) if same_batch_groups(mesh) else None,  # last of all: it sends a message
+        unreached,
+        gradients,
+        pool,
+    ]
+    return Step(model, mesh, count, [part for part in parts if part is not None], first)
