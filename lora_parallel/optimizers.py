@@ -22,8 +22,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -129,6 +131,12 @@ log = logging.getLogger(__name__)
 _STEP = "_lora_parallel_step"
 
 
+_checks: dict[Callable[[Optimizer], None], int] = {}  # with the number of each call of `check_optimizers`
+_numbers = count()
+# the last of these numbers, and the number of parameters in each group, when an optimizer was checked last
+_checked: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+
+
 @cache
 def let_optimizers_step() -> None:
     """Let every optimizer in this process step on sharded parameters as it does in one process."""
@@ -136,7 +144,26 @@ def let_optimizers_step() -> None:
     register_optimizer_step_post_hook(_after)
 
 
+def check_optimizers(check: Callable[[Optimizer], None]) -> Callable[[], object]:
+    """Call `check` before the next step of each optimizer, and again when its parameters or the checks have changed.
+
+    Return a function that ends this.
+    """
+    let_optimizers_step()
+    _checks[check] = next(_numbers)
+    return partial(_checks.pop, check, None)
+
+
+def _check(optimizer: Optimizer) -> None:
+    now = (max(_checks.values(), default=-1), *(len(group["params"]) for group in optimizer.param_groups))
+    if _checked.get(optimizer) != now:
+        for check in list(_checks):
+            check(optimizer)
+        _checked[optimizer] = now
+
+
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check(optimizer)
     kind = steps_on(optimizer)
     if kind is StepsOn.DTENSORS:
         return None

@@ -1,13 +1,12 @@
 """Run the collectives of tensor parallel compute, as autograd functions on plain local tensors.
 
 All are out of place, so that `torch.compile` can trace them. If a peer rank runs another program, the
-collective times out, and each rank raises an error that names the collective it was in (see `_named`).
+collective times out, and each rank raises an error that names the collective it was in (see `_run`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +29,14 @@ def unless_compiled(name: str) -> str:
     return "" if torch.compiler.is_compiling() else name
 
 
-@contextmanager
-def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
-    """Turn the failure of a collective into an error that names it: `what` is the kind of tensor, `where` the layer."""
+def _run(
+    collective: Callable[[Tensor, ProcessGroup], Tensor], tensor: Tensor, group: ProcessGroup, what: str, where: str
+) -> Tensor:
+    """Run a collective; its failure is an error that names it: `what` is the kind of tensor, `where` the layer."""
     if torch.compiler.is_compiling():  # a graph holds the collective alone
-        yield
-        return
+        return collective(tensor, group)
     try:
-        yield
+        return collective(tensor, group)
     except (RuntimeError, dist.DistError) as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: the collective '{what} of {where}' over "
@@ -49,26 +48,22 @@ def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the sum of `tensor` over the ranks of `group`, as a new tensor."""
-    with _named(what, where, group):
-        return all_reduce_sum(tensor.contiguous(), group)
+    return _run(all_reduce_sum, tensor.contiguous(), group, what, where)
 
 
 def stacked_over(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the `tensor` of each rank of `group`, stacked to [ranks, ...]. Autograd does not see it."""
-    with _named(what, where, group):
-        return all_gather_stacked(tensor.contiguous(), group)
+    return _run(all_gather_stacked, tensor.contiguous(), group, what, where)
 
 
 def exchanged(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Send part i of `stacked` [ranks, ...] to rank i; return each rank's part for this one, without autograd."""
-    with _named(what, where, group):
-        return all_to_all(stacked, group)
+    return _run(all_to_all, stacked, group, what, where)
 
 
 def scattered_sum(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over the ranks. Autograd does not see it."""
-    with _named(what, where, group):
-        return reduce_scatter_sum(stacked, group)
+    return _run(reduce_scatter_sum, stacked, group, what, where)
 
 
 class _CopyToTP(torch.autograd.Function):

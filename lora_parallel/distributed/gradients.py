@@ -125,8 +125,8 @@ class UnreachedParameters:
             if gradient_hooks(parameter):
                 raise RuntimeError(
                     f"{name} has a hook of register_hook (or register_multi_grad_hook), which would not be called "
-                    f"with its gradient: {self._why}. Use parameter.register_post_accumulate_grad_hook, which is called "
-                    "when parameter.grad is finished, or look at .grad after backward()."
+                    f"with its gradient: {self._why}. Use parameter.register_post_accumulate_grad_hook, which is "
+                    "called when parameter.grad is finished, or look at .grad after backward()."
                 )
 
     def asked(self, inputs: Sequence[Any], accumulate: bool) -> Sequence[Any]:

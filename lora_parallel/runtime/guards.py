@@ -12,14 +12,13 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
+from lora_parallel.optimizers import check_optimizers
 from lora_parallel.state import ParallelState, parallelized, state_of
 
 # one entry per tied weight: the modules that hold the weight, each with its key there
@@ -60,17 +59,17 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
             _check_trainables(model)
         state.check_trains = None
         hook.remove()
-        stepping.remove()
+        end_checking()
 
     def before_forward(model: nn.Module, args: object) -> None:
         if model.training and torch.is_grad_enabled():
             check()
 
-    live = ref(model)  # torch keeps the hook on steps for ever, so that it must not hold `check`, which holds the model
+    live = ref(model)  # the check of optimizers may be kept for ever, and must not hold `check`, which holds the model
     # No weak references: torch could not move the model then.
     trains = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(optimizer: Optimizer) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if trains.isdisjoint(stepped) or (evaluated := live()) is None:
             return
@@ -79,7 +78,7 @@ def check_once_it_trains(model: nn.Module, state: ParallelState, lack: ValueErro
             state.check_trains(False)  # of a pipeline some ranks may hold nothing, and step no optimizer
 
     hook = model.register_forward_pre_hook(before_forward)
-    stepping = register_optimizer_step_pre_hook(before_step)
+    end_checking = check_optimizers(before_step)
     state.check_trains = check
 
 
@@ -112,28 +111,6 @@ def check_values(model: nn.Module) -> None:
                 raise RuntimeError(
                     f"the {kind} {name} is on the meta device: it was never given a value. Fill "
                     "it by from_pretrained or attach_checkpoint, and let parallelize materialize the model."
-                )
-
-
-class FrozenParameters:
-    """Refuse forwards in which a parameter trains that was frozen when the model was sharded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self._is_unit = isinstance(model, FSDPModule)
-
-    def begin_forward(self, *call: Any) -> None:
-        if torch.is_grad_enabled() and self._is_unit:
-            self.begin_schedule()
-
-    def begin_schedule(self) -> None:
-        """Raise RuntimeError if a frozen parameter has been set to train."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name} was frozen when the model was parallelized and is not any more: FSDP2 or the pipeline "
-                    "would compute no gradient for it. Set requires_grad, and activate adapters (set_adapter), before "
-                    "parallelize."
                 )
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache, partial
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.distributed.gradients import refuse_clipping_if
 from lora_parallel.distributed.mesh import over_stages
 from lora_parallel.distributed.rank_checks import place_of_call
-from lora_parallel.optimizers import joins_parameters
+from lora_parallel.optimizers import check_optimizers, joins_parameters
 from lora_parallel.state import mesh_of, names_elsewhere
 
 _REPLACED, _LIVE = "_lora_parallel_replaced", "_lora_parallel_live"
@@ -36,7 +34,7 @@ def refuse_stale_steps(before: Mapping[str, ref[nn.Parameter]], model: nn.Module
     live = set(model.parameters())
     replaced = {name: p for name, former in before.items() if (p := former()) is not None and p not in live}
     if replaced:
-        _before_steps(_refuse_replaced)
+        check_optimizers(_refuse_replaced)
     where = place_of_call()
     for name, parameter in replaced.items():
         setattr(parameter, _REPLACED, (name, where))
@@ -75,15 +73,10 @@ def refuse_joined_steps(model: nn.Module) -> None:
     """Make an optimizer that joins parameters raise an error when it steps with some of `model`, which has stages."""
     # LBFGS takes its direction and the length of its step from inner products over all parameters.
     _staged.add(model)
-    _before_steps(_refuse_joined_step)
+    check_optimizers(_refuse_joined_step)
 
 
-@cache  # once in a process
-def _before_steps(check: Callable[[Optimizer, Any, Any], None]) -> None:
-    register_optimizer_step_pre_hook(check)
-
-
-def _refuse_joined_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_joined_step(optimizer: Optimizer) -> None:
     if not joins_parameters(optimizer):
         return
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
@@ -94,7 +87,7 @@ def _refuse_joined_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dic
         )
 
 
-def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_replaced(optimizer: Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     replaced = [p for p in parameters if _REPLACED in p.__dict__]
     # Another model that shares a weight with the sharded model goes on with the old weight, and trains it.

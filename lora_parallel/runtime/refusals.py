@@ -220,13 +220,15 @@ class Substitutes:
         ]
         # The same in columns, which `begin_forward` compares without a line of Python for each parameter.
         self._columns: list[list[Any]] = [[row[at] for row in self._parameters] for at in range(3)]
-        self._modules = [
-            (module, len(module._parameters), dict(module._modules)) for module in model.modules() if sharded
-        ]
+        modules = list(model.modules()) if sharded else []
+        self._modules = set(modules)
+        # what each module holds, and what it held
+        self._now = [module._modules for module in modules], [module._parameters for module in modules]
+        self._children, self._counts = [dict(children) for children in self._now[0]], list(map(len, self._now[1]))
 
     def begin_forward(self, model: nn.Module, *call: Any) -> None:
         """Raise RuntimeError, as a forward begins, if a parameter has a substitute, or a new one trains."""
-        if any(len(m._parameters) != count or m._modules != children for m, count, children in self._modules):
+        if self._now[0] != self._children or list(map(len, self._now[1])) != self._counts:
             self._refuse_new(model)
         holders, keys, parameters = self._columns
         if all(map(is_, map(dict.get, holders, keys), parameters)):
@@ -246,9 +248,8 @@ class Substitutes:
     def _refuse_new(self, model: nn.Module) -> None:
         """Check that modules which have come since do not train. Adapters that a TenantPool adds are the pool's."""
         known = {id(parameters): {*parameters} for parameters, *_ in self._parameters}
-        sharded = {module for module, *_ in self._modules}
         layers = (layer for layer in model.modules() if isinstance(layer, BaseTunerLayer))
-        of_pool = {inner for layer in layers if layer.get_base_layer() in sharded for inner in layer.modules()}
+        of_pool = {inner for layer in layers if layer.get_base_layer() in self._modules for inner in layer.modules()}
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 before = known.get(id(module._parameters), ())
@@ -258,3 +259,25 @@ class Substitutes:
                         "gradient would not be reduced, so that ranks part. Put the layer in place (a new head, a "
                         "resized embedding) before the model is sharded."
                     )
+
+
+class FrozenParameters:
+    """Refuse forwards in which a parameter trains that was frozen when the model was sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._is_unit = isinstance(model, FSDPModule)
+
+    def begin_forward(self, *call: Any) -> None:
+        if torch.is_grad_enabled() and self._is_unit:
+            self.begin_schedule()
+
+    def begin_schedule(self) -> None:
+        """Raise RuntimeError if a frozen parameter has been set to train."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was parallelized and is not any more: FSDP2 or the pipeline "
+                    "would compute no gradient for it. Set requires_grad, and activate adapters (set_adapter), before "
+                    "parallelize."
+                )

@@ -32,8 +32,8 @@ from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.fsdp.wrapping import Units
 from lora_parallel.runtime.compiled_blocks import refuse_whole_compile
-from lora_parallel.runtime.guards import FrozenParameters, check_values
-from lora_parallel.runtime.refusals import Substitutes, explain_passing
+from lora_parallel.runtime.guards import check_values
+from lora_parallel.runtime.refusals import FrozenParameters, Substitutes, explain_passing
 from lora_parallel.runtime.same_batch import SameBatch
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import TPContext

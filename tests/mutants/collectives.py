@@ -76,8 +76,8 @@ BREAKAGES = [
         "collective",
         "The sum over ranks is the largest of their parts.",
         EACH,
-        """funcol.all_reduce(tensor, "sum", group)""",
-        """funcol.all_reduce(tensor, "max", group)""",
+        """    dist.all_reduce(summed, group=group)""",
+        """    dist.all_reduce(summed, dist.ReduceOp.MAX, group=group)""",
     ),
     Mutant(
         "collective",

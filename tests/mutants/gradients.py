@@ -12,21 +12,21 @@ BREAKAGES = [
         "backward",
         "Adapter factors that tp ranks share train on the mean of the ranks' parts instead of their sum.",
         FINISHED,
-        """scaled = torch._foreach_mul([ready[index] for index in partial], ctx.gradients.ranks)""",
-        """scaled = [ready[index] for index in partial]""",
+        """gradient.mul_(self.ranks)""",
+        """pass""",
     ),
     Mutant(
         "collective",
         "Each tp rank trains the adapter factors that it shares on its own part of their gradient.",
         FINISHED,
-        """flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self.ranks""",
-        """flat = flat / self.ranks""",
+        """flat = all_reduce(flat, self._group, "adapter gradients", "all partial factors") / self._group.size()""",
+        """flat = flat / self._group.size()""",
     ),
     Mutant(
         "collective",
         "A loss term of a shared adapter factor counts once for each tp rank.",
         FINISHED,
-        """"adapter gradients", "all partial factors") / self.ranks""",
+        """"adapter gradients", "all partial factors") / self._group.size()""",
         """"adapter gradients", "all partial factors")""",
     ),
     Mutant(
@@ -47,9 +47,9 @@ BREAKAGES = [
         "backward",
         "After a step that failed the next one trains shared adapter factors on what no_sync had accumulated before.",
         f"{GRADIENTS}::test_an_error_in_a_step_leaves_nothing_behind",
-        """        self._pending.clear()
-        self._hooks.restore()""",
-        """        self._hooks.restore()""",
+        """        self._finished = []
+        self._pending.clear()""",
+        """        self._finished = []""",
     ),
     Mutant(
         "collective",
@@ -88,9 +88,9 @@ BREAKAGES = [
     ),
     Mutant(
         "guard",
-        "torch.autograd.grad of a parameter gives one rank's part of a sum.",
+        "torch.autograd.grad of a parameter gives no gradient.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
-        """if not accumulate and parameter in self._partial:""",
+        """if self._leaves_of is None or not accumulate:""",
         """if False:""",
     ),
     Mutant(
@@ -123,20 +123,52 @@ BREAKAGES = [
         """pass""",
     ),
     Mutant(
-        "guard",
-        "torch.autograd.grad of a parameter under FSDP2 gives no gradient.",
+        "backward",
+        "backward(inputs=parameters) gives no gradients to parameters of layers that tp cuts.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
-        """if parameter in self._elsewhere:""",
-        """if False:""",
+        """            reached += self._leaves_of(tensor)\n""",
+        """""",
+    ),
+    Mutant(
+        "backward",
+        "A parameter that two layers share has the gradient of the last of them only.",
+        "tests/lora_parallel/test_parallelize.py::test_training_equals_one_process",
+        """            local_tensor(parameter.grad).add_(gradient)""",
+        """            parameter.grad = place(gradient)""",
+    ),
+    Mutant(
+        "backward",
+        "Layers go on with the values from before model.to.",
+        "tests/lora_parallel/distributed/test_gradients.py::test_a_model_that_is_moved_trains_as_in_one_process",
+        """            and (self.local is None or local_tensor(parameter) is self.local)\n""",
+        """""",
+    ),
+    Mutant(
+        "pass",
+        "An earlier gradient is lost in a step that does not reach the parameter: sums are finished in another order.",
+        "tests/lora_parallel/fsdp/test_unused_parameters.py::test_ranks_that_reach_other_layers_of_a_block_train_as_one_process",
+        """    gradients.parts = finishing\n""",
+        """    gradients.parts = finishing[::-1]\n""",
+    ),
+    Mutant(
+        "pass",
+        "Hooks of the user's see gradients that are not finished.",
+        "tests/lora_parallel/distributed/test_gradient_hooks.py::test_post_accumulate_hooks_have_the_finished_gradient",
+        """        self._hooks.restore()
+        finished = [parameter for part in self.parts for parameter in part.finish()]
+        self._hooks.call(finished)""",
+        """        self._hooks.restore()
+        self._hooks.call([parameter for part in self.parts for parameter in part.unfinished])
+        finished = [parameter for part in self.parts for parameter in part.finish()]""",
     ),
     Mutant(
         "guard",
         "A hook of register_hook on a parameter is never called, or is given one rank's part.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
-        """if gradient_hooks(parameter):
-                what =""",
-        """if False:
-                what =""",
+        """            if gradient_hooks(parameter):
+                raise RuntimeError(""",
+        """            if False:
+                raise RuntimeError(""",
     ),
     Mutant(
         "replaced",

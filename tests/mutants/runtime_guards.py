@@ -115,9 +115,9 @@ BREAKAGES = [
         "A head that is put in place after sharding trains apart on each rank.",
         "tests/lora_parallel/runtime/test_substitutes.py::test_layers_that_come_afterwards_and_train_are_refused",
         """self._refuse_new(model)
-        odd""",
+        holders""",
         """pass
-        odd""",
+        holders""",
     ),
     Mutant(
         "guard",

@@ -341,3 +341,25 @@ def clipped_values():
 def test_clipping_by_value_equals_torchs(pool):
     for found in pool.run(4, clipped_values):
         assert all(torch.equal(got, grad.clamp(-0.3, 0.3)) for got, grad in zip(found, gradients(), strict=True))
+
+
+def moved(mesh_text=None):
+    """The gradients after a step in float64, and one in float32 of the same model."""
+    model, batch = CASE.model(), CASE.batches()[0]
+    if mesh_text is not None:
+        model = parallelize(model, *on_mesh(mesh_text))
+    model(input_ids=batch, labels=batch).loss.backward()
+    model.zero_grad()
+    model.to(torch.float32)
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    return loss.item(), {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def test_a_model_that_is_moved_trains_as_in_one_process(pool):
+    """`model.to` gives the parameters other local tensors, with which layers that tp cuts compute from then on."""
+    loss, want = moved()
+    for found, gradients in pool.run(2, moved, "1x2"):
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        assert abs(found - loss) <= 1e-5 * loss
+        assert relative_error(gradients, want) <= 1e-5
