@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial as partial_of
-from types import MethodType
 from typing import Any
 
 from peft.tuners.lora import LoraLayer
@@ -22,6 +21,7 @@ from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of, layer_tensors
 from lora_parallel.layers.linear_classes import features_dim
 from lora_parallel.layers.styles import RowPartition, Style, set_partition
+from lora_parallel.layers.wrapped_forward import wrap_forward
 from lora_parallel.lazy.tracking import rearrange_lazy
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.experts import ExpertSharing, adapter_cuts
@@ -82,11 +82,7 @@ def apply_style(
         _prepare_adapters(name, module, style, context, partition is not None)
     for layer in _wrappers(module):
         refuse_merge(layer, "an adapter of experts")
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tp_layer.run(self, *args, **kwargs)
-
-    module.forward = MethodType(forward, module)
+    wrap_forward(module, lambda module, _, args, kwargs: tp_layer.run(module, *args, **kwargs))
     set_tp_layer(module, tp_layer)
     return partial
 
