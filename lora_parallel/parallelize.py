@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -48,6 +47,7 @@ from lora_parallel.fsdp.wrapping import (
     wants_fsdp,
 )
 from lora_parallel.layers.layer_parameters import clean_names, innermost, shared_parameters
+from lora_parallel.layers.wrapped_forward import wrap_forward
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
 from lora_parallel.loading.meta_init import adopt_rank_zero, check_same_files, tensors_of
@@ -369,13 +369,13 @@ def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
         bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for block in blocks:
-        block.forward = partial(_checkpointed, block, block.forward)
+        wrap_forward(block, _checkpointed)
 
 
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(block: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not (block.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return compute(*args, **kwargs)
+    return checkpoint(compute, *args, use_reentrant=False, **kwargs)
 
 
 def _bare_copy(model: nn.Module) -> nn.Module | Exception:

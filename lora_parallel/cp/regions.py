@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lora_parallel.layers.layer_parameters import (
     without_cache,
     without_caches,
 )
+from lora_parallel.layers.wrapped_forward import Around, wrap_forward
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.loss_parallel import SlicedTensor, Slicing, part_of, sliced_tensor
 from lora_parallel.tp.sequence import (
@@ -44,22 +45,8 @@ from lora_parallel.tp.sequence import (
 )
 
 
-def run_replicated(layer: nn.Module, context: CPContext) -> None:
-    """Make a layer divide its gradients by cp, in place."""
-    compute = layer.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return replicated(self, compute, context, args, kwargs)
-
-    layer.forward = MethodType(forward, layer)
-
-
-def replicated(
-    layer: nn.Module,
-    compute: Callable[..., Any],
-    context: CPContext,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+def _run_replicated(
+    context: CPContext, layer: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a layer's own forward: its parameters' gradients are divided by cp, and those of its inputs are not."""
     trains = any(parameter.requires_grad for parameter in layer.parameters())
@@ -150,13 +137,14 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, co
         return chunks.mine(hidden)  # no gradient flows back to the stage before
 
     context.sums_gradients = bool(places.replicated)
-    for block in blocks:
-        _run_block(block, places, context, begin, draws.end)
-    _cut_output(places.trunk, places, context, gathers=not places.after)
-    for layer in places.after:
-        _run_after(layer, context)
-    for layer in places.replicated:
-        run_replicated(layer, context)
+    arounds: list[tuple[nn.Module, Around]] = [
+        *((block, partial(_run_block, places, context, begin, draws.end)) for block in blocks),
+        (places.trunk, partial(_run_trunk, places, context, type(places.trunk).__name__)),
+        *((layer, partial(_run_after, context)) for layer in places.after),
+        *((layer, partial(_run_replicated, context)) for layer in places.replicated),
+    ]
+    for module, around in arounds:
+        wrap_forward(module, around)
     _decide_cuts(model, context)
     return Entry(enter, draws.end)
 
@@ -233,51 +221,46 @@ def has_tokens(name: str, x: Tensor, tokens: int) -> bool:
 
 
 def _run_block(
-    block: nn.Module,
     places: Places,
     context: CPContext,
     begin: Callable[[Tensor], None],
     end: Callable[[torch.device], None],
-) -> None:
+    block: nn.Module,
+    compute: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Give a block its chunks; the first one begins what computes on chunks, and the last one ends it."""
-    is_first, is_last = block is places.blocks[0], block is places.blocks[-1]
-    names, cut, instance_forward = places.arguments[block], places.cut[block], block.__dict__.get("forward")
+    if not context.active:
+        refuse_gradients(type(block).__name__)
+        return compute(*args, **kwargs)
+    names, cut = places.arguments[block], places.cut[block]
 
     def change(name: str, x: Tensor) -> Tensor:
-        if name not in cut or not has_tokens(name, x, context.tokens.count):
+        if name not in cut or not has_tokens(name, x, tokens):
             return x
         return context.part(x) if x.is_floating_point() else remember_whole(context.part(x), x)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only:
-        # what is recomputed is given the chunks that are made here.
-        block_forward = type(self).forward.__get__(self) if instance_forward is None else instance_forward
-        if not context.active:
-            refuse_gradients(type(self).__name__)
-            return block_forward(*args, **kwargs)
-        args, kwargs = without_caches(args, kwargs)  # nobody would read them
-        if is_first:
-            hidden = first_activations(args, kwargs)[1]
-            begin(hidden)
-            args, kwargs = with_activations(args, kwargs, context.cut)
-            _refuse_trained(names, args, kwargs, cut, context)
-        tokens = context.tokens.count
-        args, kwargs = changed_arguments(names, args, kwargs, change)
-        # transformers' own checkpointing computes the block again in backward.
-        recomputes = self.training and bool(getattr(self, "gradient_checkpointing", False))
-        context.running, context.recomputes = True, recomputes
-        try:
-            output = block_forward(*args, **kwargs)
-        finally:
-            context.running = context.recomputes = False
-        if is_last:
-            hidden = block_output(output)
-            end(hidden.device)
-            if not places.norm_on_chunks:
-                return with_output(output, context.chunks.whole(hidden, tokens, type(self).__name__))
-        return output
-
-    block.forward = MethodType(forward, block)
+    args, kwargs = without_caches(args, kwargs)  # nobody would read them
+    if block is places.blocks[0]:
+        begin(first_activations(args, kwargs)[1])
+        args, kwargs = with_activations(args, kwargs, context.cut)
+        _refuse_trained(names, args, kwargs, cut, context)
+    tokens = context.tokens.count
+    args, kwargs = changed_arguments(names, args, kwargs, change)
+    # transformers' own checkpointing computes the block again in backward.
+    recomputes = block.training and bool(getattr(block, "gradient_checkpointing", False))
+    context.running, context.recomputes = True, recomputes
+    try:
+        output = compute(*args, **kwargs)
+    finally:
+        context.running = context.recomputes = False
+    if block is places.blocks[-1]:
+        hidden = block_output(output)
+        end(hidden.device)
+        if not places.norm_on_chunks:
+            return with_output(output, context.chunks.whole(hidden, tokens, type(block).__name__))
+    return output
 
 
 def _refuse_trained(
@@ -311,51 +294,51 @@ def with_first_output(output: Any, tensor: Tensor) -> Any:
     return with_output(output, tensor)
 
 
-def _cut_output(trunk: nn.Module, places: Places, context: CPContext, gathers: bool) -> None:
-    """Make the output of a trunk stand for all tokens, of which this rank has a chunk; `gathers` returns all tokens."""
-    trunk_forward, name = trunk.forward, type(trunk).__name__
+def _run_trunk(
+    places: Places,
+    context: CPContext,
+    name: str,
+    trunk: nn.Module,
+    compute: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Let a trunk's output stand for all tokens, of which this rank has a chunk; gather them if no head follows."""
+    if context.cuts and asks_for_cache(args, kwargs):  # by the model's own code: the user's model was not given it
+        refuse_caches()
+        return context.on_all_tokens(compute, *args, **kwargs)
+    if context.cuts:
+        refuse_outputs(trunk, kwargs)
+    output = compute(*args, **kwargs)
+    if not context.cuts:
+        return output
+    hidden, tokens = first_output(output), context.tokens.count
+    if not places.norm_on_chunks:
+        hidden = context.chunks.mine(hidden)
+    if not places.after:
+        return with_first_output(output, context.chunks.whole(hidden, tokens, name))
+    slicing = Slicing(hidden.shape[-1], None, name, context.chunks, tokens)
+    return with_first_output(output, sliced_tensor(hidden, slicing))
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if context.cuts and asks_for_cache(args, kwargs):  # by the model's own code: the user's model was not given it
-            refuse_caches()
-            return context.on_all_tokens(trunk_forward, *args, **kwargs)
-        if context.cuts:
-            refuse_outputs(self, kwargs)
-        output = trunk_forward(*args, **kwargs)
-        if not context.cuts:
-            return output
-        hidden, tokens = first_output(output), context.tokens.count
-        if not places.norm_on_chunks:
-            hidden = context.chunks.mine(hidden)
-        if gathers:
-            return with_first_output(output, context.chunks.whole(hidden, tokens, name))
-        slicing = Slicing(hidden.shape[-1], None, name, context.chunks, tokens)
-        return with_first_output(output, sliced_tensor(hidden, slicing))
 
-    trunk.forward = MethodType(forward, trunk)
-
-
-def _run_after(layer: nn.Module, context: CPContext) -> None:
+def _run_after(
+    context: CPContext, layer: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a linear layer after the trunk on this rank's chunk of its input, if that stands for the trunk's tokens."""
-    compute = layer.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if not (context.cuts and isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3):
-            return replicated(self, compute, context, args, kwargs)
-        chunks, tokens = context.chunks, context.tokens.count
-        args, kwargs = tree_map(lambda value: part_of(x) if value is x else value, (args, kwargs))
-        context.running = True
-        try:
-            y = compute(*args, **kwargs)
-        finally:
-            context.running = False
-        slicing = y.slicing if isinstance(y, SlicedTensor) else None
-        part = part_of(y) if isinstance(y, SlicedTensor) else y
-        if context.has_labels:
-            own_slicing = slicing or Slicing(part.shape[-1], None, "the head", plain_loss=True)
-            return sliced_tensor(part, own_slicing.over_tokens(chunks, tokens))
-        whole = chunks.whole(part, tokens, "the head")
-        return whole if slicing is None else sliced_tensor(whole, slicing)
-
-    layer.forward = MethodType(forward, layer)
+    x = args[0] if args else next(iter(kwargs.values()))
+    if not (context.cuts and isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3):
+        return _run_replicated(context, layer, compute, args, kwargs)
+    chunks, tokens = context.chunks, context.tokens.count
+    args, kwargs = tree_map(lambda value: part_of(x) if value is x else value, (args, kwargs))
+    context.running = True
+    try:
+        y = compute(*args, **kwargs)
+    finally:
+        context.running = False
+    slicing = y.slicing if isinstance(y, SlicedTensor) else None
+    part = part_of(y) if isinstance(y, SlicedTensor) else y
+    if context.has_labels:
+        own_slicing = slicing or Slicing(part.shape[-1], None, "the head", plain_loss=True)
+        return sliced_tensor(part, own_slicing.over_tokens(chunks, tokens))
+    whole = chunks.whole(part, tokens, "the head")
+    return whole if slicing is None else sliced_tensor(whole, slicing)

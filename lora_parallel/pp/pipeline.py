@@ -33,6 +33,7 @@ from lora_parallel.distributed.gradients import Gradients, backward_sync, held_a
 from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root, placed_as
 from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.layers.layer_parameters import asks_for_cache, without_cache
+from lora_parallel.layers.wrapped_forward import wrap_forward
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import LossCalls, LossFactors, OwnLoss
 from lora_parallel.pp.microbatches import Joined, Microbatches, Outputs, SharedOutputs
@@ -273,12 +274,7 @@ class Pipeline:
         model.__dict__["_pipeline_stage"] = self._stage
         if isinstance(model, FSDPModule):
             forward_by_method(model, "_pipeline_stage")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.run(args, kwargs)
-
-        forward.__wrapped__ = self._own  # type: ignore[attr-defined]  # for the signature, which Trainer reads
-        model.forward = forward
+        wrap_forward(model, lambda model, _, args, kwargs: self.run(args, kwargs))
 
     # ------------------------------------------------------------------------ a forward of the user's
 

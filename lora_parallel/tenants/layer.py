@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lora_parallel.adapters.peft_private import activate, refuse_merge
 from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import base_of, clean_names
+from lora_parallel.layers.wrapped_forward import Around, wrap_forward
 from lora_parallel.lazy.tracking import without_values
 from lora_parallel.runtime.compiled_blocks import compiled_parts
 from lora_parallel.state import ParallelState
@@ -42,22 +43,20 @@ class TenantLayer:
         self._unit: TPLayer | None = tp_layer_of(self._base)
         # adapter of the call in a compiled block; None if the base is called alone
         self._entered: _Adapter | None = None
-        self._compute_base = self._unit.compute if self._unit is not None else self._base.forward
-        self._instance_forward = self._base.__dict__.get("forward")
+        arounds: dict[Any, Around] = {layer: lambda layer, _, args, kwargs: layer.base_layer(*args, **kwargs)}
         if self._unit is not None:
-            self._unit.compute = self._compute
+            self._unit_compute = self._unit.compute
+            self._unit.compute = partial(self._compute, self._unit_compute)
         else:
-            self._base.forward = self._compute
-        layer.forward = MethodType(lambda self, *args, **kwargs: self.base_layer(*args, **kwargs), layer)
+            arounds[self._base] = lambda _, compute, args, kwargs: self._compute(compute, *args, **kwargs)
+        self._undo = [wrap_forward(module, around) for module, around in arounds.items()]
 
     def restore(self) -> nn.Module:
         """Give the layer of the base its own forward back, and return the layer."""
         if self._unit is not None:
-            self._unit.compute = self._compute_base
-        elif self._instance_forward is not None:
-            self._base.forward = self._instance_forward
-        else:
-            self._base.__dict__.pop("forward")
+            self._unit.compute = self._unit_compute
+        for undo in self._undo:
+            undo()
         return self._base
 
     def add(self, tenant: str, shards: DeviceMesh | None) -> None:
@@ -119,8 +118,8 @@ class TenantLayer:
             keys = keys_on_device([dropout.keys(forward.counts[tenant])], A.device)[0].unbind()
         return _Adapter(A, B, self.layer.scaling[tenant], dropout, keys)
 
-    def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        y = self._compute_base(*args, **kwargs)
+    def _compute(self, compute: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        y = compute(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
         if torch.compiler.is_compiling():
             return y if self._entered is None else self._entered.add(y, x)

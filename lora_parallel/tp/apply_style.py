@@ -81,7 +81,7 @@ def apply_style(
         _prepare_adapters(name, module, style, context, partition is not None)
     for layer in _wrappers(module):
         refuse_merge(layer, "an adapter of experts")
-
+    # Not by `wrap_forward`: a layer that is cut is never copied, and every step calls each one.
     module.forward = tp_layer.run
     set_tp_layer(module, tp_layer)
     return partial

@@ -28,7 +28,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from types import MethodType
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from lora_parallel.distributed.collectives import chunk_bounds, chunks_over_tp, 
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 from lora_parallel.layers.layer_parameters import embeddings_of, innermost
+from lora_parallel.layers.wrapped_forward import wrap_forward
 from lora_parallel.tp.layer import tp_layer_of
 
 log = logging.getLogger(__name__)
@@ -513,19 +513,19 @@ def keep_logits_sliced(head: nn.Module) -> None:
 
 
 def _keep_output_sliced(layer: nn.Module) -> None:
-    layer_forward, unit = layer.forward, tp_layer_of(layer)
+    unit = tp_layer_of(layer)
     split: Slicing | None = None
     if unit is not None and unit.style.leave == "gather":
         assert unit.out_features is not None
         split = Slicing(unit.out_features, unit.context.group, unit.name)
         unit.style = replace(unit.style, leave="keep")
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        y = layer_forward(*args, **kwargs)
-        if self.training and torch.is_grad_enabled():
+    def around(layer: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        y = compute(*args, **kwargs)
+        if layer.training and torch.is_grad_enabled():
             return sliced_tensor(y, split or Slicing(y.shape[-1], None, "the head"))
         if split is None or split.group is None:
             return y
         return gather_last_dim(y, split.features, split.group, split.name)
 
-    layer.forward = MethodType(forward, layer)
+    wrap_forward(layer, around)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import asks_for, check_between_blocks
+from lora_parallel.layers.wrapped_forward import Around, wrap_forward
 from lora_parallel.state import ForwardCount
 from lora_parallel.tp.context import Tokens
 
@@ -54,16 +55,17 @@ class Entry:
 
 def run_on_chunks(sequence: Sequence, chunks: TokenChunks, tokens: Tokens, count: ForwardCount) -> list[Entry]:
     """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
-    entries = []
+    entries, arounds = [], list[tuple[nn.Module, Around]]()
     for index, (first, last) in enumerate(sequence.stacks.items()):
         draws = OwnDraws(chunks.rank + index * chunks.ranks, sequence.model or first, count)
         split = _splitting(chunks, tokens, type(first).__name__, draws)
-        _around(last, after=_gathering(chunks, tokens, type(last).__name__, draws))
-        _around(first, before=split)
+        gather = _gathering(chunks, tokens, type(last).__name__, draws)
+        arounds += [(last, partial(_changing_output, gather)), (first, partial(_changing_input, split))]
         entries.append(Entry(split, draws.end))
     for module in sequence.modules:
-        where = type(module).__name__
-        _around(module, before=lambda x, where=where: chunks.gather(x, tokens.count, where))  # type: ignore[misc]
+        arounds.append((module, partial(_gathering_input, chunks, tokens)))
+    for module, around in arounds:
+        wrap_forward(module, around)
     if sequence.model is not None:
         sequence.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
         for module in sequence.model.modules():  # the one that calls the blocks may be inside of the one that was run
@@ -145,24 +147,25 @@ def _gathering(chunks: TokenChunks, tokens: Tokens, where: str, draws: OwnDraws)
     return gather
 
 
-def _around(
-    module: nn.Module,
-    before: Callable[[Tensor], Tensor] | None = None,
-    after: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    """Change a module's first activations by `before` and its output by `after`, in the module's own `forward`."""
-    # Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
-    instance_forward = module.__dict__.get("forward")
+def _changing_input(
+    change: Callable[[Tensor], Tensor], _: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    args, kwargs = with_activations(args, kwargs, change)
+    return compute(*args, **kwargs)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            args, kwargs = with_activations(args, kwargs, before)
-        # FSDP2 gives the module another class later, and transformers recomputes in the forward of the last class only.
-        forward_of_class = type(self).forward.__get__(self) if instance_forward is None else instance_forward
-        output = forward_of_class(*args, **kwargs)
-        return output if after is None else with_output(output, after(block_output(output)))
 
-    module.forward = MethodType(forward, module)
+def _gathering_input(
+    chunks: TokenChunks, tokens: Tokens, module: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    where = type(module).__name__
+    return _changing_input(lambda x: chunks.gather(x, tokens.count, where), module, compute, args, kwargs)
+
+
+def _changing_output(
+    change: Callable[[Tensor], Tensor], _: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    output = compute(*args, **kwargs)
+    return with_output(output, change(block_output(output)))
 
 
 def first_activations(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:

@@ -27,6 +27,7 @@ from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.layers.layer_parameters import base_of, innermost
 from lora_parallel.layers.linear_classes import features_dim, is_linear
 from lora_parallel.layers.styles import Range
+from lora_parallel.layers.wrapped_forward import Around, wrap_forward
 from lora_parallel.pp.stage_model import StageEnd
 from lora_parallel.tp.experts import expert_stacks, holds_experts
 from lora_parallel.tracing.inputs import (
@@ -114,6 +115,7 @@ class Tracer:
         # Positional and keyword arguments of the first call of each module of the copy that holds experts.
         self.experts: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._tape = _Tape()
+        self._stand_in: Callable[[str, int, Tensor], Tensor] | None = None  # of the run, while the copy runs
         with torch.enable_grad(), torch.inference_mode(False):
             torch.default_generator.manual_seed(0)
             self.twin = stand_in_for(model)
@@ -136,30 +138,44 @@ class Tracer:
                 for real, twin, name in inside
                 if type(real) is not nn.Embedding and isinstance(real, nn.Embedding)
             }
-            for module in self.embeddings:
-                self._tell_apart(module)
-            for module in self.twin.modules():
-                if holds_experts(module):
-                    _compute_with_one_row(module)
+            arounds: list[tuple[nn.Module, Around]] = [
+                *((module, self._with_alias(module)) for module in self.embeddings),
+                *((module, _with_one_row) for module in self.twin.modules() if holds_experts(module)),
+                *((module, self._standing_in(name)) for module, name in self.layers.items()),
+            ]
+            for module, around in arounds:
+                wrap_forward(module, around)
             with hooked(m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self.twin.modules()):
                 self._inputs = self._first_run()
             self._run_without_gradients()
 
-    def _tell_apart(self, embedding: nn.Module) -> None:
+    def _with_alias(self, embedding: nn.Module) -> Around:
         """Replace an embedding's weight by an alias in its own forward: any other use is then told apart."""
-        embedding_forward, weight = embedding.forward, embedding._parameters["weight"]
+        weight = embedding._parameters["weight"]
         assert weight is not None
         alias = nn.Parameter(weight.detach())
         self.parameters[alias] = embedding, "weight"
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def around(embedding: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             embedding._parameters["weight"] = alias
             try:
-                return embedding_forward(*args, **kwargs)
+                return compute(*args, **kwargs)
             finally:
                 embedding._parameters["weight"] = weight
 
-        embedding.__dict__["forward"] = forward
+        return around
+
+    def _standing_in(self, name: str) -> Around:
+        """Let the stand-in of the run, if one runs, compute in the place of a layer."""
+
+        def around(layer: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self._stand_in is None:
+                return compute(*args, **kwargs)
+            base: Any = base_of(layer)
+            features = base.embedding_dim if isinstance(base, nn.Embedding) else base.weight.shape[features_dim(base)]
+            return self._stand_in(name, features, args[0] if args else next(iter(kwargs.values())))
+
+        return around
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.entered.add(module)
@@ -245,9 +261,12 @@ class Tracer:
     def _run(self, inputs: dict[str, Any], stand_in: Callable[[str, int, Tensor], Tensor]) -> list[Tensor]:
         # The CPU's generator alone: torch.manual_seed would seed those of accelerators too, which nobody restores.
         torch.default_generator.manual_seed(0)
-        with _standing_in(self.layers, stand_in):
+        self._stand_in = stand_in
+        try:
             args = inputs.get("args", ())
             outputs = self.twin(*args, **{key: value for key, value in inputs.items() if key != "args"})
+        finally:
+            self._stand_in = None
         return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
@@ -263,26 +282,21 @@ class _Uses(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _compute_with_one_row(experts: nn.Module) -> None:
+def _with_one_row(experts: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the forward of a module of experts cost a row of each weight, not all of them."""
     # The rows of a large parameter of the copy are equal (see `stand_in_for`), so each matrix is a column of ones times
     # one row, which is taken from the parameter in the forward, so that its use is noted.
-    experts_forward = experts.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        stacks = {
-            key: LowRankWeight(None, [Factors(torch.ones(1, 1, 1).expand(*p.shape[:2], 1), p[:, :1], 1.0)])
-            for key, p in expert_stacks(experts).items()
-            if p.stride()[:2] == (0, 0) and key not in experts.__dict__  # where other values are tried
-        }
-        experts.__dict__.update(stacks)
-        try:
-            return experts_forward(*args, **kwargs)
-        finally:
-            for key in stacks:
-                del experts.__dict__[key]
-
-    experts.__dict__["forward"] = forward
+    stacks = {
+        key: LowRankWeight(None, [Factors(torch.ones(1, 1, 1).expand(*p.shape[:2], 1), p[:, :1], 1.0)])
+        for key, p in expert_stacks(experts).items()
+        if p.stride()[:2] == (0, 0) and key not in experts.__dict__  # where other values are tried
+    }
+    experts.__dict__.update(stacks)
+    try:
+        return compute(*args, **kwargs)
+    finally:
+        for key in stacks:
+            del experts.__dict__[key]
 
 
 def _without_dropout(model: nn.Module) -> None:
@@ -298,23 +312,6 @@ def _without_dropout(model: nn.Module) -> None:
 def _positions(fed: Tensor) -> torch.Size:
     """Return the shape of a layer's input [..., features] without the last dim, or the whole shape of token ids."""
     return fed.shape[:-1] if fed.is_floating_point() else fed.shape
-
-
-@contextmanager
-def _standing_in(layers: Mapping[nn.Module, str], stand_in: Callable[[str, int, Tensor], Tensor]) -> Iterator[None]:
-    for module, name in layers.items():
-        base: Any = base_of(module)
-        features = base.embedding_dim if isinstance(base, nn.Embedding) else base.weight.shape[features_dim(base)]
-
-        def forward(*args: Any, _name: str = name, _features: int = features, **kwargs: Any) -> Tensor:
-            return stand_in(_name, _features, args[0] if args else next(iter(kwargs.values())))
-
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module in layers:
-            module.__dict__.pop("forward", None)
 
 
 def _looks_up(base: nn.Module) -> bool:
