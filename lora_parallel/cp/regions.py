@@ -31,7 +31,7 @@ from lora_parallel.layers.layer_parameters import (
     without_cache,
     without_caches,
 )
-from lora_parallel.state import ForwardCount
+from lora_parallel.state import Setup
 from lora_parallel.tp.loss_parallel import SlicedTensor, Slicing, part_of, sliced_tensor
 from lora_parallel.tp.sequence import (
     Entry,
@@ -123,8 +123,12 @@ class Places:
         )
 
 
-def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> Entry:
-    """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
+def split_tokens_over_cp(setup: Setup) -> None:
+    """Make a model compute on chunks of the tokens, in place, under context parallelism; note what stages call."""
+    if setup.places is None:
+        return
+    places: Places = setup.places
+    context: CPContext = setup.chunk
     wrap_registry()
     for module, name in places.attentions.items():
         module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)
@@ -133,7 +137,7 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, co
         for module in part.modules():
             if isinstance(module, TopologyInvariantDropout):
                 module.chunk = context
-    chunks, draws = context.chunks, OwnDraws(context.chunks.rank, model, count)
+    chunks, draws = context.chunks, OwnDraws(context.chunks.rank, setup.model, setup.count)
 
     def begin(hidden: Tensor) -> None:
         tokens = hidden.shape[1]
@@ -157,8 +161,8 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, co
         _run_after(layer, context)
     for layer in places.replicated:
         run_replicated(layer, context)
-    _decide_cuts(model, context)
-    return Entry(enter, draws.end)
+    _decide_cuts(setup.model, context)
+    setup.entries.insert(0, Entry(enter, draws.end))  # hidden states are cut over cp before they are cut over tp
 
 
 def _decide_cuts(model: nn.Module, context: CPContext) -> None:

@@ -32,9 +32,10 @@ from lora_parallel.planning.passes import (
     split_tokens,
 )
 from lora_parallel.planning.plan_checks import FirstBatchCheck, check_kinds, check_ties, check_widths
+from lora_parallel.state import Setup
 from lora_parallel.tp.experts import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
-from lora_parallel.tracing.inputs import TraceError
+from lora_parallel.tracing.inputs import TraceError, viewed_with
 from lora_parallel.tracing.prove_feature_slices import Structure, find_structure
 from lora_parallel.tracing.tracer import traced_models
 
@@ -170,3 +171,17 @@ def _structures(
         structures.append(structure)
         reached.update(module for module, name in names.items() if name in structure.called)
     return structures, first_batch_checks, problem
+
+
+def plan_layers(setup: Setup) -> None:
+    """Resolve the plan of the model, an empty one without tensor parallelism."""
+    config, tp = setup.config, setup.mesh["tp"].size()
+    globs = None if isinstance(config.tp_plan, str) else config.tp_plan
+    setup.plan = resolve_plan(setup.model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
+
+
+def set_local_sizes(setup: Setup) -> None:
+    """Set the sizes that modules keep (numbers of heads, widths) to those of this rank's slices."""
+    for module, values in setup.plan.attributes.items():
+        for key, value in values.items():
+            setattr(module, key, viewed_with(getattr(module, key), value))

@@ -25,6 +25,7 @@ from lora_parallel.cp.attention import CPContext
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call, without_compile
 from lora_parallel.layers.layer_parameters import asks_for_cache, without_cache, without_caches
+from lora_parallel.state import Setup
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import TPLayer, shadow, tp_layer_of
 
@@ -255,3 +256,15 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
         "and compile its blocks with compile=True (in ParallelConfig or the strategy), or torch_compile=True of "
         "TrainingArguments, or dynamo_backend of Accelerate."
     )
+
+
+def compile_each_block(setup: Setup) -> None:
+    """Compile the forward of each block, if the config asks for it."""
+    if (arguments := setup.config.compile_arguments) is not None:
+        compile_blocks(setup.model, setup.blocks, setup.mesh.device_type, setup.context, setup.chunk, arguments)
+
+
+def leave_tied_eager(setup: Setup) -> None:
+    """Run compiled blocks eagerly that FSDP2 gathers with another block's tied weight."""
+    if setup.config.compile_arguments is not None:
+        leave_eager(setup.blocks, setup.tied)

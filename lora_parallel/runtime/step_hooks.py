@@ -25,11 +25,12 @@ from lora_parallel.distributed.torch_private import (
 )
 from lora_parallel.fsdp.unit_order import ModelOrder, refuse_layer_drop
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
+from lora_parallel.fsdp.wrapping import leave_inference_mode
 from lora_parallel.layers.layer_parameters import asks_for, innermost
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.refusals import Substitutes
 from lora_parallel.runtime.same_batch import SameBatch
-from lora_parallel.state import ForwardCount
+from lora_parallel.state import ForwardCount, ParallelState, Setup
 from lora_parallel.tp.context import TPContext
 
 log = logging.getLogger(__name__)
@@ -185,3 +186,19 @@ class StepHooks:
                     f"{name} was frozen when the model was parallelized and is not any more: {what} would compute no "
                     "gradient for it. Set requires_grad, and activate adapters (set_adapter), before parallelize."
                 )
+
+
+def hook_steps(setup: Setup) -> None:
+    """Collect the gradients that are partial sums over tp, and put the hooks of a step around the model's forward."""
+    model, mesh, plan, gradients, count = setup.model, setup.mesh, setup.plan, setup.gradients, setup.count
+    # As sharded by now; those of adapters that are not active too.
+    gradients.manage(dict.fromkeys(p for owner, key in setup.partials if (p := owner._parameters[key]) is not None))
+    zeroed = setup.lora_config is not None and setup.lora_config.init_lora_weights in (True, "gaussian")
+    fresh = ("default",) if zeroed else ()
+    styles = {name: style.name for name, style in plan.styles.values()}
+    state = ParallelState(mesh, setup.config, styles, gradients, count, fresh, setup.materialize, setup.bare)
+    checks = [each.check for each in plan.first_batch_checks]
+    staged = setup.stages is not None
+    setup.hooks = StepHooks(model, mesh, count, gradients, setup.context, setup.order, checks, state.recover, staged)
+    setup.state = state
+    leave_inference_mode(model)

@@ -43,6 +43,7 @@ from lora_parallel.distributed.collectives import chunk_bounds, chunks_over_tp, 
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 from lora_parallel.layers.layer_parameters import embeddings_of, innermost
+from lora_parallel.state import Setup
 from lora_parallel.tp.layer import tp_layer_of
 
 log = logging.getLogger(__name__)
@@ -504,12 +505,13 @@ def head_of(model: nn.Module) -> nn.Module:
     return head
 
 
-def keep_logits_sliced(head: nn.Module) -> None:
-    """Make a head return `SlicedTensor` in training, in place, after `apply_style`."""
-    # A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
-    layers = [module for module in head.modules() if tp_layer_of(module) is not None]
-    for layer in layers or [head]:
-        _keep_output_sliced(layer)
+def split_logits(setup: Setup) -> None:
+    """Make the head return `SlicedTensor` in training, in place, if `loss_parallel` asks for it and it is here."""
+    if setup.config.loss_parallel and (setup.stages is None or setup.stages.is_last):
+        # A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of tokens only.
+        head = head_of(setup.model)
+        for layer in [module for module in head.modules() if tp_layer_of(module) is not None] or [head]:
+            _keep_output_sliced(layer)
 
 
 def _keep_output_sliced(layer: nn.Module) -> None:
