@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.injection import add_adapter, check_adapters, share_random_numbers
-from lora_parallel.adapters.peft_private import keep_factored
 from lora_parallel.config import ParallelConfig
 from lora_parallel.cp.regions import split_tokens_over_cp
 from lora_parallel.distributed.dtensors import guard_dtensor_operators
@@ -25,15 +24,14 @@ from lora_parallel.distributed.mesh import mesh_sizes, possible_axes
 from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, gather_numbers
 from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
-from lora_parallel.fsdp.wrapping import check_scalars, fit_parameters, fsdp_blocks, shard_over_dp, wants_fsdp
-from lora_parallel.lazy.tracking import check_checkpoints, check_fresh
+from lora_parallel.fsdp.wrapping import fit_parameters, fsdp_blocks, shard_over_dp, wants_fsdp
+from lora_parallel.lazy.tracking import check_checkpoints
 from lora_parallel.loading.meta_init import fill_shards, start_alike
 from lora_parallel.loading.quantisers import check_loaded
 from lora_parallel.planning.plan import check_globs, plan_layers, set_local_sizes
 from lora_parallel.pp.pipeline import keep_own_stages, run_stages
 from lora_parallel.quantised.conversion import check_quantised, hold_quantised
-from lora_parallel.runtime.activation_checkpointing import checkpoint_activations
-from lora_parallel.runtime.compiled_blocks import compile_each_block, leave_tied_eager
+from lora_parallel.runtime.compiled_blocks import checkpoint_activations, compile_each_block, leave_tied_eager
 from lora_parallel.runtime.description import end_if_checked, is_checked, log_description
 from lora_parallel.runtime.guards import verify_result
 from lora_parallel.runtime.optimizer_params import guard_optimizers
@@ -46,6 +44,41 @@ from lora_parallel.tp.loss_parallel import head_of, split_logits
 from lora_parallel.tp.sequence import split_tokens_over_tp
 from lora_parallel.tracing.prove_stages import find_stages
 from lora_parallel.tracing.prove_token_chunks import find_places
+
+# What is decided on the model in full shapes. If one of these fails on a rank, all ranks raise its error together.
+PREPARATIONS = (
+    add_adapter,
+    hold_quantised,
+    plan_layers,
+    find_places,
+    find_stages,
+)
+
+PASSES = (
+    start_alike,
+    keep_own_stages,
+    fit_parameters,
+    share_random_numbers,
+    shard_over_tp,
+    set_local_sizes,
+    # Each of these changes forwards, around what those before it have made of them.
+    compile_each_block,
+    split_tokens_over_tp,
+    split_logits,
+    split_tokens_over_cp,
+    checkpoint_activations,
+    # From here on parameters are as the optimizer sees them, and then have values.
+    shard_over_dp,
+    leave_tied_eager,
+    fill_shards,
+    # What a step, a save and a mistake of the user's do.
+    allow_save_pretrained,
+    hook_steps,
+    run_stages,
+    verify_result,
+    guard_optimizers,
+    guard_calls,
+)
 
 
 @collective_call("parallelize")
@@ -122,14 +155,6 @@ def _check_arguments(setup: Setup) -> None:
     setup.before = {name: ref(parameter) for name, parameter in model.named_parameters()}
 
 
-def _check_parameters(setup: Setup) -> None:
-    """Refuse parameters that would stay random or that FSDP2 cannot shard; adapters of others keep their factors."""
-    check_fresh(setup.model)
-    if wants_fsdp(setup.mesh, setup.config):
-        check_scalars(setup.model)
-    keep_factored(setup.model)
-
-
 def _comparable(config: ParallelConfig) -> dict[str, Any]:
     """Return {"config.<field>": value} without the seed, and with names of functions (`torch.compile` backends)."""
     arguments = {
@@ -200,39 +225,3 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
                 "(get_base_model()), use that one; else load it without tp_plan=, device_mesh= or DistributedConfig: "
                 "from_pretrained under meta_init lets each rank read its own slices too."
             )
-
-
-# They work on the model in full shapes. If one of them fails on a rank, all ranks raise its error together.
-PREPARATIONS = (
-    add_adapter,
-    hold_quantised,  # behind adapters, which PEFT adds to the quantisers' own layers only
-    _check_parameters,
-    plan_layers,
-    find_places,
-    find_stages,
-)
-
-PASSES = (
-    start_alike,
-    keep_own_stages,
-    fit_parameters,
-    share_random_numbers,
-    shard_over_tp,
-    set_local_sizes,
-    # Each wraps the forward of blocks around that of the one before: collectives for tokens stay out of graphs, and are
-    # made again where a block is recomputed.
-    compile_each_block,
-    split_tokens_over_tp,
-    split_logits,
-    split_tokens_over_cp,
-    checkpoint_activations,
-    shard_over_dp,
-    leave_tied_eager,
-    fill_shards,
-    allow_save_pretrained,
-    hook_steps,
-    run_stages,
-    verify_result,
-    guard_optimizers,
-    guard_calls,
-)

@@ -15,8 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from lora_parallel.adapters.peft_private import keep_factored
+from lora_parallel.fsdp.wrapping import check_scalars, wants_fsdp
 from lora_parallel.layers.layer_parameters import clean_names, innermost
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition, Style, style_named
+from lora_parallel.lazy.tracking import check_fresh
 from lora_parallel.planning.entries import PlanBuilder, entries_of_models, set_aside_unshown, take_entries
 from lora_parallel.planning.experts import plan_experts
 from lora_parallel.planning.passes import (
@@ -174,7 +177,11 @@ def _structures(
 
 
 def plan_layers(setup: Setup) -> None:
-    """Resolve the plan of the model, an empty one without tensor parallelism."""
+    """Refuse parameters that cannot be sharded, and resolve the model's plan, which is empty without a tp axis."""
+    check_fresh(setup.model)
+    if wants_fsdp(setup.mesh, setup.config):
+        check_scalars(setup.model)
+    keep_factored(setup.model)  # the plan is made of what is computed on a mesh
     config, tp = setup.config, setup.mesh["tp"].size()
     globs = None if isinstance(config.tp_plan, str) else config.tp_plan
     setup.plan = resolve_plan(setup.model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
