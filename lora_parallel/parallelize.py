@@ -1,80 +1,85 @@
-"""Run the steps that turn a model into a sharded one."""
+"""Run the passes that turn a model into a sharded one, in their order.
+
+Each pass stands with the mechanism that it starts, and decides for itself whether it has work. The passes share a
+`Setup`. `tests/mutants/order.py` exchanges those of which nobody would see that they run in another order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-import torch
 from peft import LoraConfig
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from lora_parallel.adapters.base_fingerprint import base_fingerprints
-from lora_parallel.adapters.injection import LateAdapter, adapt_dropout, check_adapters, has_adapters, inject_adapter
-from lora_parallel.adapters.peft_private import keep_factored, refuse_unload
+from lora_parallel.adapters.injection import add_adapter, check_adapters, share_random_numbers
 from lora_parallel.config import ParallelConfig
-from lora_parallel.cp.attention import CPContext
-from lora_parallel.cp.regions import run_on_token_chunks
+from lora_parallel.cp.regions import split_tokens_over_cp
 from lora_parallel.distributed.dtensors import guard_dtensor_operators
-from lora_parallel.distributed.gradients import Gradients, clip_over_stages, refuse_early_hooks
-from lora_parallel.distributed.mesh import (
-    axis_rank,
-    axis_size,
-    dp_rank,
-    mesh_sizes,
-    possible_axes,
-    share_random_state,
-    stage_mesh,
-)
+from lora_parallel.distributed.gradients import refuse_early_hooks
+from lora_parallel.distributed.mesh import mesh_sizes, possible_axes
 from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, gather_numbers
-from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
-from lora_parallel.fsdp.unit_order import install_order_check
-from lora_parallel.fsdp.wrapping import (
-    check_scalars,
-    device_at_rest,
-    fsdp_blocks,
-    gather_for_calls,
-    leave_inference_mode,
-    move_to_device,
-    shard_for_dp,
-    wants_fsdp,
-)
-from lora_parallel.layers.layer_parameters import clean_names, innermost, shared_parameters
-from lora_parallel.layers.wrapped_forward import wrap_forward
-from lora_parallel.lazy.materialize import read_weights
-from lora_parallel.lazy.tracking import check_checkpoints, check_fresh, has_deferred, settle, without_values
-from lora_parallel.loading.meta_init import adopt_rank_zero, check_same_files, tensors_of
+from lora_parallel.fsdp.wrapping import fit_parameters, fsdp_blocks, shard_over_dp, wants_fsdp
+from lora_parallel.lazy.tracking import check_checkpoints
+from lora_parallel.loading.meta_init import fill_shards, start_alike
 from lora_parallel.loading.quantisers import check_loaded
-from lora_parallel.optimizers import let_optimizers_step
-from lora_parallel.planning.plan import Plan, check_globs, resolve_plan
-from lora_parallel.pp.links import Links
-from lora_parallel.pp.loss import OwnLoss
-from lora_parallel.pp.pipeline import Pipeline, refuse_outputs
-from lora_parallel.pp.schedules import check_held, check_microbatches, split_stages
-from lora_parallel.pp.stage_model import Bounds, StageContext, StageLayers, StageModel, check_trained
-from lora_parallel.quantised.conversion import bare_states, check_quantised, hold_as_bytes
-from lora_parallel.runtime.compiled_blocks import compile_blocks, leave_eager, refuse_whole_compile
+from lora_parallel.planning.plan import check_globs, plan_layers, set_local_sizes
+from lora_parallel.pp.pipeline import keep_own_stages, run_stages
+from lora_parallel.quantised.conversion import check_quantised, hold_quantised
+from lora_parallel.runtime.compiled_blocks import checkpoint_activations, compile_each_block, leave_tied_eager
 from lora_parallel.runtime.description import end_if_checked, is_checked, log_description
-from lora_parallel.runtime.guards import check_once_it_trains, verify
-from lora_parallel.runtime.optimizer_params import refuse_joined_steps, refuse_stale_steps
-from lora_parallel.runtime.refusals import allow_generate, refuse_generate, seal
-from lora_parallel.runtime.step import build_step
+from lora_parallel.runtime.guards import verify_result
+from lora_parallel.runtime.optimizer_params import guard_optimizers
+from lora_parallel.runtime.refusals import guard_calls
+from lora_parallel.runtime.step import hook_step
 from lora_parallel.sizes import AXES, mesh_axes
-from lora_parallel.state import ForwardCount, ParallelState, state_of
-from lora_parallel.tp.apply_style import apply_style
-from lora_parallel.tp.context import Tokens, TPContext
-from lora_parallel.tp.loss_parallel import head_of, keep_logits_sliced
-from lora_parallel.tp.sequence import Entry, run_on_chunks
-from lora_parallel.tracing.inputs import viewed_with
-from lora_parallel.tracing.prove_stages import StageTrace
+from lora_parallel.state import Setup, state_of
+from lora_parallel.tp.apply_style import shard_over_tp
+from lora_parallel.tp.loss_parallel import head_of, plan_logits, split_logits
+from lora_parallel.tp.sequence import split_tokens_over_tp
+from lora_parallel.tracing.prove_stages import find_stages
 from lora_parallel.tracing.prove_token_chunks import find_places
+
+# What is decided on the model in full shapes. If one of these fails on a rank, all ranks raise its error together.
+PREPARATIONS = (
+    add_adapter,
+    hold_quantised,
+    plan_layers,
+    find_places,
+    find_stages,
+)
+
+PASSES = (
+    start_alike,
+    keep_own_stages,
+    fit_parameters,
+    share_random_numbers,
+    plan_logits,
+    shard_over_tp,
+    set_local_sizes,
+    # Each of these changes forwards, around what those before it have made of them.
+    compile_each_block,
+    split_tokens_over_tp,
+    split_logits,
+    split_tokens_over_cp,
+    checkpoint_activations,
+    # From here on parameters are as the optimizer sees them, and then have values.
+    shard_over_dp,
+    leave_tied_eager,
+    fill_shards,
+    # What a step, a save and a mistake of the user's do.
+    allow_save_pretrained,
+    hook_step,
+    run_stages,
+    verify_result,
+    guard_optimizers,
+    guard_calls,
+)
 
 
 @collective_call("parallelize")
@@ -116,157 +121,39 @@ def parallelize(
         RuntimeError: A guard found the result wrong (see `lora_parallel.runtime.guards`).
         SetUpIsPossible: `accelerate-lora check` runs the script; no weights were read.
     """
-    materialize = materialize and not is_checked()
+    setup = Setup(model, mesh, config, lora_config, materialize and not is_checked(), autocast_adapter_dtype, trains)
+    _check_arguments(setup)
     with agreed():
-        _check_arrival(model, mesh, config)
-        if mesh.size() > 1 or wants_fsdp(mesh, config):
-            refuse_early_hooks(model)
-            guard_dtensor_operators()
-        lack = check_adapters(model, config, lora_config, trains)
-        globs = None if isinstance(config.tp_plan, str) else config.tp_plan
-        if globs is not None:
-            check_globs(model, globs)
-        blocks = fsdp_blocks(model, config)
-        deferred = has_deferred(model)
-        check_checkpoints(model, materialize)
-        check_loaded(model)
-        check_quantised(model)
-        if config.loss_parallel:
-            head_of(model)
-    check_alike(**_comparable(config))
-    before = {name: ref(parameter) for name, parameter in model.named_parameters()}  # weak: the full copies are to go
-    late: LateAdapter | None = None
-    tp = mesh["tp"].size()
-    with agreed():
-        if lora_config is not None and deferred:
-            late = LateAdapter(model, lora_config, autocast_adapter_dtype)
-        elif lora_config is not None:
-            inject_adapter(model, lora_config, config.seed, autocast_adapter_dtype)
-        check_quantised(model)
-        has_tenants = not config.require_adapters and not has_adapters(model) and config.pp == 1
-        bare = _bare_copy(model) if has_tenants else None
-        hold_as_bytes(model)
-        check_fresh(model)
-        if wants_fsdp(mesh, config):
-            check_scalars(model)
-        keep_factored(model)
-        plan = resolve_plan(model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
-        cp, pp = axis_size(mesh, "cp"), axis_size(mesh, "pp")
-        places = find_places(model, clean_names(model), cp, tp, config.cp_method) if cp > 1 else None
-        stage_layers, bounds = _find_stages(model, config) if pp > 1 else (None, [])
+        for prepare in PREPARATIONS:
+            prepare(setup)
     _check_seed(mesh, config)
-    adopt_rank_zero(tensors_of(model), mesh)
-    check_same_files(model, mesh)
-    settle(model)
-    entries: list[Entry] = []
-    stages: StageModel | None = None
-    if stage_layers is not None:
-        own_loss = OwnLoss(model)
-        stage = axis_rank(mesh, "pp")
-        of_stage = StageContext(entries)
-        stages = StageModel(model, stage_layers, bounds, pp, stage, of_stage, config.param_dtype, mesh.device_type)
-        del stage_layers
-        plan = plan.within(model)
-        places = places.within(model) if places is not None else None
-        there = set(model.modules())
-        blocks = [block for block in blocks if block in there]
-    ties = list(shared_parameters(model).values())
-    for parameter in model.parameters():
-        if not parameter.numel():  # nothing of it trains, and FSDP2 reduces no gradient without elements
-            parameter.requires_grad_(False)
-        if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
-            parameter.data = parameter.data.contiguous()
-    share_random_state(mesh)
-
-    count = ForwardCount()
-    adapt_dropout(model, config.seed, count, dp_rank(mesh))
-    gradients = Gradients(tp)
-    context, partials = _shard_for_tp(model, plan, mesh, gradients, count) if tp > 1 else (None, [])
-    chunk = None
-    if places is not None:
-        chunks = TokenChunks(cp, axis_rank(mesh, "cp"), mesh.get_group("cp"), config.cp_method == "all_gather")
-        chunk = CPContext(chunks, Tokens(count), config.cp_method)
-    if config.compile_arguments is not None:
-        compile_blocks(model, blocks, mesh.device_type, context, chunk, config.compile_arguments)
-    if context is not None:
-        for sequence in plan.sequences:
-            entries += run_on_chunks(sequence, context.chunks, context.tokens, count)
-    if config.loss_parallel and (stages is None or stages.is_last):
-        keep_logits_sliced(head_of(model))
-    if places is not None and chunk is not None:
-        entries.insert(0, run_on_token_chunks(model, places, chunk, count))
-    if config.activation_checkpointing:
-        _checkpoint_activations(model, blocks)
-    order = None
-    if wants_fsdp(mesh, config):
-        tied = shard_for_dp(model, blocks, mesh, config)
-        if config.compile_arguments is not None:
-            leave_eager(blocks, tied)
-        order = install_order_check(model, stage_mesh(mesh), gradients)
-        gather_for_calls(model, tied)
-    with agreed():
-        if late is not None:
-            late.draw(model, config.seed, device_at_rest(mesh, config))
-        if materialize:
-            read_weights(model, device_at_rest(mesh, config))
-    if materialize:
-        move_to_device(model, mesh, config)  # what was in memory already
-    if stages is None:
-        allow_generate(model, innermost(model), mesh)
-    else:
-        refuse_generate(model, innermost(model))
-    allow_save_pretrained(model)
-    # As sharded by now; those of adapters that are not active too.
-    partial_sums = list(dict.fromkeys(p for owner, key in partials if (p := owner._parameters[key]) is not None))
-
-    fresh = ("default",) if lora_config is not None and lora_config.init_lora_weights in (True, "gaussian") else ()
-    styles = {name: style.name for name, style in plan.styles.values()}
-    state = ParallelState(mesh, config, styles, gradients, count, fresh, materialize, bare)
-    checks = [each.check for each in plan.first_batch_checks]
-    leave_inference_mode(model)
-    step = build_step(model, mesh, count, gradients, partial_sums, context, order, checks, state)
-    if stages is not None:
-        state.stage = stages.tensors
-        clip_over_stages(model, mesh["pp"])
-        refuse_joined_steps(model)
-        links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
-        state.pipeline = Pipeline(
-            model, innermost(model), stages, mesh, config, gradients, count, links, own_loss, step, order
-        )
-    verify(model, state, ties, trains)
-    if not trains:
-        check_once_it_trains(model, state, lack)
-    state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
-    if materialize:
-        state.fingerprints = base_fingerprints(model, mesh, stage=state.stage)
-    refuse_stale_steps(before, model)
-    let_optimizers_step()
-    state.attach(model)
-    seal(model, mesh.size())
-    if mesh.size() > 1:
-        model.__dict__["compile"] = refuse_whole_compile
+    for change in PASSES:
+        change(setup)
+    setup.state.attach(model)
     end_if_checked(model)
     log_description(model)
     return model
 
 
-def _find_stages(model: nn.Module, config: ParallelConfig) -> tuple[StageLayers, Bounds]:
-    """Return the layers of the model's pipeline stages, and the blocks of each, proven by running the model.
-
-    Raises:
-        ValueError: The model cannot be divided into stages, or not into these.
-    """
-    inner = innermost(model)
-    refuse_outputs(inner, {})
-    check_held(config.pp, config.pp_schedule, has_adapters(model))
-    names = clean_names(model)
-    trace = StageTrace(model, names, config.pp)
-    check_microbatches(config.pp, config.pp_stages_per_rank, config.pp_microbatches)
-    stages = config.pp * config.pp_stages_per_rank
-    bounds = split_stages(trace.layers, names, stages, config.pp_split, getattr(inner, "config", None))
-    trace.prove(bounds)
-    check_trained(model, trace.layers, bounds, config.pp)
-    return trace.layers, bounds
+def _check_arguments(setup: Setup) -> None:
+    """Refuse what cannot be parallelized, on every rank, and note what the model is like before any change."""
+    model, mesh, config = setup.model, setup.mesh, setup.config
+    with agreed():
+        _check_arrival(model, mesh, config)
+        if mesh.size() > 1 or wants_fsdp(mesh, config):
+            refuse_early_hooks(model)
+            guard_dtensor_operators()
+        setup.lack = check_adapters(model, config, setup.lora_config, setup.trains)
+        if not isinstance(config.tp_plan, str):
+            check_globs(model, config.tp_plan)
+        setup.blocks = fsdp_blocks(model, config)
+        check_checkpoints(model, setup.materialize)
+        check_loaded(model)
+        check_quantised(model)
+        if config.loss_parallel:
+            head_of(model)
+    check_alike(**_comparable(config))
+    setup.before = {name: ref(parameter) for name, parameter in model.named_parameters()}
 
 
 def _comparable(config: ParallelConfig) -> dict[str, Any]:
@@ -339,51 +226,3 @@ def _check_arrival(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -
                 "(get_base_model()), use that one; else load it without tp_plan=, device_mesh= or DistributedConfig: "
                 "from_pretrained under meta_init lets each rank read its own slices too."
             )
-
-
-def _shard_for_tp(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: Gradients, count: ForwardCount
-) -> tuple[TPContext, list[tuple[nn.Module, str]]]:
-    """Apply each layer's style; return the layers' context, and the parameters whose gradients are partial over tp."""
-    context = TPContext(mesh, gradients, model, count)
-    partials: list[tuple[nn.Module, str]] = []
-    for module, (name, style) in plan.styles.items():
-        partials += apply_style(
-            name, module, style, context, plan.partitions.get(module), plan.cuts.get(module), plan.sharings.get(module)
-        )
-    context.forget_originals()
-    refuse_unload(model)
-    for module, values in plan.attributes.items():
-        for key, value in values.items():
-            setattr(module, key, viewed_with(getattr(module, key), value))
-    return context, partials
-
-
-def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Enable activation checkpointing inside of each block's forward.
-
-    In this way no wrapper's prefix gets into parameter names.
-    """
-    bare: Any = innermost(model)
-    if hasattr(bare, "gradient_checkpointing_enable"):
-        bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
-    for block in blocks:
-        wrap_forward(block, _checkpointed)
-
-
-def _checkpointed(block: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not (block.training and torch.is_grad_enabled()):
-        return compute(*args, **kwargs)
-    return checkpoint(compute, *args, use_reentrant=False, **kwargs)
-
-
-def _bare_copy(model: nn.Module) -> nn.Module | Exception:
-    """Return a copy of a base model without values, or the error that copying raised.
-
-    Adapters of tenants are made on the copy later. The error is not raised here, because tenants may never be added.
-    """
-    try:
-        return without_values(model, bare_states(model))
-    except Exception as error:  # whatever a module makes of being copied
-        return error

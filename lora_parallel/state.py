@@ -1,12 +1,14 @@
-"""Hold the state that `parallelize` leaves on a model for the rest of the engine: mesh, config, plan, counters."""
+"""Hold what the passes of `parallelize` share, and the state that they leave on a model for the rest of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import ref
 
+from peft import LoraConfig
 from torch import nn
 from torch.distributed import DeviceMesh
 
@@ -97,6 +99,46 @@ class ParallelState:
     def attach(self, model: nn.Module) -> None:
         """Store this state on `model`, where `state_of` finds it."""
         model.__dict__[_ATTRIBUTE] = self
+
+
+@dataclass
+class Setup:
+    """Hold the arguments of `parallelize`, and what each of its passes leaves for the passes after it.
+
+    This file is imported by the districts of the passes, so that it cannot import their classes: where a field is
+    `Any`, its class is named beside it.
+    """
+
+    model: nn.Module
+    mesh: DeviceMesh
+    config: ParallelConfig
+    lora_config: LoraConfig | None
+    materialize: bool
+    autocast_adapter_dtype: bool
+    trains: bool
+    lack: ValueError | None = None  # error about a model without adapters that is only evaluated
+    # The parameters by name, before any is replaced; weak, as the memory of full ones is to be freed.
+    before: dict[str, ref[nn.Parameter]] = field(default_factory=dict)
+    blocks: list[nn.Module] = field(default_factory=list)  # that become an FSDP unit each
+    late: Any = None  # adapters.injection.LateAdapter of a model on meta
+    bare: nn.Module | Exception | None = None  # as in `ParallelState`
+    plan: Any = None  # planning.plan.Plan, an empty one without tp
+    places: Any = None  # cp.regions.Places, under cp
+    stage_layers: Any = None  # pp.stage_model.StageLayers and Bounds, until other stages are taken out of the model
+    stages: Any = None  # pp.stage_model.StageModel, under pp
+    own_loss: Any = None  # pp.loss.OwnLoss, under pp
+    entries: list[Any] = field(default_factory=list)  # tp.sequence.Entry of cp and of sequence parallelism, for stages
+    ties: list[list[tuple[nn.Module, str]]] = field(default_factory=list)  # holders of each tied weight
+    count: ForwardCount = field(default_factory=ForwardCount)
+    gradients: Gradients = field(init=False)
+    context: Any = None  # tp.context.TPContext, under tp
+    # Holders and keys of the parameters whose gradients are partial sums over tp.
+    partials: list[tuple[nn.Module, str]] = field(default_factory=list)
+    chunk: Any = None  # cp.attention.CPContext, under cp
+    tied: list[nn.Module] = field(default_factory=list)  # layers that share a weight with a layer of another block
+    order: Any = None  # fsdp.unit_order.ModelOrder, under FSDP2
+    step: Any = None  # runtime.step.Step
+    state: ParallelState = field(init=False)
 
 
 def state_of(model: nn.Module) -> ParallelState | None:

@@ -160,8 +160,8 @@ def test_a_plan_that_was_kept_is_logged_again(pool):
 
 
 def test_the_switch_turns_all_of_it_off(monkeypatch):
-    parallelize = import_module("lora_parallel.parallelize")
-    own = parallelize.resolve_plan
+    plan = import_module("lora_parallel.planning.plan")
+    own = plan.resolve_plan
     calls: list[int] = []
 
     def build() -> torch.nn.Module:
@@ -170,7 +170,7 @@ def test_the_switch_turns_all_of_it_off(monkeypatch):
 
     monkeypatch.setattr(caches, "ON", False)
     keep_plans()
-    assert parallelize.resolve_plan is own
+    assert plan.resolve_plan is own
     made, counted = copied(build), kept(lambda: calls.append(1))
     for _ in range(2):
         made()

@@ -22,12 +22,13 @@ from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.adapters.peft_private import check_needs_no_base, observe_layers
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local
+from lora_parallel.distributed.mesh import dp_rank, share_random_state
 from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.layers.linear_classes import is_linear
 from lora_parallel.lazy.materialize import allocate_adapters
 from lora_parallel.lazy.tracking import has_deferred
-from lora_parallel.state import ForwardCount
+from lora_parallel.state import ForwardCount, Setup
 
 _REMEDY = (
     "Pass lora_config=peft.LoraConfig(...), or wrap the model with peft.get_peft_model first, or set "
@@ -212,3 +213,17 @@ def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int
                 key = name if adapter == "default" else f"{name}:{adapter}"
                 invariant = TopologyInvariantDropout(dropout.p, key, seed, count, dp_rank)
                 module.lora_dropout[adapter] = invariant.train(dropout.training)
+
+
+def add_adapter(setup: Setup) -> None:
+    """Inject `lora_config`, if it is given: with its values, or on meta without them, to be drawn in shards later."""
+    if setup.lora_config is not None and has_deferred(setup.model):
+        setup.late = LateAdapter(setup.model, setup.lora_config, setup.autocast_adapter_dtype)
+    elif setup.lora_config is not None:
+        inject_adapter(setup.model, setup.lora_config, setup.config.seed, setup.autocast_adapter_dtype)
+
+
+def share_random_numbers(setup: Setup) -> None:
+    """Let the ranks of a batch draw the same numbers outside of adapters, and drop in these what one process would."""
+    share_random_state(setup.mesh)
+    adapt_dropout(setup.model, setup.config.seed, setup.count, dp_rank(setup.mesh))

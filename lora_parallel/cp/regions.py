@@ -32,7 +32,7 @@ from lora_parallel.layers.layer_parameters import (
     without_caches,
 )
 from lora_parallel.layers.wrapped_forward import Around, wrap_forward
-from lora_parallel.state import ForwardCount
+from lora_parallel.state import Setup
 from lora_parallel.tp.loss_parallel import SlicedTensor, Slicing, part_of, sliced_tensor
 from lora_parallel.tp.sequence import (
     Entry,
@@ -110,8 +110,12 @@ class Places:
         )
 
 
-def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, count: ForwardCount) -> Entry:
-    """Make a model compute on chunks of the tokens, in place; return what later pipeline stages call."""
+def split_tokens_over_cp(setup: Setup) -> None:
+    """Make a model compute on chunks of the tokens, in place, under context parallelism; note what stages call."""
+    if setup.places is None:
+        return
+    places: Places = setup.places
+    context: CPContext = setup.chunk
     wrap_registry()
     for module, name in places.attentions.items():
         module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)
@@ -120,7 +124,7 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, co
         for module in part.modules():
             if isinstance(module, TopologyInvariantDropout):
                 module.chunk = context
-    chunks, draws = context.chunks, OwnDraws(context.chunks.rank, model, count)
+    chunks, draws = context.chunks, OwnDraws(context.chunks.rank, setup.model, setup.count)
 
     def begin(hidden: Tensor) -> None:
         tokens = hidden.shape[1]
@@ -145,8 +149,8 @@ def run_on_token_chunks(model: nn.Module, places: Places, context: CPContext, co
     ]
     for module, around in arounds:
         wrap_forward(module, around)
-    _decide_cuts(model, context)
-    return Entry(enter, draws.end)
+    _decide_cuts(setup.model, context)
+    setup.entries.insert(0, Entry(enter, draws.end))  # hidden states are cut over cp before they are cut over tp
 
 
 def _decide_cuts(model: nn.Module, context: CPContext) -> None:

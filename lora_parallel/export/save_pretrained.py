@@ -25,6 +25,7 @@ from lora_parallel.distributed.dtensors import gather_on_rank_zero, reshard
 from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
 from lora_parallel.export.export_merged import write_merged
 from lora_parallel.layers.layer_parameters import innermost
+from lora_parallel.state import Setup
 from lora_parallel.storage import Scratch, local_path
 
 _log = logging.getLogger(__name__)
@@ -37,12 +38,13 @@ _SUPPORTED = frozenset(
 )
 
 
-def allow_save_pretrained(model: nn.Module) -> None:
+def allow_save_pretrained(setup: Setup) -> None:
     """Replace `save_pretrained` of a parallelized model, and of the base in a `PeftModel`, by one for sharded models.
 
     If the model has adapters, the new method writes their folders, as `save_adapter` does; if it has none, it writes
     the model, as `export_merged` does, into a folder that may hold other files.
     """
+    model = setup.model
     for holder in {model, adapted_model(model) or model, innermost(model)}:
         if hasattr(holder, "save_pretrained"):
             own: Any = holder.save_pretrained

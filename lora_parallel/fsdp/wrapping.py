@@ -24,9 +24,11 @@ from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
-from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size
+from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size, stage_mesh
 from lora_parallel.distributed.torch_private import drop_gathered_gradients, in_backward, make_root
+from lora_parallel.fsdp.unit_order import install_order_check
 from lora_parallel.layers.layer_parameters import innermost, shared_parameters
+from lora_parallel.state import Setup
 
 
 def is_at_rest(tensor: Tensor) -> bool:
@@ -307,3 +309,21 @@ def fsdp_blocks(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
         if needs_blocks and not blocks:
             raise ValueError(f"{option}, but the model has no blocks: name their classes in block_classes=[...].")
     return blocks
+
+
+def fit_parameters(setup: Setup) -> None:
+    """Make parameters such as FSDP2 takes, and note the ties that sharding must keep."""
+    setup.ties = list(shared_parameters(setup.model).values())
+    for parameter in setup.model.parameters():
+        if not parameter.numel():  # nothing of it trains, and FSDP2 reduces no gradient without elements
+            parameter.requires_grad_(False)
+        if not parameter.is_contiguous():  # some of PEFT's are views; FSDP2 takes none
+            parameter.data = parameter.data.contiguous()
+
+
+def shard_over_dp(setup: Setup) -> None:
+    """Apply FSDP2, if it has work, with the guards that it needs."""
+    if wants_fsdp(setup.mesh, setup.config):
+        setup.tied = shard_for_dp(setup.model, setup.blocks, setup.mesh, setup.config)
+        setup.order = install_order_check(setup.model, stage_mesh(setup.mesh), setup.gradients)
+        gather_for_calls(setup.model, setup.tied)

@@ -20,11 +20,14 @@ from transformers import PreTrainedModel
 
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers, gather_objects
+from lora_parallel.fsdp.wrapping import device_at_rest, move_to_device
 from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.lazy.tracking import Checkpoint, check_fit, defer, remember, replace_tensor, sources_of
+from lora_parallel.lazy.materialize import read_weights
+from lora_parallel.lazy.tracking import Checkpoint, check_fit, defer, remember, replace_tensor, settle, sources_of
 from lora_parallel.loading.transformers_private import claim, deferred_loading
+from lora_parallel.state import Setup
 
 
 def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pickle: bool = False) -> nn.Module:
@@ -205,3 +208,22 @@ def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"rank {rank} would read other files than rank 0 ({len(names)} differ, first: {names[0]}): their "
                 "shards would be of different checkpoints. Give every rank the same one."
             )
+
+
+def start_alike(setup: Setup) -> None:
+    """Give every rank the values of rank 0, or copies of the same files to read, and put plain tensors on meta."""
+    adopt_rank_zero(tensors_of(setup.model), setup.mesh)
+    check_same_files(setup.model, setup.mesh)
+    settle(setup.model)
+
+
+def fill_shards(setup: Setup) -> None:
+    """Draw the adapter of a model on meta, and read this rank's part of its weights."""
+    model, mesh, config = setup.model, setup.mesh, setup.config
+    with agreed():
+        if setup.late is not None:
+            setup.late.draw(model, config.seed, device_at_rest(mesh, config))
+        if setup.materialize:
+            read_weights(model, device_at_rest(mesh, config))
+    if setup.materialize:
+        move_to_device(model, mesh, config)  # what was in memory already

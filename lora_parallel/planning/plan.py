@@ -15,8 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from lora_parallel.adapters.peft_private import keep_factored
+from lora_parallel.fsdp.wrapping import check_scalars, wants_fsdp
 from lora_parallel.layers.layer_parameters import clean_names, innermost
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition, Style, style_named
+from lora_parallel.lazy.tracking import check_fresh
 from lora_parallel.planning.entries import PlanBuilder, entries_of_models, set_aside_unshown, take_entries
 from lora_parallel.planning.experts import plan_experts
 from lora_parallel.planning.passes import (
@@ -32,9 +35,10 @@ from lora_parallel.planning.passes import (
     split_tokens,
 )
 from lora_parallel.planning.plan_checks import FirstBatchCheck, check_kinds, check_ties, check_widths
+from lora_parallel.state import Setup
 from lora_parallel.tp.experts import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
-from lora_parallel.tracing.inputs import TraceError
+from lora_parallel.tracing.inputs import TraceError, viewed_with
 from lora_parallel.tracing.prove_feature_slices import Structure, find_structure
 from lora_parallel.tracing.tracer import traced_models
 
@@ -170,3 +174,21 @@ def _structures(
         structures.append(structure)
         reached.update(module for module, name in names.items() if name in structure.called)
     return structures, first_batch_checks, problem
+
+
+def plan_layers(setup: Setup) -> None:
+    """Refuse parameters that cannot be sharded, and resolve the model's plan, which is empty without a tp axis."""
+    check_fresh(setup.model)
+    if wants_fsdp(setup.mesh, setup.config):
+        check_scalars(setup.model)
+    keep_factored(setup.model)  # the plan is made of what is computed on a mesh
+    config, tp = setup.config, setup.mesh["tp"].size()
+    globs = None if isinstance(config.tp_plan, str) else config.tp_plan
+    setup.plan = resolve_plan(setup.model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
+
+
+def set_local_sizes(setup: Setup) -> None:
+    """Set the sizes that modules keep (numbers of heads, widths) to those of this rank's slices."""
+    for module, values in setup.plan.attributes.items():
+        for key, value in values.items():
+            setattr(module, key, viewed_with(getattr(module, key), value))

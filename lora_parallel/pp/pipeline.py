@@ -29,17 +29,18 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
-from lora_parallel.distributed.gradients import Gradients, backward_sync, held_apart, one_pass
+from lora_parallel.distributed.gradients import Gradients, backward_sync, clip_over_stages, held_apart, one_pass
+from lora_parallel.distributed.mesh import axis_rank
 from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root, placed_as
 from lora_parallel.fsdp.unit_order import ModelOrder
-from lora_parallel.layers.layer_parameters import asks_for_cache, without_cache
+from lora_parallel.layers.layer_parameters import asks_for_cache, innermost, without_cache
 from lora_parallel.layers.wrapped_forward import wrap_forward
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import LossCalls, LossFactors, OwnLoss
 from lora_parallel.pp.microbatches import Joined, Microbatches, Outputs, SharedOutputs
 from lora_parallel.pp.schedules import Action, drained, filled, one_forward_one_backward
-from lora_parallel.pp.stage_model import LastStageTensor, StageEnd, StageModel
-from lora_parallel.state import ForwardCount
+from lora_parallel.pp.stage_model import LastStageTensor, StageContext, StageEnd, StageModel
+from lora_parallel.state import ForwardCount, Setup
 from lora_parallel.tp.sequence import OwnDraws, refuse_block_outputs
 
 
@@ -484,3 +485,43 @@ def _by_name(
     if len(named) < len(args) or named.keys() & kwargs.keys():  # *args, or the model's own error
         return args, kwargs
     return (), {**named, **kwargs}
+
+
+def keep_own_stages(setup: Setup) -> None:
+    """Take the layers of other pipeline stages out of the model, and out of what earlier passes found in it."""
+    if setup.stage_layers is None:
+        return
+    model, mesh, config = setup.model, setup.mesh, setup.config
+    setup.own_loss = OwnLoss(model)
+    layers, bounds = setup.stage_layers
+    setup.stage_layers = None  # it holds the layers of other stages
+    rank, run = axis_rank(mesh, "pp"), StageContext(setup.entries)
+    setup.stages = StageModel(model, layers, bounds, config.pp, rank, run, config.param_dtype, mesh.device_type)
+    setup.plan = setup.plan.within(model)
+    if setup.places is not None:
+        setup.places = setup.places.within(model)
+    there = set(model.modules())
+    setup.blocks = [block for block in setup.blocks if block in there]
+
+
+def run_stages(setup: Setup) -> None:
+    """Make the forward of a model of stages run the schedule of micro-batches."""
+    if setup.stages is None:
+        return
+    model, mesh, config, stages, state = setup.model, setup.mesh, setup.config, setup.stages, setup.state
+    state.stage = stages.tensors
+    clip_over_stages(model, mesh["pp"])
+    links = Links(mesh, config.timeout_seconds, has_ring=len(stages.stages) > 1)
+    state.pipeline = Pipeline(
+        model,
+        innermost(model),
+        stages,
+        mesh,
+        config,
+        setup.gradients,
+        setup.count,
+        links,
+        setup.own_loss,
+        setup.step,
+        setup.order,
+    )

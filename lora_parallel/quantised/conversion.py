@@ -14,11 +14,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lora_parallel.adapters.injection import has_adapters
 from lora_parallel.adapters.peft_private import refuse_merge
 from lora_parallel.layers.linear_classes import QuantisedLayer
 from lora_parallel.lazy.graph import Node
 from lora_parallel.lazy.lazy_tensor import LazyParameter
+from lora_parallel.lazy.tracking import without_values
 from lora_parallel.quantised.packed_weight import Packed
+from lora_parallel.state import Setup
 
 _Format = tuple[Callable[[Any], None], Callable[[Any], "str | None"]]
 """Two functions: one changes a layer in place, one returns the reason why it cannot."""
@@ -154,3 +157,16 @@ def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclud
         if parameter not in apart and (parameter.requires_grad or not only_trainable)
     )
     return sum(counted) + (0 if only_trainable else sum(layer.in_features * layer.out_features for layer in quantised))
+
+
+def hold_quantised(setup: Setup) -> None:
+    """Let quantised layers hold bytes that can be sharded, after a copy of a base that tenants may come to was made."""
+    check_quantised(setup.model)
+    if not (setup.config.require_adapters or has_adapters(setup.model)) and setup.config.pp == 1:
+        # PEFT makes adapters of tenants on the copy later, and knows only the quantisers' own layers. The error is not
+        # raised here, because tenants may never be added.
+        try:
+            setup.bare = without_values(setup.model, bare_states(setup.model))
+        except Exception as error:  # whatever a module makes of being copied
+            setup.bare = error
+    hold_as_bytes(setup.model)

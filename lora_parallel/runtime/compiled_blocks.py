@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
@@ -24,7 +25,9 @@ from lora_parallel.adapters.peft_private import trace_dora
 from lora_parallel.cp.attention import CPContext
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call, without_compile
-from lora_parallel.layers.layer_parameters import asks_for_cache, without_cache, without_caches
+from lora_parallel.layers.layer_parameters import asks_for_cache, innermost, without_cache, without_caches
+from lora_parallel.layers.wrapped_forward import wrap_forward
+from lora_parallel.state import Setup
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.layer import tp_layer_of
 
@@ -244,3 +247,36 @@ def refuse_whole_compile(*_: Any, **__: Any) -> NoReturn:
         "and compile its blocks with compile=True (in ParallelConfig or the strategy), or torch_compile=True of "
         "TrainingArguments, or dynamo_backend of Accelerate."
     )
+
+
+def compile_each_block(setup: Setup) -> None:
+    """Compile the forward of each block, if the config asks for it."""
+    if (arguments := setup.config.compile_arguments) is not None:
+        compile_blocks(setup.model, setup.blocks, setup.mesh.device_type, setup.context, setup.chunk, arguments)
+
+
+def leave_tied_eager(setup: Setup) -> None:
+    """Run compiled blocks eagerly that FSDP2 gathers with another block's tied weight."""
+    if setup.config.compile_arguments is not None:
+        leave_eager(setup.blocks, setup.tied)
+
+
+def checkpoint_activations(setup: Setup) -> None:
+    """Enable activation checkpointing, if the config asks for it, inside of each block's forward.
+
+    In this way no wrapper's prefix gets into parameter names.
+    """
+    if not setup.config.activation_checkpointing:
+        return
+    bare: Any = innermost(setup.model)
+    if hasattr(bare, "gradient_checkpointing_enable"):
+        bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    for block in setup.blocks:
+        wrap_forward(block, _checkpointed)
+
+
+def _checkpointed(block: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return compute(*args, **kwargs)
+    return checkpoint(compute, *args, use_reentrant=False, **kwargs)

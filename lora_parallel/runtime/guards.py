@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
+from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
 from lora_parallel.optimizers import check_optimizers
-from lora_parallel.state import ParallelState, parallelized, state_of
+from lora_parallel.state import ParallelState, Setup, parallelized, state_of
 
 # one entry per tied weight: the modules that hold the weight, each with its key there
 Ties = Sequence[list[tuple[nn.Module, str]]]
@@ -173,3 +174,14 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
                     f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
                     "same shard of it, and is not: something changed it on some ranks only."
                 )
+
+
+def verify_result(setup: Setup) -> None:
+    """Verify the sharded model, and note for checkpoints what trains of it, and what its base is."""
+    model, state = setup.model, setup.state
+    verify(model, state, setup.ties, setup.trains)
+    if not setup.trains:
+        check_once_it_trains(model, state, setup.lack)
+    state.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    if setup.materialize:
+        state.fingerprints = base_fingerprints(model, setup.mesh, stage=state.stage)

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lora_parallel.distributed.gradients import refuse_clipping_if
 from lora_parallel.distributed.mesh import over_stages
 from lora_parallel.distributed.rank_checks import place_of_call
-from lora_parallel.optimizers import check_optimizers, joins_parameters
-from lora_parallel.state import mesh_of, names_elsewhere
+from lora_parallel.optimizers import check_optimizers, joins_parameters, let_optimizers_step
+from lora_parallel.state import Setup, mesh_of, names_elsewhere
 
 _REPLACED, _LIVE = "_lora_parallel_replaced", "_lora_parallel_live"
 _REMEDY = (
@@ -225,3 +225,11 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     """Return False if each state counts no steps yet."""
     counts = [states.get("step", 1) for states in optimizer.state.values()]
     return any(not (isinstance(count, Tensor) and count.is_meta) and count != 0 for count in counts)
+
+
+def guard_optimizers(setup: Setup) -> None:
+    """Make optimizers that would step wrongly raise an error, and let others step on shards."""
+    if setup.stages is not None:
+        refuse_joined_steps(setup.model)
+    refuse_stale_steps(setup.before, setup.model)
+    let_optimizers_step()

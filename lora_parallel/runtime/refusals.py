@@ -26,7 +26,10 @@ from lora_parallel.distributed.dtensors import local, reshard
 from lora_parallel.distributed.mesh import dp_size, share_random_state
 from lora_parallel.distributed.rank_checks import collective_call
 from lora_parallel.distributed.torch_private import gathered_parameters
+from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.layers.styles import partition_of
+from lora_parallel.runtime.compiled_blocks import refuse_whole_compile
+from lora_parallel.state import Setup
 
 
 def seal(model: nn.Module, ranks: int) -> None:
@@ -281,3 +284,15 @@ class FrozenParameters:
                     "would compute no gradient for it. Set requires_grad, and activate adapters (set_adapter), before "
                     "parallelize."
                 )
+
+
+def guard_calls(setup: Setup) -> None:
+    """Make `generate` work on a sharded model, and an error of what does not."""
+    model, mesh = setup.model, setup.mesh
+    if setup.stages is None:
+        allow_generate(model, innermost(model), mesh)
+    else:
+        refuse_generate(model, innermost(model))
+    seal(model, mesh.size())
+    if mesh.size() > 1:
+        model.__dict__["compile"] = refuse_whole_compile

@@ -9,7 +9,7 @@ A part is any object with some of these methods, which are called in the order o
 - `begin_schedule()`, `begin_stage()`: as a pipeline's forward with gradients begins, and each stage in it.
 - `recover()`: as a step begins after one that failed.
 
-A part without a method costs nothing there. `parallelize` lists the parts of a model, in `build_step`.
+A part without a method costs nothing there. `parallelize` lists the parts of a model, in `hook_step`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.dtensors import tensors_in
-from lora_parallel.distributed.gradients import GradientPart, Gradients, PartialSums, UnreachedParameters
+from lora_parallel.distributed.gradients import GradientPart, PartialSums, UnreachedParameters
 from lora_parallel.distributed.mesh import axis_size, same_batch_groups
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import backward_pass, in_backward, is_simulated, queue_after_backward
-from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
-from lora_parallel.fsdp.wrapping import Units
+from lora_parallel.fsdp.wrapping import Units, leave_inference_mode
 from lora_parallel.runtime.compiled_blocks import refuse_whole_compile
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.refusals import FrozenParameters, Substitutes, explain_passing
 from lora_parallel.runtime.same_batch import SameBatch
-from lora_parallel.state import ForwardCount
-from lora_parallel.tp.context import TPContext
+from lora_parallel.state import ForwardCount, ParallelState, Setup
 
 log = logging.getLogger(__name__)
 
@@ -152,24 +150,21 @@ class Step:
             recover()
 
 
-def build_step(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    count: ForwardCount,
-    gradients: Gradients,
-    partial: Sequence[nn.Parameter],
-    context: TPContext | None,
-    order: ModelOrder | None,
-    first: Sequence[FirstCheck],
-    pool: object,
-) -> Step:
+def hook_step(setup: Setup) -> None:
     """List the parts of a model's step, and of the end of its backward passes, in the order in which they run."""
-    # `partial`: the parameters whose gradients are partial sums over tp. `pool`: recovers the tenants' gradients.
-    is_pipeline, is_unit = axis_size(mesh, "pp") > 1, isinstance(model, FSDPModule)
+    model, mesh, plan, gradients = setup.model, setup.mesh, setup.plan, setup.gradients
+    zeroed = setup.lora_config is not None and setup.lora_config.init_lora_weights in (True, "gaussian")
+    styles = {name: style.name for name, style in plan.styles.values()}
+    fresh = ("default",) if zeroed else ()
+    state = ParallelState(mesh, setup.config, styles, gradients, setup.count, fresh, setup.materialize, setup.bare)
+    setup.state = state
+    # As sharded by now; those of adapters that are not active too.
+    partial = list(dict.fromkeys(p for owner, key in setup.partials if (p := owner._parameters[key]) is not None))
+    is_pipeline, is_unit = setup.stages is not None, isinstance(model, FSDPModule)
     unused = None
     finishing: list[GradientPart] = []
-    if order is not None:
-        unused = UnusedParameters(model, mesh, gradients, partial, order, root_is_called=not is_pipeline)
+    if setup.order is not None:
+        unused = UnusedParameters(model, mesh, gradients, partial, setup.order, root_is_called=not is_pipeline)
         finishing.append(unused)  # first: it takes zeros away that FSDP2 was given, which the sums would take for parts
     if partial:
         finishing.append(PartialSums(gradients, partial, mesh.get_group("tp"), mesh.device_type))
@@ -186,11 +181,13 @@ def build_step(
         Units(model),  # weights that an earlier forward left gathered may be older than the last step
         Substitutes(model),
         FrozenParameters(model) if is_unit or is_pipeline else None,
-        context,
-        order,
+        setup.context,
+        setup.order,
         SameBatch(mesh) if same_batch_groups(mesh) else None,  # last of all: it sends a message
         unreached,
         gradients,
-        pool,
+        state,  # a pool of tenants, whose failed steps end here too
     ]
-    return Step(model, mesh, count, [part for part in parts if part is not None], first)
+    leave_inference_mode(model)
+    first = [each.check for each in plan.first_batch_checks]
+    setup.step = Step(model, mesh, setup.count, [part for part in parts if part is not None], first)

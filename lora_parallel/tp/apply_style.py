@@ -14,14 +14,16 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.adapters.peft_private import refuse_merge, sum_weight_norm
+from lora_parallel.adapters.peft_private import refuse_merge, refuse_unload, sum_weight_norm
 from lora_parallel.distributed.collectives import all_reduce, unless_compiled
 from lora_parallel.distributed.dtensors import sharded_as
+from lora_parallel.distributed.gradients import Gradients
 from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.layer_parameters import LayerTensor, base_of, layer_tensors
 from lora_parallel.layers.linear_classes import features_dim
 from lora_parallel.layers.styles import RowPartition, Style, set_partition
 from lora_parallel.lazy.tracking import rearrange_lazy
+from lora_parallel.state import Setup
 from lora_parallel.tp.context import TPContext
 from lora_parallel.tp.experts import ExpertSharing, adapter_cuts
 from lora_parallel.tp.layer import Rows, TPLayer, partition_in_layer, placement_of, set_tp_layer
@@ -149,3 +151,19 @@ def _merge_arranged(module: Any, dim: int, partition: RowPartition) -> None:
     """Let PEFT merge adapters into a base weight whose rows are rearranged, by rearranging the delta weight alike."""
     delta_weight = module.get_delta_weight
     module.get_delta_weight = lambda adapter: partition.arranged(delta_weight(adapter), dim)
+
+
+def shard_over_tp(setup: Setup) -> None:
+    """Apply the plan's style to each layer, and note the parameters whose gradients are partial sums over tp."""
+    model, mesh, plan = setup.model, setup.mesh, setup.plan
+    tp = mesh["tp"].size()
+    setup.gradients = Gradients(tp)
+    if tp == 1:
+        return
+    context = setup.context = TPContext(mesh, setup.gradients, model, setup.count)
+    for module, (name, style) in plan.styles.items():
+        setup.partials += apply_style(
+            name, module, style, context, plan.partitions.get(module), plan.cuts.get(module), plan.sharings.get(module)
+        )
+    context.forget_originals()
+    refuse_unload(model)

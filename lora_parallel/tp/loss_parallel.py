@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor.placement_types import Shard
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -43,6 +44,7 @@ from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 from lora_parallel.layers.layer_parameters import embeddings_of, innermost
 from lora_parallel.layers.wrapped_forward import wrap_forward
+from lora_parallel.state import Setup
 from lora_parallel.tp.layer import tp_layer_of
 
 log = logging.getLogger(__name__)
@@ -504,21 +506,36 @@ def head_of(model: nn.Module) -> nn.Module:
     return head
 
 
-def keep_logits_sliced(head: nn.Module) -> None:
-    """Make a head return `SlicedTensor` in training, in place, after `apply_style`."""
-    # A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of the tokens only.
-    layers = [module for module in head.modules() if tp_layer_of(module) is not None]
-    for layer in layers or [head]:
-        _keep_output_sliced(layer)
+def plan_logits(setup: Setup) -> None:
+    """Let the head's layers return their slices of the logits where the plan would gather them: see `split_logits`."""
+    if _splits_logits(setup):
+        styles = setup.plan.styles
+        for layer in head_of(setup.model).modules():
+            if layer in styles and styles[layer][1].leave == "gather":
+                name, style = styles[layer]
+                styles[layer] = name, replace(style, leave="keep")
+
+
+def _splits_logits(setup: Setup) -> bool:
+    """Return True if `loss_parallel` asks for slices, and this rank has the head."""
+    return setup.config.loss_parallel and (setup.stages is None or setup.stages.is_last)
+
+
+def split_logits(setup: Setup) -> None:
+    """Make the head return `SlicedTensor` in training, in place."""
+    if _splits_logits(setup):
+        # A head whose output is whole on every rank (tp is 1, or its style says so) computes chunks of tokens only.
+        head = head_of(setup.model)
+        for layer in [module for module in head.modules() if tp_layer_of(module) is not None] or [head]:
+            _keep_output_sliced(layer)
 
 
 def _keep_output_sliced(layer: nn.Module) -> None:
     unit = tp_layer_of(layer)
     split: Slicing | None = None
-    if unit is not None and unit.style.leave == "gather":
+    if unit is not None and unit.style.leave == "keep" and unit.style.weight == Shard(0):  # what it returns is a slice
         assert unit.out_features is not None
         split = Slicing(unit.out_features, unit.context.group, unit.name)
-        unit.style = replace(unit.style, leave="keep")
 
     def around(layer: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         y = compute(*args, **kwargs)

@@ -21,7 +21,7 @@ from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import asks_for, check_between_blocks
 from lora_parallel.layers.wrapped_forward import Around, wrap_forward
-from lora_parallel.state import ForwardCount
+from lora_parallel.state import ForwardCount, Setup
 from lora_parallel.tp.context import Tokens
 
 
@@ -197,3 +197,10 @@ def with_output(output: Any, tensor: Tensor) -> Any:
     if isinstance(output, tuple):
         return (tensor, *output[1:])
     return [tensor, *output[1:]] if isinstance(output, list) else tensor
+
+
+def split_tokens_over_tp(setup: Setup) -> None:
+    """Make models of the plan compute on chunks of the tokens between layers that tp cuts (sequence parallelism)."""
+    context = setup.context
+    for sequence in setup.plan.sequences:
+        setup.entries += run_on_chunks(sequence, context.chunks, context.tokens, setup.count)

@@ -16,8 +16,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lora_parallel.adapters.injection import has_adapters
 from lora_parallel.distributed.dtensors import persistent_buffers
-from lora_parallel.layers.layer_parameters import block_of, innermost
+from lora_parallel.layers.layer_parameters import block_of, clean_names, innermost
+from lora_parallel.pp.pipeline import refuse_outputs
+from lora_parallel.pp.schedules import check_held, check_microbatches, split_stages
 from lora_parallel.pp.stage_model import (
     Bounds,
     OtherStageBlock,
@@ -26,7 +29,9 @@ from lora_parallel.pp.stage_model import (
     StageContext,
     StageEnd,
     StageLayers,
+    check_trained,
 )
+from lora_parallel.state import Setup
 from lora_parallel.tp.sequence import NoActivationsError, block_output, first_activations
 from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.rank_simulation import same, same_outputs
@@ -270,3 +275,25 @@ class _Noted:
             f"the shape of the output of {self._tracer.paths[module]}, which is before the blocks, does not follow "
             "from that of its first argument"
         )
+
+
+def find_stages(setup: Setup) -> None:
+    """Find the layers of the model's pipeline stages, and the blocks of each, proven by running the model.
+
+    Raises:
+        ValueError: The model cannot be divided into stages, or not into these.
+    """
+    model, config = setup.model, setup.config
+    if config.pp == 1:
+        return
+    inner = innermost(model)
+    refuse_outputs(inner, {})
+    check_held(config.pp, config.pp_schedule, has_adapters(model))
+    names = clean_names(model)
+    trace = StageTrace(model, names, config.pp)
+    check_microbatches(config.pp, config.pp_stages_per_rank, config.pp_microbatches)
+    stages = config.pp * config.pp_stages_per_rank
+    bounds = split_stages(trace.layers, names, stages, config.pp_split, getattr(inner, "config", None))
+    trace.prove(bounds)
+    check_trained(model, trace.layers, bounds, config.pp)
+    setup.stage_layers = trace.layers, bounds

@@ -8,11 +8,11 @@ Each attention is also computed for every share of its heads, as a rank would, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lora_parallel.cp.attention import (
     ATTENTION,
     AttentionCall,
+    CPContext,
     attend_from_tokens,
     attend_with_share,
     check_heads,
@@ -36,8 +37,11 @@ from lora_parallel.cp.regions import (
     with_first_output,
 )
 from lora_parallel.distributed.collectives import chunk_bounds
+from lora_parallel.distributed.mesh import axis_size
 from lora_parallel.distributed.token_chunks import TokenChunks
-from lora_parallel.layers.layer_parameters import block_of, innermost
+from lora_parallel.layers.layer_parameters import block_of, clean_names, innermost
+from lora_parallel.state import Setup
+from lora_parallel.tp.context import Tokens
 from lora_parallel.tp.sequence import (
     NoActivationsError,
     Sequence,
@@ -171,24 +175,27 @@ _RANKS = 3  # Number of ranks that the runs simulate: chunks of different sizes,
 
 
 @torch.random.fork_rng(devices=[])
-def find_places(
-    model: nn.Module, names: Mapping[nn.Module, str], cp: int, tp: int, method: Literal["ulysses", "all_gather"]
-) -> Places:
-    """Return the places where the tokens of a model are cut, proven by running the model. The model is not changed."""
+def find_places(setup: Setup) -> None:
+    """Find the places where the tokens of a model are cut, proven by running the model, under context parallelism."""
+    model, mesh, method, cp = setup.model, setup.mesh, setup.config.cp_method, axis_size(setup.mesh, "cp")
+    if cp == 1:
+        return
     refuse_outputs(innermost(model), {})
     alora = "after which it acts on the tokens of a row, and each rank has a chunk of them"
     refuse_flows(model, f"cp={cp}", "of which each has its own tokens", alora)
     try:
-        tracer = tracer_of(model, names)
+        tracer = tracer_of(model, clean_names(model))
         if method == "all_gather":
             check_method(getattr(getattr(tracer.model, "config", None), "_attn_implementation", None))
         check_outside(model, tracer)
-        return _Proof(tracer, cp, tp, method).places()
+        setup.places = _Proof(tracer, cp, mesh["tp"].size(), method).places()
     except (TraceError, NoActivationsError) as error:
         raise ValueError(
             f"cp={cp}: the tokens of {type(innermost(model)).__name__} cannot be cut: {error}. Use cp=1, with tp, "
             "sequence_parallel or activation_checkpointing for the memory."
         ) from error
+    chunks = TokenChunks(cp, mesh.get_local_rank("cp"), mesh.get_group("cp"), balanced=method == "all_gather")
+    setup.chunk = CPContext(chunks, Tokens(setup.count), method)
 
 
 class _Proof:

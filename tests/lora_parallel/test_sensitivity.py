@@ -71,7 +71,7 @@ def forget_the_input_reduction(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_a_tie(patch: pytest.MonkeyPatch) -> None:
-    own = sys.modules["lora_parallel.parallelize"].apply_style
+    own = sys.modules["lora_parallel.tp.apply_style"].apply_style
 
     def apply(name: str, module: nn.Module, *args: Any) -> Any:
         result = own(name, module, *args)
@@ -79,7 +79,7 @@ def cut_a_tie(patch: pytest.MonkeyPatch) -> None:
             module.weight = nn.Parameter(module.weight.detach().clone())
         return result
 
-    patch.setattr(sys.modules["lora_parallel.parallelize"], "apply_style", apply)
+    patch.setattr(sys.modules["lora_parallel.tp.apply_style"], "apply_style", apply)
 
 
 MISTAKES = {

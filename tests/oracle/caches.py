@@ -143,8 +143,8 @@ def keep_plans() -> None:
     """Let `parallelize` take plans from this process's cache."""
     if not ON:
         return
-    parallelize: Any = import_module("lora_parallel.parallelize")
-    resolve = parallelize.resolve_plan
+    planner: Any = import_module("lora_parallel.planning.plan")
+    resolve = planner.resolve_plan
     plans: dict[Any, tuple[bytes, list[logging.LogRecord]]] = {}
     logger = logging.getLogger("lora_parallel.planning.passes")
 
@@ -174,7 +174,7 @@ def keep_plans() -> None:
             plans[key] = plan.getvalue(), records
         return found
 
-    parallelize.resolve_plan = resolve_plan
+    planner.resolve_plan = resolve_plan
 
 
 def _code(model: nn.Module) -> tuple[Any, ...]:
