@@ -34,6 +34,10 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def _hash(x: Tensor, key: int | Tensor) -> Tensor:
     """Return a 32-bit hash of each int32 in `x`: the finaliser of MurmurHash3, after a step with the key."""
+    if torch.compiler.is_compiling():
+        # Else inductor multiplies an `arange` in its index arithmetic, by vectors of signed ints that overflow; what
+        # g++ makes of that for AVX2 writes behind the end of the output (docs/upstream/inductor_arange.md).
+        x = x & -1
     x = x * _int32(_GOLDEN) + key
     for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ _shift(x, bits)) * _int32(factor)
