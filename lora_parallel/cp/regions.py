@@ -252,10 +252,10 @@ def _run_block(
         _refuse_trained(names, args, kwargs, cut, context)
     tokens = context.tokens.count
     args, kwargs = changed_arguments(names, args, kwargs, change)
-    # transformers' own checkpointing computes the block again in backward.
-    recomputes = block.training and bool(getattr(block, "gradient_checkpointing", False))
-    context.running, context.recomputes = True, recomputes
+    context.running = True
     try:
+        # transformers' own checkpointing computes the block again in backward.
+        context.recomputes = block.training and bool(getattr(block, "gradient_checkpointing", False))
         output = compute(*args, **kwargs)
     finally:
         context.running = context.recomputes = False
@@ -317,8 +317,7 @@ def _run_trunk(
     if not context.cuts:
         return output
     hidden, tokens = first_output(output), context.tokens.count
-    if not places.norm_on_chunks:
-        hidden = context.chunks.mine(hidden)
+    hidden = hidden if places.norm_on_chunks else context.chunks.mine(hidden)
     if not places.after:
         return with_first_output(output, context.chunks.whole(hidden, tokens, name))
     slicing = Slicing(hidden.shape[-1], None, name, context.chunks, tokens)

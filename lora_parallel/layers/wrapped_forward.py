@@ -21,36 +21,25 @@ def wrap_forward(module: nn.Module, around: Around) -> Callable[[], None]:
     """
     # Hooks would not do: activation checkpointing recomputes the forward, and must recompute these changes with it.
     instance_forward: Any = module.__dict__.get("forward")
-    function: Any = type(module).forward
-    if getattr(instance_forward, "__self__", None) is module:
-        function = instance_forward.__func__
-    elif instance_forward is not None:
-        function = _with_self(instance_forward)
+    is_method = getattr(instance_forward, "__self__", None) is module
 
     # A method, not a `partial`: torch.compile then shares the graph of one block with all others.
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # FSDP2 gives the module another class later, and transformers' GradientCheckpointingLayer recomputes in the
-        # forward of the last class only. So each call asks the class: what is recomputed is given what `around` passes.
-        compute = (type(self).forward if instance_forward is None else function).__get__(self)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compute = instance_forward
+        if is_method:
+            compute = instance_forward.__func__.__get__(self)
+        elif instance_forward is None:
+            # FSDP2 gives the module another class later, and transformers' GradientCheckpointingLayer recomputes in the
+            # forward of the last class only. So each call asks the class: what is recomputed gets what `around` passes.
+            compute = type(self).forward.__get__(self)
         return around(self, compute, args, kwargs)
 
     def undo() -> None:
-        if instance_forward is None:
-            del module.__dict__["forward"]
-        else:
+        del module.__dict__["forward"]
+        if instance_forward is not None:
             module.forward = instance_forward
 
-    forward.__wrapped__ = function  # type: ignore[attr-defined]  # for the signature
+    parameters = [Parameter("self", Parameter.POSITIONAL_ONLY), *signature(module.forward).parameters.values()]
+    forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
     return undo
-
-
-def _with_self(bare_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with `self` in front of the arguments of a forward that is no method of its module."""
-
-    def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return bare_forward(*args, **kwargs)
-
-    parameters = signature(bare_forward).parameters.values()
-    function.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])  # type: ignore[attr-defined]
-    return function

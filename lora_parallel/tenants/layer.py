@@ -44,17 +44,15 @@ class TenantLayer:
         # adapter of the call in a compiled block; None if the base is called alone
         self._entered: _Adapter | None = None
         arounds: dict[Any, Around] = {layer: lambda layer, _, args, kwargs: layer.base_layer(*args, **kwargs)}
-        if self._unit is not None:
-            self._unit_compute = self._unit.compute
-            self._unit.compute = partial(self._compute, self._unit_compute)
-        else:
+        if self._unit is None:
             arounds[self._base] = lambda _, compute, args, kwargs: self._compute(compute, *args, **kwargs)
         self._undo = [wrap_forward(module, around) for module, around in arounds.items()]
+        if self._unit is not None:
+            self._undo.append(partial(setattr, self._unit, "compute", self._unit.compute))
+            self._unit.compute = partial(self._compute, self._unit.compute)
 
     def restore(self) -> nn.Module:
         """Give the layer of the base its own forward back, and return the layer."""
-        if self._unit is not None:
-            self._unit.compute = self._unit_compute
         for undo in self._undo:
             undo()
         return self._base

@@ -62,8 +62,7 @@ def run_on_chunks(sequence: Sequence, chunks: TokenChunks, tokens: Tokens, count
         gather = _gathering(chunks, tokens, type(last).__name__, draws)
         arounds += [(last, partial(_changing_output, gather)), (first, partial(_changing_input, split))]
         entries.append(Entry(split, draws.end))
-    for module in sequence.modules:
-        arounds.append((module, partial(_gathering_input, chunks, tokens)))
+    arounds += [(module, partial(_gathering_input, chunks, tokens)) for module in sequence.modules]
     for module, around in arounds:
         wrap_forward(module, around)
     if sequence.model is not None:

@@ -173,8 +173,10 @@ BREAKAGES = [
         "pass",
         "A wrapped block keeps all of its activations: under FSDP2 transformers' checkpointing does not recompute it.",
         f"{ENGINE}/layers/test_wrapped_forward.py::test_a_class_that_the_module_is_given_later_recomputes",
-        """(type(self).forward if instance_forward is None else function).__get__(self)""",
-        """function.__get__(self)""",
+        """    is_method = getattr(instance_forward, "__self__", None) is module
+""",
+        """    is_method, instance_forward = True, module.forward
+""",
     ),
     Mutant(
         "pass",
