@@ -23,6 +23,7 @@ from lora_parallel.cp.attention import CPContext
 from lora_parallel.cp.regions import run_on_token_chunks
 from lora_parallel.distributed.dtensors import guard_dtensor_operators
 from lora_parallel.distributed.gradients import PartialGradients, clip_over_stages, refuse_early_hooks
+from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import (
     axis_rank,
     axis_size,
@@ -32,7 +33,7 @@ from lora_parallel.distributed.mesh import (
     share_random_state,
     stage_mesh,
 )
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, gather_numbers
+from lora_parallel.distributed.rank_checks import agreed
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
@@ -117,7 +118,8 @@ def parallelize(
         SetUpIsPossible: `accelerate-lora check` runs the script; no weights were read.
     """
     materialize = materialize and not is_checked()
-    with agreed():
+    with agreed(_SAME_CONFIG) as alike:
+        alike.update(_comparable(config))
         _check_arrival(model, mesh, config)
         if mesh.size() > 1 or wants_fsdp(mesh, config):
             refuse_early_hooks(model)
@@ -133,7 +135,6 @@ def parallelize(
         check_quantised(model)
         if config.loss_parallel:
             head_of(model)
-    check_alike(**_comparable(config))
     before = {name: ref(parameter) for name, parameter in model.named_parameters()}  # weak: the full copies are to go
     late: LateAdapter | None = None
     tp = mesh["tp"].size()
@@ -154,7 +155,6 @@ def parallelize(
         cp, pp = axis_size(mesh, "cp"), axis_size(mesh, "pp")
         places = find_places(model, clean_names(model), cp, tp, config.cp_method) if cp > 1 else None
         stage_layers, bounds = _find_stages(model, config) if pp > 1 else (None, [])
-    _check_seed(mesh, config)
     adopt_rank_zero(tensors_of(model), mesh)
     check_same_files(model, mesh)
     settle(model)
@@ -270,26 +270,17 @@ def _find_stages(model: nn.Module, config: ParallelConfig) -> tuple[StageLayers,
 
 
 def _comparable(config: ParallelConfig) -> dict[str, Any]:
-    """Return {"config.<field>": value} without the seed, and with names of functions (`torch.compile` backends)."""
+    """Return {"config.<field>": value}, with names in place of functions (`torch.compile` backends)."""
     arguments = {
         name: f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}" if callable(value) else value
         for name, value in (config.compile_arguments or {}).items()
     }
     fields = {**vars(config), "compile": arguments or config.compile}
-    return {f"config.{name}": value for name, value in fields.items() if name != "seed"}
+    return {f"config.{name}": value for name, value in fields.items()}
 
 
-def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:
-    """Raise a ValueError if ranks have different seeds.
-
-    With different seeds, tp peers would drop different elements of the same activation.
-    """
-    seeds = gather_numbers([config.seed % 2**63], mesh.device_type)[:, 0].tolist()
-    if len(set(seeds)) > 1:
-        raise ValueError(
-            f"seed differs between ranks ({seeds}): give every rank the same one. Batches are told apart by rank, not "
-            "by seed."
-        )
+# With different seeds, tp peers would drop different elements of the same activation.
+_SAME_CONFIG = "give every rank the same config, and the same seed too: batches are told apart by rank, not by seed."
 
 
 _WRAPPER_PARTS = {

@@ -31,7 +31,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from lora_parallel.distributed.rank_checks import agreed, collective_call, gather_objects
+from lora_parallel.distributed.meetings import collective_call
+from lora_parallel.distributed.rank_checks import agreed, gather_objects
 from lora_parallel.distributed.torch_private import file_of
 
 FORMAT, DIGEST_SINCE = 2, 2

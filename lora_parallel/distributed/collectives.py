@@ -1,7 +1,7 @@
 """Run the collectives of tensor parallel compute, as autograd functions on plain local tensors.
 
 All are functional (out of place), so that `torch.compile` can trace them. If a peer rank runs another program, the
-collective times out, and each rank raises an error that names the collective it was in (see `_named`).
+collective times out, and each rank raises an error that names the collective it was in (see `named`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def unless_compiled(name: str) -> str:
 
 
 @contextmanager
-def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
+def named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
     """Turn the failure of a collective into an error that names it: `what` is the kind of tensor, `where` the layer."""
     if torch.compiler.is_compiling():  # a graph holds the collective alone
         yield
@@ -49,25 +49,25 @@ def _named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the sum of `tensor` over the ranks of `group`, as a new tensor."""
-    with _named(what, where, group):
+    with named(what, where, group):
         return all_reduce_sum(tensor.contiguous(), group)
 
 
 def stacked_over(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return the `tensor` of each rank of `group`, stacked to [ranks, ...]. Autograd does not see it."""
-    with _named(what, where, group):
+    with named(what, where, group):
         return all_gather_stacked(tensor.contiguous(), group)
 
 
 def exchanged(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Send part i of `stacked` [ranks, ...] to rank i; return each rank's part for this one, without autograd."""
-    with _named(what, where, group):
+    with named(what, where, group):
         return all_to_all(stacked, group)
 
 
 def scattered_sum(stacked: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:
     """Return this rank's part [...] of the sum of `stacked` [ranks, ...] over the ranks. Autograd does not see it."""
-    with _named(what, where, group):
+    with named(what, where, group):
         return reduce_scatter_sum(stacked, group)
 
 

@@ -13,10 +13,11 @@ same step.
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -27,8 +28,9 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.dtensors import class_of
+from lora_parallel.distributed.meetings import is_awaited_by, meet
 from lora_parallel.distributed.mesh import shard_size
-from lora_parallel.distributed.rank_checks import is_awaited_by, is_done, meet
+from lora_parallel.distributed.torch_private import is_done
 
 # torch 2.13 renames both functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,19 +39,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 PATIENCE = 3.0  # seconds in a collective after which a rank checks if another rank asks about a step
 
 
-@dataclass(slots=True)
-class _Place:
-    """Hold a place in a tree of passes: the step that is expected next, and where steps taken from here led to."""
-
-    expected: str | None = None
-    following: dict[str, _Place] = field(default_factory=dict)
-
-    def take(self, step: str) -> _Place:
-        """Make `step` the usual step from this place, and return the place that the step leads to."""
-        if step not in self.following:
-            self.following[step] = _Place()
-        self.expected = step
-        return self.following[step]
+_START = -1  # the place before every pass, from which its kind leads on
 
 
 class UnitOrder:
@@ -61,8 +51,10 @@ class UnitOrder:
 
     def __init__(self, ranks: tuple[int, ...] | None = None) -> None:
         self._ranks = ranks
-        self._starts: dict[str, _Place] = {}
-        self._place: _Place | None = None
+        self._places = count()  # numbers of the places in a tree of passes
+        self._following: defaultdict[tuple[int, str], int] = defaultdict(self._places.__next__)  # where a step leads to
+        self._expected: dict[int, str] = {}  # the usual step at a place
+        self._place = next(self._places)
         self._accumulates = False
         self.models = 0
 
@@ -71,22 +63,22 @@ class UnitOrder:
         self.take(kind)
         # A forward that adds to the gradients of the last continues its pass, so that a fixed number has usual steps.
         if not self._accumulates:
-            self._place = self._starts.setdefault(kind, _Place())
+            self._place = self._following[_START, kind]
         self._accumulates = accumulates
 
     def take(self, step: str) -> None:
         """Take a step, or raise RuntimeError on every rank if one takes another. Collective unless it is usual."""
-        place = self._place or _Place()
-        if place.expected != step:
+        if self._expected.get(self._place) != step:
             meet(step, _REMEDY, self._ranks)
-        self._place = place.take(step)
+        self._expected[self._place] = step
+        self._place = self._following[self._place, step]
 
     def wait(self, work: dist.Work, step: str, group: dist.ProcessGroup) -> None:
         """Wait for a step's collective; raise RuntimeError if it fails or a rank of `group` asks about another step."""
         awaited, failure = False, None
         while failure is None:
             try:
-                if is_done(work, "cpu", time.monotonic() + PATIENCE):
+                if is_done(work, PATIENCE):
                     return
             except RuntimeError as error:  # gloo's reduce-scatter knows no other timeout than that of its group
                 failure = error
@@ -99,7 +91,7 @@ class UnitOrder:
 
     def forget_place(self) -> None:
         """Forget the place, after a pass that has ended early, so that ranks compare the next step."""
-        self._place, self._accumulates = None, False
+        self._place, self._accumulates = next(self._places), False
 
 
 _REMEDY = (

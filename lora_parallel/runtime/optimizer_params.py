@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lora_parallel.distributed.gradients import refuse_clipping_if
+from lora_parallel.distributed.meetings import place_of_call
 from lora_parallel.distributed.mesh import over_stages
-from lora_parallel.distributed.rank_checks import place_of_call
 from lora_parallel.optimizers import joins_parameters
 from lora_parallel.state import mesh_of, names_elsewhere
 

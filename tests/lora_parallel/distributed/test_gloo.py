@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -9,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lora_parallel.distributed import rank_checks, torch_private
+from lora_parallel.distributed import torch_private
 from tests.oracle.workers import SCRIPT_LIMIT
 
 
 def gloo_threads():
     cpu = torch.device("cpu")
-    with rank_checks.one_gloo_thread():
+    with torch_private.one_gloo_thread():
         inside = dist.new_group()
     after = dist.new_group()
     summed = torch_private.all_reduce_sum(torch.ones(1), inside).item()
@@ -72,3 +74,28 @@ def of_no_elements():
 def test_an_all_reduce_of_no_elements_waits_for_no_peer(pool):
     """Check what `finish_gloo` relies on."""
     assert pool.run(2, of_no_elements) == [0, 1]
+
+
+def waits_for_the_dead() -> tuple[str, int]:
+    """Wait in a reduce-scatter whose peer is killed: the error, and how often the wait was begun."""
+    output, given = torch.empty(2), torch.ones(4)
+    dist.reduce_scatter_tensor(output, given)  # the ranks are connected
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.reduce_scatter_tensor(output, given, async_op=True)
+    for begun in range(10):
+        try:
+            if torch_private.is_done(work, 3):
+                return "no error", begun
+        except RuntimeError as error:
+            return str(error), begun
+    return "none of ten waits ended", 10
+
+
+def test_a_wait_ends_when_the_peer_is_killed(pool):
+    """Gloo's reduce-scatter is never complete then, but each wait for it fails at once."""
+    first, second = pool.try_run(2, waits_for_the_dead)
+    assert "SIGKILL" in second.message
+    error, begun = first
+    assert "Connection" in error
+    assert begun <= 1
