@@ -140,6 +140,28 @@ def test_ranks_that_part_after_steps_alike_are_all_told(pool, mesh, kind, units)
         check_told(raised, units)
 
 
+def swap_two_blocks(usual: int) -> None:
+    """Run blocks of equal shapes in another order on the second dp row, and name the blocks that began to compute."""
+    with Steps("2x1") as steps:
+        for step in range(usual):
+            steps.train(step, ALL)
+        computed: list[int] = []
+        for index, block in enumerate(steps.blocks):  # what is inside of a unit runs once the unit is gathered
+            block.self_attn.register_forward_pre_hook(lambda *_, index=index: computed.append(index))
+        try:
+            steps.losses(usual, [0, 2, 1, 3, 4, 5] if steps.row else ALL)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} Computed: {computed}") from error
+
+
+@pytest.mark.parametrize("usual", [0, 2], ids=["at once", "later"])
+def test_no_rank_computes_with_the_rows_of_a_block_that_another_has_swapped(pool, usual):
+    """Their gathers fit each other in size: without an error both would compute with rows of two blocks."""
+    for raised in pool.try_run(2, swap_two_blocks, usual):
+        check_told(raised, ("layers.1", "layers.2"))
+        assert raised.message.endswith("Computed: [0]")
+
+
 def leave_a_backward_out() -> None:
     """A rank that skips a batch, where what was gathered for the forward is kept for the backward."""
     with Steps("2x1", reshard_after_forward=False) as steps:
