@@ -50,7 +50,7 @@ from lora_parallel.integration import (
     TrainState,
     adapter_parameters,
     agreed,
-    ask_for_largest,
+    gather_numbers,
     gather_objects,
     is_checkpoint,
     load_models,
@@ -451,7 +451,8 @@ def on_step_end(original: Original, self: Any, args: Any, state: Any, control: A
     if not _works_alone(self):
         manager = self.jit_manager
         asked = [manager.is_checkpoint_requested]
-        manager.is_checkpoint_requested = bool(ask_for_largest(asked, "Trainer's step with enable_jit_checkpoint")()[0])
+        everyone = gather_numbers(asked, "Trainer's step with enable_jit_checkpoint")
+        manager.is_checkpoint_requested = bool(everyone.any())
     original(self, args, state, control, **kwargs)
 
 

@@ -34,7 +34,7 @@ from lora_parallel.distributed.mesh import (
     over_stages,
     same_batch_groups,
 )
-from lora_parallel.distributed.rank_checks import agreed, gather_objects
+from lora_parallel.distributed.rank_checks import agreed, begin_gather, gather_numbers, gather_objects
 from lora_parallel.distributed.torch_private import fake_process_group, group_named
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
@@ -52,7 +52,6 @@ from lora_parallel.runtime.description import (
 from lora_parallel.runtime.guards import check_optimized
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
-from lora_parallel.runtime.stop_signal import ask_for_largest
 from lora_parallel.sizes import axes_text, mesh_text, rank_lines
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage import Scratch, check_free, check_loadable, local_path, remove_folder, sweep, without_numpy
@@ -67,9 +66,9 @@ __all__ = [
     "adapter_parameters",
     "adopt_rank_zero",
     "agreed",
-    "ask_for_largest",
     "axes_text",
     "base_fingerprints",
+    "begin_gather",
     "check_base",
     "check_checkpoints",
     "check_config",
@@ -89,6 +88,7 @@ __all__ = [
     "end_after_set_up",
     "explained",
     "fake_process_group",
+    "gather_numbers",
     "gather_objects",
     "gather_on_rank_zero",
     "group_named",

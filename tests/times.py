@@ -45,7 +45,7 @@ PLACES: list[tuple[str, str, set[str] | None]] = [
     (PEERS, "/torch/distributed/distributed_c10d.py", {"all_gather", "all_reduce", "broadcast", "barrier", "gather"}),
     (PEERS, "/torch/distributed/_functional_collectives.py", {"wait_tensor"}),
     (PEERS, "/lora_parallel/distributed/meetings.py", {"_wait"}),
-    (PEERS, "/lora_parallel/distributed/torch_private.py", {"is_done"}),
+    (PEERS, "/lora_parallel/fsdp/unit_order.py", {"wait"}),
     (COMPILE, "/torch/_inductor/", None),
     (COMPILE, "/torch/_dynamo/", {"compile", "_compile", "__call__", "transform"}),
     (PLANNING, "/lora_parallel/planning/", None),

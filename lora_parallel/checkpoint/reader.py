@@ -91,8 +91,8 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
         if dist.get_rank() == 0:
             restore_replaced(path)
     with agreed():
-        meta = _complete(path, writer)
-    check_bytes(path, meta)
+        meta, inode = _complete(path, writer), (path / META).stat()
+    check_bytes(path, meta, inode)
     with agreed() as alike:
         # Ranks may have picked different checkpoints as the newest, or mounted the same one at different paths: compare
         # names and digests, and no paths.

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import count, product
+from itertools import product
 from math import inf
 from traceback import walk_stack
 from typing import Any, NoReturn
@@ -182,8 +182,7 @@ def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
         store.compare_set(opened, "", _UNLIKE)
     elif store.add(f"{number}/arrived", 1) == len(meetings.ranks):
         store.compare_set(opened, "", _ALIKE)
-    start, reminders = time.monotonic(), _reminders()
-    reminder = next(reminders)
+    start, reminder = time.monotonic(), TELL_SECONDS[0]
     try:
         while not store.check([opened]):
             waited = time.monotonic() - start
@@ -194,7 +193,7 @@ def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
                 )
             if waited >= reminder:
                 _log.warning("waiting for %s in %s: every rank must call it", _missing(meetings, number), mine)
-                reminder = next(reminders)
+                reminder = next((seconds for seconds in TELL_SECONDS if seconds > waited), 2 * reminder)
             time.sleep(min(max(waited / 20, 0.0005), 0.5))
     except BaseException:
         # Without this a rank that comes later would read in the announcement that this rank still waits.
@@ -205,12 +204,6 @@ def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
 
 
 _ALIKE, _UNLIKE = "alike", "unlike"
-
-
-def _reminders() -> Iterator[float]:
-    """Yield the seconds of waiting after which to log the next reminder."""
-    yield from TELL_SECONDS
-    yield from (TELL_SECONDS[-1] * 2**times for times in count(1))
 
 
 def _missing(meetings: _Meetings, number: int) -> str:

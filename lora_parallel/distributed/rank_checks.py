@@ -16,8 +16,6 @@ from lora_parallel.distributed.torch_private import not_profiled
 
 T = TypeVar("T")
 
-_COLUMNS = 4096
-
 
 def is_rank_zero() -> bool:
     """Return True on rank 0, and in a process without a process group."""
@@ -76,7 +74,11 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def begin_gather(numbers: list[int], what: str) -> Callable[[], Tensor]:
-    """Begin `gather_numbers`, and return a function that waits for its result. Collective."""
+    """Begin `gather_numbers`, and return a function that waits for its result. Collective.
+
+    A caller that reads the result after the next step does not wait for the device in between, where all messages of
+    the process group go through the device, as under Lightning on GPUs.
+    """
     mine = torch.tensor([numbers], dtype=torch.int64, device=_device_of_messages())
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine.cpu
@@ -104,9 +106,13 @@ def _device_of_messages() -> str:
 def gather_numbers(numbers: list[int], what: str) -> Tensor:
     """Return the `numbers` of every rank, int64 [ranks, len(numbers)] on the CPU. Collective.
 
-    It is one message, for what comes with every step. If a rank does not come, the timeout names the call `what`.
+    It is one message, for what comes with every step. If a rank does not come, the error after the timeout names the
+    call `what`.
     """
     return begin_gather(numbers, what)()
+
+
+_COLUMNS = 4096
 
 
 def fingerprint(tensor: Tensor) -> int:

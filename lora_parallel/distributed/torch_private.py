@@ -12,9 +12,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -289,19 +289,6 @@ def not_profiled() -> Iterator[None]:
         torch._C._autograd._enable_record_function(True)
 
 
-def is_done(work: dist.Work, seconds: float) -> bool:
-    """Wait for a collective on gloo, at most `seconds`; return True if it has finished. It may be waited for again."""
-    seconds, start = max(seconds, 0.001), time.monotonic()
-    try:
-        work.wait(timedelta(milliseconds=ceil(1000 * seconds)))  # torch cuts off parts of milliseconds
-    except RuntimeError:
-        # What fails before the time is over has failed, also where gloo never calls it complete: a reduce-scatter.
-        if work.is_completed() or time.monotonic() - start < seconds:
-            raise
-        return False
-    return True
-
-
 _NOTHING = torch.empty(0)
 
 
@@ -314,7 +301,9 @@ def finish_gloo() -> None:
     until = time.monotonic() + 5
     for group in process_groups():
         if "cpu:gloo" in dist.get_backend_config(group):
-            is_done(dist.all_reduce(_NOTHING, group=group, async_op=True), until - time.monotonic())
+            work = dist.all_reduce(_NOTHING, group=group, async_op=True)
+            with suppress(RuntimeError):  # a timeout
+                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
 
 def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from lora_parallel.distributed.rank_checks import begin_gather
+from lora_parallel.distributed.rank_checks import gather_numbers
 
 
 class StopSignal:
@@ -54,21 +53,7 @@ class StopSignal:
 
         Every rank calls it after the same steps. It is one message of eight bytes.
         """
-        return bool(ask_for_largest([self._received], "StopSignal.requested")()[0])
+        return bool(gather_numbers([self._received], "StopSignal.requested").any())
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-
-
-def ask_for_largest(numbers: list[int], what: str) -> Callable[[], list[int]]:
-    """Return a function that waits for the largest number on any rank, for each of the numbers. Collective.
-
-    A caller that reads the result after the next step does not wait for the device in between, where all messages of
-    the process group go through the device, as under Lightning on GPUs.
-
-    Args:
-        numbers: The numbers of this rank, as many as on every other rank.
-        what: The name of the call that every rank makes, for the error if one does not.
-    """
-    result = begin_gather(numbers, what)
-    return lambda: result().amax(0).tolist()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 
@@ -74,28 +72,3 @@ def of_no_elements():
 def test_an_all_reduce_of_no_elements_waits_for_no_peer(pool):
     """Check what `finish_gloo` relies on."""
     assert pool.run(2, of_no_elements) == [0, 1]
-
-
-def waits_for_the_dead() -> tuple[str, int]:
-    """Wait in a reduce-scatter whose peer is killed: the error, and how often the wait was begun."""
-    output, given = torch.empty(2), torch.ones(4)
-    dist.reduce_scatter_tensor(output, given)  # the ranks are connected
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    work = dist.reduce_scatter_tensor(output, given, async_op=True)
-    for begun in range(10):
-        try:
-            if torch_private.is_done(work, 3):
-                return "no error", begun
-        except RuntimeError as error:
-            return str(error), begun
-    return "none of ten waits ended", 10
-
-
-def test_a_wait_ends_when_the_peer_is_killed(pool):
-    """Gloo's reduce-scatter is never complete then, but each wait for it fails at once."""
-    first, second = pool.try_run(2, waits_for_the_dead)
-    assert "SIGKILL" in second.message
-    error, begun = first
-    assert "Connection" in error
-    assert begun <= 1

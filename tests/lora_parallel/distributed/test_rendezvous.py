@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,21 @@ def test_alone_in_a_job_of_one_process_nothing_waits():
     meet("anything")
 
 
-def test_reminders_become_sparse():
-    reminders = meetings._reminders()
-    assert [next(reminders) for _ in range(6)] == [10, 30, 60, 300, 600, 1200]
+def test_reminders_become_sparse(monkeypatch):
+    """Wait on a clock that goes on as soon as somebody waits."""
+    now, told = [0.0], []
+
+    def log(text: str, *more: object) -> None:
+        told.append(now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(meetings, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=wait))
+    monkeypatch.setattr(meetings, "_log", SimpleNamespace(warning=log))
+    monkeypatch.setattr(meetings, "_limits", {None: 2000})
+    one_of_two = meetings._Meetings(0, (0, 1), dist.HashStore())
+    one_of_two.store.set_timeout(timedelta(seconds=5000))
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 2000 s for ranks \[1\] in a call"):
+        meetings._wait(one_of_two, 0, meetings._Announcement("a call", "here"))
+    assert told == pytest.approx([10, 30, 60, 300, 600, 1200], abs=0.5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, M2M100Config, M2M100ForConditionalGeneration
@@ -193,6 +196,23 @@ def test_a_backward_that_one_rank_leaves_out_is_told(impatient_pool):
         assert raised.kind == "RuntimeError", raised
         assert f"ranks make different calls: rank 0 {reduction}" in raised.message
         assert "as many forwards and backward passes" in raised.message
+
+
+def wait_for_the_dead() -> None:
+    """Wait in a reduce-scatter whose peer is killed, by the order of units."""
+    output, given = torch.empty(2), torch.ones(4)
+    dist.reduce_scatter_tensor(output, given)  # the ranks are connected
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.reduce_scatter_tensor(output, given, async_op=True)
+    unit_order.UnitOrder().wait(work, "reduction of a unit", dist.group.WORLD)
+
+
+def test_a_wait_ends_when_the_peer_is_killed(pool):
+    """Gloo's reduce-scatter is never complete then, but each wait for it fails at once."""
+    first, second = pool.try_run(2, wait_for_the_dead)
+    assert "SIGKILL" in second.message
+    assert "Connection" in first.message
 
 
 def models_in_turn(usual: bool) -> None:
