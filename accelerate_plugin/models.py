@@ -17,7 +17,6 @@ from lora_parallel import parallelize
 from lora_parallel.integration import (
     HeldByName,
     agreed,
-    check_alike,
     check_not_stale,
     check_optimized,
     describe_optimizer,
@@ -49,10 +48,10 @@ def prepare_models(
                 bare, sharded, "Prepare both at once: model, optimizer = accelerator.prepare(model, optimizer)."
             )
     injected = [_shard(model, parallelism, evaluation_mode, bool(optimizers)) for model in new]
-    with agreed():
+    with agreed() as alike:
         for optimizer in by_name:
             optimizer.restore_adapted(new) if any(injected) else optimizer.restore(new)
-    check_alike(optimizers=[describe_optimizer(optimizer, nn.ModuleList(models)) for optimizer in bare])
+        alike["optimizers"] = [describe_optimizer(optimizer, nn.ModuleList(models)) for optimizer in bare]
     check_optimized([*accelerator._models, *models], bare)
     accelerator._models.extend(model for model in models if model not in accelerator._models)
 

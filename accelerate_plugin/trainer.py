@@ -50,9 +50,9 @@ from lora_parallel.integration import (
     TrainState,
     adapter_parameters,
     agreed,
+    gather_numbers,
     gather_objects,
     is_checkpoint,
-    largest_numbers,
     load_models,
     load_optimizers,
     local_path,
@@ -451,7 +451,8 @@ def on_step_end(original: Original, self: Any, args: Any, state: Any, control: A
     if not _works_alone(self):
         manager = self.jit_manager
         asked = [manager.is_checkpoint_requested]
-        manager.is_checkpoint_requested = bool(largest_numbers(asked, "Trainer's step with enable_jit_checkpoint")[0])
+        everyone = gather_numbers(asked, "Trainer's step with enable_jit_checkpoint")
+        manager.is_checkpoint_requested = bool(everyone.any())
     original(self, args, state, control, **kwargs)
 
 

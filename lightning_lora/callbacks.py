@@ -16,7 +16,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lora_parallel.integration import MeshMeter, ask_for_largest, parallelized
+from lora_parallel.integration import MeshMeter, begin_gather, parallelized
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as Base
@@ -103,7 +103,7 @@ def watch(trainer: Any, lightning: SimpleNamespace) -> Callable[[], None]:
         """Ask all ranks after each step, by one small message, for their signals, and read the answer a step later."""
 
         step = 0
-        answer: Callable[[], list[int]] | None = None
+        answer: Callable[[], Any] | None = None
 
         def __reduce__(self) -> tuple[Any, ...]:
             return lightning.Callback, ()  # a copy asks nobody: its ranks may not be all there
@@ -115,10 +115,10 @@ def watch(trainer: Any, lightning: SimpleNamespace) -> Callable[[], None]:
             if trainer.global_step == self.step:  # in mid-accumulation, whose gradients a save would lose
                 return
             self.step = trainer.global_step
-            slurm, terminated = self.answer() if self.answer is not None else (0, 0)
+            slurm, terminated = self.answer().amax(0).tolist() if self.answer is not None else (0, 0)
             if slurm:
                 received["slurm"] = 0
-            self.answer = ask_for_largest(list(received.values()), "Trainer's step")
+            self.answer = begin_gather(list(received.values()), "Trainer's step")
             if slurm:
                 requeue(slurm, None)
             if terminated:

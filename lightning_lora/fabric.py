@@ -27,7 +27,6 @@ from lora_parallel.integration import (
     HeldByName,
     TrainState,
     agreed,
-    check_alike,
     check_not_stale,
     check_optimized,
     clip_grad_value_,
@@ -291,7 +290,7 @@ class FabricLogic(BaseLogic, Base):
             OSError: The checkpoint cannot be written. All on every rank.
         """
         name = self.broadcast(str(path))
-        with agreed():
+        with agreed() as alike:
             if storage_options is not None:
                 raise TypeError(f"fabric.save does not support storage_options={storage_options!r} here.")
             if filter:
@@ -304,7 +303,7 @@ class FabricLogic(BaseLogic, Base):
                 k: value.state_dict() if isinstance(value, Stateful) else value for k, value in entries.rest.items()
             }
             folder = local_path(name)
-        check_alike(state=kinds(state))
+            alike["state"] = kinds(state)
         write_checkpoint(
             folder,
             TrainState(entries.models, entries.optimizers),
@@ -330,7 +329,7 @@ class FabricLogic(BaseLogic, Base):
                 rank.
         """
         name = self.broadcast(str(path))
-        with agreed():
+        with agreed() as alike:
             path = local_path(name)
             if isinstance(state, (nn.Module, Optimizer)):
                 raise TypeError(
@@ -341,7 +340,7 @@ class FabricLogic(BaseLogic, Base):
                 raise TypeError(
                     "fabric.load needs the objects to fill: fabric.load(path, {'model': model, 'optimizer': optimizer})"
                 )
-        check_alike(state=kinds(state), strict=strict, weights_only=weights_only)
+            alike.update(state=kinds(state), strict=strict, weights_only=weights_only)
         contents = read_checkpoint(path, _WRITER, weights_only)
         rest = contents.record["state"]
         with agreed():

@@ -229,10 +229,9 @@ class TrainerStrategyLogic(BaseLogic, Base):
                 f"{type(self).__name__}.save_checkpoint does not support storage_options={storage_options}."
             )
         name = self.broadcast(str(filepath))
-        with agreed():
-            path = local_path(name)
         checkpoint_state = dict(checkpoint_state)  # callbacks may have kept the dictionary of their hook
         with agreed():
+            path = local_path(name)
             self._check_untouched(checkpoint_state.pop("state_dict", {}))  # a hook may have taken it out
         checkpoint_state = without_numpy(checkpoint_state)
         weights_only = checkpoint_state.pop("optimizer_states", None) is None

@@ -25,6 +25,7 @@ from lora_parallel.checkpoint.writer import may_be_replaced, write_checkpoint
 from lora_parallel.config import check_positive, suggest_arguments
 from lora_parallel.distributed.dtensors import gather_on_rank_zero, local, reshard
 from lora_parallel.distributed.gradients import clip_grad_value_
+from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import (
     dp_rank,
     dp_size,
@@ -33,7 +34,7 @@ from lora_parallel.distributed.mesh import (
     over_stages,
     same_batch_groups,
 )
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, gather_objects
+from lora_parallel.distributed.rank_checks import agreed, begin_gather, gather_numbers, gather_objects
 from lora_parallel.distributed.torch_private import fake_process_group, group_named
 from lora_parallel.export.save_pretrained import write_pretrained
 from lora_parallel.lazy.materialize import read_weights
@@ -51,7 +52,6 @@ from lora_parallel.runtime.description import (
 from lora_parallel.runtime.guards import check_optimized
 from lora_parallel.runtime.optimizer_params import HeldByName, check_not_stale, describe_optimizer
 from lora_parallel.runtime.refusals import explained
-from lora_parallel.runtime.stop_signal import ask_for_largest, largest_numbers
 from lora_parallel.sizes import axes_text, mesh_text, rank_lines
 from lora_parallel.state import parallelized, state_of
 from lora_parallel.storage import Scratch, check_free, check_loadable, local_path, remove_folder, sweep, without_numpy
@@ -66,10 +66,9 @@ __all__ = [
     "adapter_parameters",
     "adopt_rank_zero",
     "agreed",
-    "ask_for_largest",
     "axes_text",
     "base_fingerprints",
-    "check_alike",
+    "begin_gather",
     "check_base",
     "check_checkpoints",
     "check_config",
@@ -89,6 +88,7 @@ __all__ = [
     "end_after_set_up",
     "explained",
     "fake_process_group",
+    "gather_numbers",
     "gather_objects",
     "gather_on_rank_zero",
     "group_named",
@@ -96,7 +96,6 @@ __all__ = [
     "has_deferred",
     "is_checked",
     "is_checkpoint",
-    "largest_numbers",
     "load_models",
     "load_optimizers",
     "local",

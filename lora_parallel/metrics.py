@@ -215,7 +215,7 @@ class MeshMeter:
         share = -1 if self._share is None else round(self._share * _PARTS)
         counted = (self._all_tokens, self._all_operations / _KILO) if self._counts_batch else (0.0, 0.0)
         numbers = [*map(round, counted), round(self._seconds * _PARTS)]
-        ranks = gather_numbers([*numbers, _memory(self._device_type), share], self._device_type, "MeshMeter.read")
+        ranks = gather_numbers([*numbers, _memory(self._device_type), share], "MeshMeter.read")
         self._clear()
         if self._since is not None:
             self._since = time.perf_counter()

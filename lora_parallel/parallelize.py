@@ -20,8 +20,9 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.cp.regions import split_tokens_over_cp
 from lora_parallel.distributed.dtensors import guard_dtensor_operators
 from lora_parallel.distributed.gradients import refuse_early_hooks
+from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import mesh_sizes, possible_axes
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, gather_numbers
+from lora_parallel.distributed.rank_checks import agreed
 from lora_parallel.distributed.torch_private import has_compiled_call
 from lora_parallel.export.save_pretrained import allow_save_pretrained
 from lora_parallel.fsdp.wrapping import fit_parameters, fsdp_blocks, shard_over_dp, wants_fsdp
@@ -126,7 +127,6 @@ def parallelize(
     with agreed():
         for prepare in PREPARATIONS:
             prepare(setup)
-    _check_seed(mesh, config)
     for change in PASSES:
         change(setup)
     setup.state.attach(model)
@@ -138,7 +138,8 @@ def parallelize(
 def _check_arguments(setup: Setup) -> None:
     """Refuse what cannot be parallelized, on every rank, and note what the model is like before any change."""
     model, mesh, config = setup.model, setup.mesh, setup.config
-    with agreed():
+    with agreed(_SAME_CONFIG) as alike:
+        alike.update(_comparable(config))
         _check_arrival(model, mesh, config)
         if mesh.size() > 1 or wants_fsdp(mesh, config):
             refuse_early_hooks(model)
@@ -152,31 +153,21 @@ def _check_arguments(setup: Setup) -> None:
         check_quantised(model)
         if config.loss_parallel:
             head_of(model)
-    check_alike(**_comparable(config))
     setup.before = {name: ref(parameter) for name, parameter in model.named_parameters()}
 
 
 def _comparable(config: ParallelConfig) -> dict[str, Any]:
-    """Return {"config.<field>": value} without the seed, and with names of functions (`torch.compile` backends)."""
+    """Return {"config.<field>": value}, with names in place of functions (`torch.compile` backends)."""
     arguments = {
         name: f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}" if callable(value) else value
         for name, value in (config.compile_arguments or {}).items()
     }
     fields = {**vars(config), "compile": arguments or config.compile}
-    return {f"config.{name}": value for name, value in fields.items() if name != "seed"}
+    return {f"config.{name}": value for name, value in fields.items()}
 
 
-def _check_seed(mesh: DeviceMesh, config: ParallelConfig) -> None:
-    """Raise a ValueError if ranks have different seeds.
-
-    With different seeds, tp peers would drop different elements of the same activation.
-    """
-    seeds = gather_numbers([config.seed % 2**63], mesh.device_type)[:, 0].tolist()
-    if len(set(seeds)) > 1:
-        raise ValueError(
-            f"seed differs between ranks ({seeds}): give every rank the same one. Batches are told apart by rank, not "
-            "by seed."
-        )
+# With different seeds, tp peers would drop different elements of the same activation.
+_SAME_CONFIG = "give every rank the same config, and the same seed too: batches are told apart by rank, not by seed."
 
 
 _WRAPPER_PARTS = {

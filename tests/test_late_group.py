@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lora_parallel.distributed.rank_checks import one_gloo_thread
-from lora_parallel.distributed.torch_private import default_store, set_timeout
+from lora_parallel.distributed.torch_private import default_store, one_gloo_thread, set_timeout
 from tests import oracle
 from tests.cases import cases
 from tests.oracle import Case, Run, late_group

@@ -39,8 +39,9 @@ from lora_parallel.adapters.inspection import (
     with_sorted_patterns,
 )
 from lora_parallel.distributed.dtensors import class_of, gather_on_rank_zero, local, region_of, reshard
+from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import over_stages
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.lazy.files import opened_safetensors
 from lora_parallel.state import mesh_of
@@ -71,9 +72,9 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], adapter_na
         RuntimeError: The written file does not hold every adapter tensor as gathered.
         OSError: The folder cannot be written. Every error is raised on every rank.
     """
-    with agreed():
+    with agreed() as alike:
         path = local_path(directory)
-    check_alike(directory=str(path), adapter_name=adapter_name)
+        alike.update(directory=str(path), adapter_name=adapter_name)
     gathered = gather_adapter(model, adapter_name)
     with agreed():
         if is_rank_zero():
@@ -239,9 +240,9 @@ def read_adapter(
 ) -> ReadAdapter:
     """Read an adapter from a folder (of no subfolder), each rank its own slices, and check that it fits. Collective."""
     # With `same_dtypes` optimizer states belong to the values: those of another dtype than the model's are refused.
-    check_alike(adapter_name=adapter_name)
     reshard(model)
-    with agreed():
+    with agreed() as alike:
+        alike["adapter_name"] = adapter_name
         check_unmerged(model)
         holder = adapted_model(model)
         configs = peft_configs(model)
@@ -249,8 +250,7 @@ def read_adapter(
             raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
         folder = Path(directory)
         check_config(folder, configs[adapter_name])
-        digest = _digest(folder)
-    check_alike(directory=f"a folder with digest {digest}")
+        alike["directory"] = f"a folder with digest {_digest(folder)}"
     of_adapter = keys_on_disk(model, holder, adapter_name, save_embedding_layers=False)
     # The folder may or may not hold embeddings: its writer chose.
     with_embeddings = hasattr(holder, "get_input_embeddings")

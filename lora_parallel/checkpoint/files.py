@@ -31,7 +31,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from lora_parallel.distributed.rank_checks import agreed, collective_call, gather_objects
+from lora_parallel.distributed.meetings import collective_call
+from lora_parallel.distributed.rank_checks import agreed, gather_objects
 from lora_parallel.distributed.torch_private import file_of
 
 FORMAT, DIGEST_SINCE = 2, 2
@@ -171,12 +172,10 @@ class ChecksummedWriter(dcp.StorageWriter):
         return dcp.FileSystemWriter.validate_checkpoint_id(checkpoint_id)
 
 
-def check_bytes(path: Path, meta: Mapping[str, Any]) -> None:
+def check_bytes(path: Path, meta: Mapping[str, Any], of_meta: os.stat_result) -> None:
     """Check that a checkpoint's files have the bytes that were written; errors on every rank. Collective."""
     # Ranks that see the same folder read each file once among them; one with a copy of its own checks the whole copy.
-    with agreed():
-        inode = (path / META).stat()
-        mine = (platform.node(), inode.st_dev, inode.st_ino)
+    mine = (platform.node(), of_meta.st_dev, of_meta.st_ino)
     here = [rank for rank, theirs in enumerate(gather_objects(mine)) if theirs == mine]
     with agreed():
         check_checksums(path, meta, _share(meta["files"], len(here), here.index(dist.get_rank())))

@@ -40,7 +40,7 @@ from lora_parallel.checkpoint.files import (
 from lora_parallel.checkpoint.states import TrainState, check_optimizer, group_names, restored
 from lora_parallel.distributed.dtensors import local, region_of
 from lora_parallel.distributed.mesh import over_stages
-from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rank_checks import agreed
 from lora_parallel.lazy.files import DcpDirectory, Reader
 from lora_parallel.lazy.graph import Region, whole
 from lora_parallel.storage import restore_replaced
@@ -91,14 +91,14 @@ def read_checkpoint(path: Path, writer: str, weights_only: bool | None = None) -
         if dist.get_rank() == 0:
             restore_replaced(path)
     with agreed():
-        meta = _complete(path, writer)
-    check_bytes(path, meta)
-    with agreed():
+        meta, inode = _complete(path, writer), (path / META).stat()
+    check_bytes(path, meta, inode)
+    with agreed() as alike:
+        # Ranks may have picked different checkpoints as the newest, or mounted the same one at different paths: compare
+        # names and digests, and no paths.
+        digest = hashlib.blake2b((path / META).read_bytes(), digest_size=6).hexdigest()
+        alike["checkpoint"] = f"{meta['name']} ({digest})"
         contents = Contents(path, meta, _record(path, weights_only))
-    # Ranks may have picked different checkpoints as the newest, or mounted the same one at different paths: compare
-    # names and digests, and no paths.
-    digest = hashlib.blake2b((path / META).read_bytes(), digest_size=6).hexdigest()
-    check_alike(checkpoint=f"{meta['name']} ({digest})")
     return contents
 
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from lora_parallel.checkpoint.reader import load_models, load_optimizers, read_checkpoint, resume_counting
 from lora_parallel.checkpoint.states import TrainState, restore_random_state
 from lora_parallel.checkpoint.writer import write_checkpoint
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call
+from lora_parallel.distributed.meetings import collective_call
+from lora_parallel.distributed.rank_checks import agreed
 from lora_parallel.storage import check_loadable, local_path, without_numpy
 
 _WRITER = "lora_parallel"
@@ -106,13 +107,13 @@ def load_checkpoint(
             raise FileNotFoundError("directory is None: there is no checkpoint to load (latest_checkpoint found none).")
         path = local_path(directory)
     found = read_checkpoint(path, _WRITER)
-    with agreed():
+    with agreed() as alike:
         state = _train_state(model, optimizer)
+        alike["optimizers"] = list(state.optimizers)
         if state.optimizers and len(found.optimizers) != len(state.optimizers):
             raise ValueError(
                 f"{path} holds the state of {len(found.optimizers)} optimizers, and {len(state.optimizers)} are given."
             )
-    check_alike(optimizers=list(state.optimizers))
     commits = [*load_models(found, state), *load_optimizers(found, state)]
     for commit in commits:
         commit()

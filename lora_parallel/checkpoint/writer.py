@@ -61,7 +61,7 @@ from lora_parallel.checkpoint.states import (
 )
 from lora_parallel.distributed.dtensors import reshard
 from lora_parallel.distributed.mesh import merged_over_stages, over_stages
-from lora_parallel.distributed.rank_checks import agreed, check_alike
+from lora_parallel.distributed.rank_checks import agreed
 from lora_parallel.distributed.torch_private import is_rectangle
 from lora_parallel.storage import (
     Scratch,
@@ -122,13 +122,13 @@ def write_checkpoint(
     """
     wait_for_save()
     extra = without_numpy(extra)
-    with agreed():
+    with agreed() as alike:
+        alike.update(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
         for key, value in extra.items():
             if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
                 raise ValueError(
                     f"{key!r} holds a DTensor, of which only rank 0's shard would be saved: save its full_tensor()."
                 )
-    check_alike(directory=str(path), keep_last=keep_last, async_save=async_save, optimizers=list(state.optimizers))
     save = _Save(path, state, writer, replace, keep_last)
     try:
         with agreed():

@@ -1,12 +1,13 @@
 """Run the collectives of tensor parallel compute, as autograd functions on plain local tensors.
 
-All are out of place, so that `torch.compile` can trace them. If a peer rank runs another program, the
-collective times out, and each rank raises an error that names the collective it was in (see `_run`).
+All are out of place, so that `torch.compile` can trace them. If a peer rank runs another program, the collective times
+out, and each rank raises an error that names the collective it was in (see `named`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,14 +30,11 @@ def unless_compiled(name: str) -> str:
     return "" if torch.compiler.is_compiling() else name
 
 
-def _run(
-    collective: Callable[[Tensor, ProcessGroup], Tensor], tensor: Tensor, group: ProcessGroup, what: str, where: str
-) -> Tensor:
-    """Run a collective; its failure is an error that names it: `what` is the kind of tensor, `where` the layer."""
-    if torch.compiler.is_compiling():  # a graph holds the collective alone
-        return collective(tensor, group)
+@contextmanager
+def named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
+    """Turn the failure of a collective into an error that names it: `what` is the kind of tensor, `where` the layer."""
     try:
-        return collective(tensor, group)
+        yield
     except (RuntimeError, dist.DistError) as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: the collective '{what} of {where}' over "
@@ -44,6 +42,19 @@ def _run(
             "with what the other ranks name: a rank that names another collective, or none, ran a different program. "
             f"Cause: {error}"
         ) from error
+
+
+def _run(
+    collective: Callable[[Tensor, ProcessGroup], Tensor], tensor: Tensor, group: ProcessGroup, what: str, where: str
+) -> Tensor:
+    """Run a collective of a layer; its failure is named. A context around each would cost the host more than the rest."""
+    if torch.compiler.is_compiling():  # a graph holds the collective alone
+        return collective(tensor, group)
+    try:
+        return collective(tensor, group)
+    except (RuntimeError, dist.DistError):
+        with named(what, where, group):
+            raise
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, what: str, where: str) -> Tensor:

@@ -17,15 +17,15 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.rank_checks import (
-    T,
-    collective_call,
+from lora_parallel.distributed.meetings import collective_call, limit_waiting
+from lora_parallel.distributed.rank_checks import T, gather_objects
+from lora_parallel.distributed.torch_private import (
     finish_gloo,
-    gather_objects,
-    limit_waiting,
+    flatten_axes,
     one_gloo_thread,
+    set_timeout,
+    sub_mesh,
 )
-from lora_parallel.distributed.torch_private import flatten_axes, set_timeout, sub_mesh
 from lora_parallel.sizes import AXES, axis_sizes, mesh_axes
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,11 @@ upgrade that changes one fails there and not in a training run.
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -278,6 +280,60 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
 def is_simulated() -> bool:
     """Return True within `fake_process_group`: collectives send nothing, and parameters need no values."""
     return dist.is_initialized() and dist.get_backend() == "fake"
+
+
+@contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Give each gloo group that is made within the context one worker thread: two can corrupt the heap."""
+    # They write a long name of the collective that has finished into one string (docs/upstream/gloo_threads.md).
+    # torch ignores the options that it is given for gloo, so the class is replaced.
+    if not dist.is_gloo_available():
+        yield
+        return
+    c10d: Any = dist.distributed_c10d
+    gloo: Any = c10d.ProcessGroupGloo
+
+    class OneThread(gloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            usual = gloo(dist.HashStore(), 0, 1, timeout).options  # for its devices, which the environment selects
+            options = gloo._Options()
+            options._threads, options._timeout, options._devices = 1, timeout, usual._devices
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OneThread
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = gloo
+
+
+@contextmanager
+def not_profiled() -> Iterator[None]:
+    """Hide the operations of the calling thread from torch's profilers within the context. It does not nest."""
+    # A collective on gloo that a profiler has seen begin, and that ends when the profiler has stopped, writes into
+    # memory that the profiler has freed (docs/upstream/gloo_profiler.md).
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+_NOTHING = torch.empty(0)
+
+
+def finish_gloo() -> None:
+    """Wait, at exit, until gloo's threads have let go of all tensors; not at all if an error has ended the process."""
+    # A thread of gloo that frees a tensor while Python ends aborts the process (docs/upstream/gloo_exit.md). An all-
+    # reduce of no elements waits for no peer, but comes after messages whose peers an error may keep away.
+    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
+        return
+    until = time.monotonic() + 5
+    for group in process_groups():
+        if "cpu:gloo" in dist.get_backend_config(group):
+            work = dist.all_reduce(_NOTHING, group=group, async_op=True)
+            with suppress(RuntimeError):  # a timeout
+                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
 
 def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from lora_parallel.adapters.inspection import check_unmerged
 from lora_parallel.distributed.dtensors import class_of, reshard
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
+from lora_parallel.distributed.meetings import collective_call
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.export.merged_weights import MergedModel, WeightForm, forms_of, held_by_ranks, merged_weights
 from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.lazy.files import INDEX
@@ -151,10 +152,10 @@ def write_merged(
     `beside_others` writes into a folder that holds other files too, which stay, as `save_pretrained` of transformers
     does. Weights that an earlier save has written there are replaced.
     """
-    with agreed():
+    with agreed() as alike:
         target = local_path(directory)
         _check_size(max_shard_size)
-    check_alike(directory=str(target), max_shard_size=max_shard_size)
+        alike.update(directory=str(target), max_shard_size=max_shard_size)
     scratch, writer = Scratch(target), is_rank_zero()
     reshard(model)
     try:

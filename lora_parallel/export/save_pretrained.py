@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from lora_parallel.adapters.adapter_folder import gather_adapter
 from lora_parallel.adapters.inspection import adapted_model, check_finite, loose_parameters, peft_configs
 from lora_parallel.distributed.dtensors import gather_on_rank_zero, reshard
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
+from lora_parallel.distributed.meetings import collective_call
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.export.export_merged import write_merged
 from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.state import Setup
@@ -65,7 +66,7 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
         return
     with collective_call("save_pretrained"):
         configs = peft_configs(model)
-        with agreed():
+        with agreed() as alike:
             signature(own).bind(*args, **kwargs)
             directory = arguments.pop(names[0])
             methods = (PreTrainedModel.save_pretrained, PeftModel.save_pretrained)
@@ -79,10 +80,10 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
                 raise TypeError(f"save_pretrained of a sharded model does not support {texts}.")
             arguments = {**defaults, **arguments}
             chosen = list(configs) if arguments["selected_adapters"] is None else list(arguments["selected_adapters"])
+            alike["selected_adapters"] = chosen
             unknown = [name for name in chosen if name not in configs]
             if unknown:
                 raise ValueError(f"no adapter {unknown[0]!r} in the model; it has: {', '.join(configs) or 'none'}.")
-        check_alike(selected_adapters=chosen)
         write_pretrained(model, directory, chosen, arguments["save_embedding_layers"], arguments["max_shard_size"])
 
 
@@ -113,13 +114,13 @@ def write_pretrained(
     names = list(peft_configs(model)) if adapters is None else list(adapters)
     reshard(model)
     loose = loose_parameters(model)
-    with agreed():
+    with agreed() as alike:
         folder = local_path(directory)
+        alike.update(directory=str(folder), save_embedding_layers=save_embedding_layers)
         check_finite(loose)
     if not names:
         write_merged(model, directory, max_shard_size, beside_others=True)
         return
-    check_alike(directory=str(folder), save_embedding_layers=save_embedding_layers)
     with torch.inference_mode(False):  # a DTensor cannot be detached in inference mode
         gathered = [gather_adapter(model, name, save_embedding_layers) for name in names]
         beside = gather_on_rank_zero(loose)

@@ -14,9 +14,11 @@ same step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -28,26 +30,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from lora_parallel.distributed.dtensors import class_of
 from lora_parallel.distributed.gradients import Gradients
+from lora_parallel.distributed.meetings import is_awaited_by, meet
 from lora_parallel.distributed.mesh import shard_size
-from lora_parallel.distributed.rank_checks import is_awaited_by, is_done, meet
 from lora_parallel.distributed.torch_private import all_gather_into, reduce_scatter_into
 
 PATIENCE = 3.0  # seconds in a collective after which a rank checks if another rank asks about a step
-
-
-@dataclass(slots=True)
-class _Place:
-    """Hold a place in a tree of passes: the step that is expected next, and where steps taken from here led to."""
-
-    expected: str | None = None
-    following: dict[str, _Place] = field(default_factory=dict)
-
-    def take(self, step: str) -> _Place:
-        """Make `step` the usual step from this place, and return the place that the step leads to."""
-        if step not in self.following:
-            self.following[step] = _Place()
-        self.expected = step
-        return self.following[step]
+_START = -1  # the place before every pass, from which its kind leads on
 
 
 class UnitOrder:
@@ -59,8 +47,10 @@ class UnitOrder:
 
     def __init__(self, ranks: tuple[int, ...] | None = None) -> None:
         self._ranks = ranks
-        self._starts: dict[str, _Place] = {}
-        self._place: _Place | None = None
+        self._places = count()  # numbers of the places in a tree of passes
+        self._following: defaultdict[tuple[int, str], int] = defaultdict(self._places.__next__)  # where a step leads to
+        self._expected: dict[int, str] = {}  # the usual step at a place
+        self._place = next(self._places)
         self._accumulates = False
         self.models = 0
 
@@ -69,25 +59,29 @@ class UnitOrder:
         self.take(kind)
         # A forward that adds to the gradients of the last continues its pass, so that a fixed number has usual steps.
         if not self._accumulates:
-            self._place = self._starts.setdefault(kind, _Place())
+            self._place = self._following[_START, kind]
         self._accumulates = accumulates
 
     def take(self, step: str) -> None:
         """Take a step, or raise RuntimeError on every rank if one takes another. Collective unless it is usual."""
-        place = self._place or _Place()
-        if place.expected != step:
+        if self._expected.get(self._place) != step:
             meet(step, _REMEDY, self._ranks)
-        self._place = place.take(step)
+        self._expected[self._place] = step
+        self._place = self._following[self._place, step]
 
     def wait(self, work: dist.Work, step: str, group: dist.ProcessGroup) -> None:
         """Wait for a step's collective; raise RuntimeError if it fails or a rank of `group` asks about another step."""
         awaited, failure = False, None
         while failure is None:
+            start = time.monotonic()
             try:
-                if is_done(work, "cpu", time.monotonic() + PATIENCE):
-                    return
-            except RuntimeError as error:  # gloo's reduce-scatter knows no other timeout than that of its group
-                failure = error
+                work.wait(timedelta(seconds=PATIENCE))
+                return
+            except RuntimeError as error:
+                # What fails before the time is over has failed. Gloo's reduce-scatter knows no other timeout than that
+                # of its group, and is never complete after it; but then the next wait for it fails at once.
+                if work.is_completed() or time.monotonic() - start < PATIENCE:
+                    failure = error
             # Two checks in a row must find such a rank: one that has taken this step, and asks about a later one, has
             # let this collective end by the second check.
             awaited, before = is_awaited_by(dist.get_process_group_ranks(group), self._ranks), awaited
@@ -97,7 +91,7 @@ class UnitOrder:
 
     def forget_place(self) -> None:
         """Forget the place, after a pass that has ended early, so that ranks compare the next step."""
-        self._place, self._accumulates = None, False
+        self._place, self._accumulates = next(self._places), False
 
 
 _REMEDY = (
@@ -145,57 +139,32 @@ class ModelOrder:
 
 
 class _Step:
-    """Run a collective of FSDP2 as a step of the order."""
+    """Gather a unit's parameters, or reduce its gradients, as a step of the order: FSDP2 calls this for its own."""
 
-    def __init__(self, order: UnitOrder, step: str) -> None:
-        self._order, self._step = order, step
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def run(
-        self, collective: Callable[..., Any], output: Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
-        """Call `collective(async_op=...)`; wait for it here, by the order, where FSDP2 would block on the CPU."""
-        blocks = not async_op and output.device.type == "cpu"
-        work = collective(async_op=async_op or blocks)
-        if not blocks:
-            return work
-        self._order.wait(work, self._step, group)
-        return None
-
-
-class _Gather(_Step):
-    """Gather a unit's parameters."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        if group.size() > 1:
-            self._order.take(self._step)
-        return self.run(
-            partial(all_gather_into, output_tensor, input_tensor, group=group), output_tensor, group, async_op
-        )
-
-
-class _Reduction(_Step):
-    """Reduce a unit's gradients; over replicas alone if no mesh axis shards the unit."""
-
-    _allocated = False
+    def __init__(self, order: UnitOrder, step: str, reduces: bool) -> None:
+        self._order, self._step, self._reduces = order, step, reduces
+        self._allocated = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # FSDP2 calls this twice per reduction, for its input and its output. No other function of this class is always
-        # called before the reduction.
-        if not self._allocated:
+        # called before the reduction, which is over replicas alone if no mesh axis shards the unit.
+        if self._reduces and not self._allocated:
             self._order.take(self._step)
         self._allocated = not self._allocated
-        return super().allocate(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False, **op: Any
     ) -> dist.Work | None:
-        reduce = partial(reduce_scatter_into, output_tensor, input_tensor, op=op, group=group)
-        return self.run(reduce, output_tensor, group, async_op)
+        if not self._reduces and group.size() > 1:
+            self._order.take(self._step)
+        collective: Any = reduce_scatter_into if self._reduces else all_gather_into
+        blocks = not async_op and output_tensor.device.type == "cpu"  # FSDP2 would wait: the order waits in its place
+        work = collective(output_tensor, input_tensor, group=group, async_op=async_op or blocks, **op)
+        if not blocks:
+            return cast("dist.Work | None", work)
+        self._order.wait(work, self._step, group)
+        return None
 
 
 # orders of the units of each default process group, by the ranks that compare their steps
@@ -212,8 +181,8 @@ def install_order_check(model: nn.Module, mesh: DeviceMesh, gradients: Gradients
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             unit, comm = f"{name} of {called}" if name else called, cast(Any, module)  # its types are not exported
-            comm.set_custom_all_gather(_Gather(order, f"gather of {unit}"))
-            comm.set_custom_reduce_scatter(_Reduction(order, f"reduction of {unit}"))
+            comm.set_custom_all_gather(_Step(order, f"gather of {unit}", reduces=False))
+            comm.set_custom_reduce_scatter(_Step(order, f"reduction of {unit}", reduces=True))
     return ModelOrder(order, called, shard_size(mesh) > 1, gradients)
 
 

@@ -6,6 +6,7 @@ copies of the same files.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from torch.distributed import DeviceMesh
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
-from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers, gather_objects
+from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_objects
 from lora_parallel.fsdp.wrapping import device_at_rest, move_to_device
 from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
 from lora_parallel.lazy.graph import Leaf
@@ -153,8 +154,8 @@ def adopt_rank_zero(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> int:
 
     Tensors on meta have no values yet; only their names, shapes and dtypes are compared.
 
-    Fingerprints of the tensors are compared first: copies that are equal (same seed, same file) cost small collectives
-    and no traffic. Unequal tensors are broadcast one by one.
+    Fingerprints of the tensors are compared first, in one message with one of the structure: copies that are equal
+    (same seed, same file) cost no more than that. Unequal tensors are broadcast one by one.
 
     Raises:
         ValueError: The ranks hold models of different structure (names, shapes, dtypes or requires_grad); every rank
@@ -162,19 +163,17 @@ def adopt_rank_zero(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> int:
     """
     if dist.get_world_size() == 1:
         return 0
-    names = list(tensors)
     lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.is_meta}" for name, t in tensors.items()]
-    structure = fingerprint(torch.tensor(bytearray("\n".join(lines), "utf8"), dtype=torch.uint8))
-    structures = gather_numbers([structure, len(names)], mesh.device_type)
-    if (structures != structures[0]).any():  # every rank sees it, and raises
-        others = [rank for rank in range(len(structures)) if (structures[rank] != structures[0]).any()]
+    structure = len(lines), hashlib.blake2b("\n".join(lines).encode()).digest()
+    names = [name for name, tensor in tensors.items() if not tensor.is_meta]
+    everyone = gather_objects((structure, [fingerprint(tensors[name]) for name in names]))
+    if others := [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]:
         raise ValueError(
             f"ranks {others} built a model that differs from rank 0's in names, shapes, dtypes or requires_grad "
-            f"({int(structures[0, 1])} tensors on rank 0): build the same model on every rank."
+            f"({everyone[0][0][0]} tensors on rank 0): build the same model on every rank."
         )
-    names = [name for name in names if not tensors[name].is_meta]
-    prints = gather_numbers([fingerprint(tensors[name]) for name in names], mesh.device_type)
-    unequal = [name for index, name in enumerate(names) if (prints[:, index] != prints[0, index]).any()]
+    prints = zip(*(theirs for _, theirs in everyone), strict=True)
+    unequal = [name for name, of_ranks in zip(names, prints, strict=True) if len(set(of_ranks)) > 1]
     if unequal and dist.get_rank() == 0:
         log.warning(
             "%d of %d tensors differ between ranks (first: %s): every rank takes rank 0's, as under DDP. Seed the "
@@ -198,16 +197,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
     """Check that all ranks fill a model on meta from copies of the same files. Collective."""
-    with agreed():
-        prints = {source.path.name: fingerprint_of(source) for source in sources_of(model)}
-    everyone = gather_objects(prints)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            names = sorted({name for name, _ in theirs.items() ^ everyone[0].items()})
-            raise ValueError(
-                f"rank {rank} would read other files than rank 0 ({len(names)} differ, first: {names[0]}): their "
-                "shards would be of different checkpoints. Give every rank the same one."
-            )
+    with agreed("their shards would be of different checkpoints. Give every rank the same one.") as alike:
+        for source in sources_of(model):
+            alike[f"the fingerprint of {source.path.name}"] = fingerprint_of(source)
 
 
 def start_alike(setup: Setup) -> None:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.rank_checks import gather_numbers, one_gloo_thread
-from lora_parallel.distributed.torch_private import default_store, is_simulated
+from lora_parallel.distributed.rank_checks import gather_objects
+from lora_parallel.distributed.torch_private import default_store, is_simulated, one_gloo_thread
 
 PATIENCE = 1.0  # Seconds of waiting after which a rank checks if another rank of its pipeline has failed
 _FAILED = "failed"
@@ -55,7 +55,7 @@ def _groups_of(mesh: DeviceMesh, timeout_seconds: int, has_ring: bool) -> _Group
     known, key = _groups.setdefault(dist.group.WORLD, {}), (str(pipelines), timeout_seconds, has_ring)
     earlier = known.get(key)
     usable = earlier is not None and earlier.failure is None
-    if bool(gather_numbers([usable], mesh.device_type).all()):
+    if all(gather_objects(usable)):
         assert earlier is not None
         return earlier
     known[key] = groups = _Groups()

@@ -18,7 +18,7 @@ from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
-from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_numbers
+from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_objects
 from lora_parallel.optimizers import check_optimizers
 from lora_parallel.state import ParallelState, Setup, parallelized, state_of
 
@@ -99,8 +99,8 @@ def check_optimized(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
         state = state_of(model)
         if state is None or state.check_trains is None:
             continue
-        holds = int(not optimized.isdisjoint(model.parameters()))  # of a pipeline some ranks hold nothing that trains
-        if gather_numbers([holds], state.mesh.device_type).any():
+        holds = not optimized.isdisjoint(model.parameters())  # of a pipeline some ranks hold nothing that trains
+        if any(gather_objects(holds)):
             state.check_trains()
 
 
@@ -156,7 +156,8 @@ def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     stage = stage_mesh(mesh)
     names = stage.mesh_dim_names or ()
     numbers = [fingerprint(local(p)) for p in parameters.values()]
-    prints = gather_numbers(numbers, mesh.device_type, group=stage_group(mesh))  # in the order of the stage's ranks
+    everyone = gather_objects(numbers, stage_group(mesh))  # in the order of the stage's ranks
+    prints = torch.tensor(everyone, dtype=torch.int64)
     alike: dict[frozenset[str], list[int]] = {}
     for index, parameter in enumerate(parameters.values()):
         alike.setdefault(sharded_axes(parameter), []).append(index)

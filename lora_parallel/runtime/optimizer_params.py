@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lora_parallel.distributed.gradients import refuse_clipping_if
+from lora_parallel.distributed.meetings import place_of_call
 from lora_parallel.distributed.mesh import over_stages
-from lora_parallel.distributed.rank_checks import place_of_call
 from lora_parallel.optimizers import check_optimizers, joins_parameters, let_optimizers_step
 from lora_parallel.state import Setup, mesh_of, names_elsewhere
 

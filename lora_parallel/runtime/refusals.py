@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.peft_private import refuse_adapters
 from lora_parallel.distributed.dtensors import local, reshard
+from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import dp_size, share_random_state
-from lora_parallel.distributed.rank_checks import collective_call
 from lora_parallel.distributed.torch_private import gathered_parameters
 from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.layers.styles import partition_of

@@ -4,6 +4,10 @@ Each peer computes a slice of every layer: with different batches their sums are
 So these ranks compare the inputs of every forward by one message of two numbers. The first batch for training and the
 first for evaluation are compared before anything is computed, and so is every batch on a CPU. On an accelerator a later
 batch is compared as the next forward begins, so that no rank waits for its device.
+
+Before the first forward of all they meet, so that a rank that comes alone soon says whom it waits for. A later forward
+has no meeting, not even the first for evaluation: a peer that trains on in the meantime would not come, and its message
+says at once that ranks make different forwards.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.utils._pytree import tree_flatten
 
+from lora_parallel.distributed.collectives import named
 from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.meetings import meet
 from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh, stage_mesh
-from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device, wait_for
+from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device
 
 
 class SameBatch:
@@ -47,19 +53,19 @@ class SameBatch:
             (number, last, event), self._sent = self._sent, None
             event.synchronize()
             self._compare(number, last)
+        if not self._forwards:
+            meet("the model's first forward", ranks=self._ranks)
         self._forwards += 1
         first = training in self._unchecked
         self._unchecked.discard(training)
         both = self._message(inputs, training)
+        for group in self._groups:
+            with named("inputs", f"the model's forward for {'training' if training else 'evaluation'}", group):
+                dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         if first or self._device == "cpu":
-            for group in self._groups:
-                work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
-                wait_for(work, f"the model's forward for {'training' if training else 'evaluation'}", self._device)
             with agreed() if first and training else nullcontext():
                 self._compare(self._forwards, both)
             return
-        for group in self._groups:
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         on_cpu = torch.empty(2, dtype=both.dtype, pin_memory=True)
         on_cpu.copy_(both, non_blocking=True)
         event = torch.get_device_module(self._device).Event()

@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from lora_parallel.distributed.rank_checks import begin_gather
+from lora_parallel.distributed.rank_checks import gather_numbers
 
 
 class StopSignal:
@@ -57,35 +53,7 @@ class StopSignal:
 
         Every rank calls it after the same steps. It is one message of eight bytes.
         """
-        return bool(largest_numbers([self._received], "StopSignal.requested")[0])
+        return bool(gather_numbers([self._received], "StopSignal.requested").any())
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-
-
-def largest_numbers(numbers: list[int], what: str) -> list[int]:
-    """Return the largest number on any rank, for each of the numbers. Collective.
-
-    Args:
-        numbers: The numbers of this rank, as many as on every other rank.
-        what: The name of the call that every rank makes, for the message about a rank that does not come.
-    """
-    return ask_for_largest(numbers, what)()
-
-
-def ask_for_largest(numbers: list[int], what: str) -> Callable[[], list[int]]:
-    """Begin `largest_numbers`, and return a function that waits for its result.
-
-    A caller that reads the result after the next step does not wait for the device in between, where all messages of
-    the process group go through the device, as under Lightning on GPUs.
-    """
-    result = begin_gather(numbers, _device_type(), what)
-    return lambda: result().amax(0).tolist()
-
-
-def _device_type() -> str:
-    """Return the type of device that messages of the default process group are sent from: the CPU where it can be."""
-    if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
-        return "cpu"
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type

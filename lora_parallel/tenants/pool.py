@@ -19,8 +19,9 @@ from torch.distributed import DeviceMesh
 from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.distributed.collectives import all_reduce
 from lora_parallel.distributed.dtensors import local, reshard
+from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import dp_size
-from lora_parallel.distributed.rank_checks import agreed, check_alike, collective_call, is_rank_zero
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.storage import local_path
 from lora_parallel.tenants.layer import AdapterSlots, draw, shaped
@@ -108,8 +109,8 @@ class TenantPool:
         self._shards = state.mesh if shard and state.mesh["dp_shard"].size() > 1 else None
         self._tenants: dict[str, Tenant] = {}
         self._mixing = batch_norms(model)
-        self._calls = Calls(state.mesh.device_type, self.names)
-        self._forwards = ForwardTracker(model, state.mesh.device_type, self._count)
+        self._calls = Calls(self.names)
+        self._forwards = ForwardTracker(model, self._count)
         self._slots = AdapterSlots(model, state, self._shards, self._forwards.current)
 
         reshard(model)  # after a forward FSDP2 may leave gathered parameters in place, which would be frozen instead
@@ -200,14 +201,14 @@ class TenantPool:
         tenant = Tenant(name, shapes.peft_config[name], init_seed, needs=needs)
         self._tenants[name] = tenant
         try:
-            with agreed():
+            with agreed() as alike:
 
                 def put(where: str, layer: Any) -> None:
                     tenant.layers.append(self._slots.put(name, init_seed, dtype, where, layer))
 
                 draw(self._bare, shapes, name, config, init_seed, put)
                 tenant.set_optimizer(made := optimizer(tenant.parameters))
-            check_alike(optimizer=settings_of(made))
+                alike["optimizer"] = settings_of(made)
         except BaseException:  # after an error on any rank no rank keeps the tenant
             self._discard(tenant)
             raise

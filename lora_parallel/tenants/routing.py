@@ -116,11 +116,10 @@ def gathered_factors(factors: Sequence[Factor], mesh: DeviceMesh) -> dict[Factor
 
 
 class Calls:
-    """Keep a number of the calls made so far, which is equal on all ranks as long as they make the same calls."""
+    """Compare the calls that ranks make of a pool."""
 
-    def __init__(self, device: str, tenants: Callable[[], Sequence[str]]) -> None:
-        self._device, self._tenants = device, tenants
-        self._before = 0
+    def __init__(self, tenants: Callable[[], Sequence[str]]) -> None:
+        self._tenants = tenants
         self._alone: list[str] = []  # calls noted by `apart` since the last `together`
 
     @contextmanager
@@ -131,10 +130,9 @@ class Calls:
             yield
         except Exception as caught:
             error = caught
-        after = number_of(f"{self._before} {call}")
-        numbers = gather_numbers([after, error is not None], self._device, f"TenantPool.{call.partition('(')[0]}")
+        said = " and then ".join([*self._alone, call])
+        numbers = gather_numbers([number_of(said), error is not None], f"TenantPool.{call.partition('(')[0]}")
         if len(numbers[:, 0].unique()) > 1:
-            said = " and then ".join([*self._alone, call])
             everyone = gather_objects(f"{said}, with tenants {list(self._tenants())}")
             other = int((numbers[:, 0] != numbers[0, 0]).nonzero()[0])
             raise ValueError(
@@ -145,13 +143,12 @@ class Calls:
             with agreed():
                 if error is not None:
                     raise error
-        self._before, self._alone = after, []
+        self._alone.clear()
 
     @contextmanager
     def apart(self, call: str) -> Iterator[None]:
         """Note a call without a message: the next `together` finds out if a rank has made another call."""
         yield
-        self._before = number_of(f"{self._before} {call}")
         self._alone.append(call)
 
 
@@ -260,12 +257,12 @@ class Forward:
             raise error
         self._problem = self._problem or error
 
-    def end(self, device: str) -> None:
+    def end(self) -> None:
         """Raise on every rank if any rank has kept an error with `refuse`. Collective."""
         if not self.agrees:
             return
         self.agrees = False
-        if gather_numbers([self._problem is not None], device).any():
+        if gather_numbers([self._problem is not None], "the model's forward in a route").any():
             with agreed():
                 if self._problem is not None:
                     raise self._problem
@@ -280,7 +277,8 @@ def route_samples(
 ) -> Route:
     """Make the route of a batch: its tenants, and each one's weight and first sample on this rank. Collective."""
     digest = number_of(f"{list(names)} {None if lengths is None else list(lengths)}")
-    everyone = gather_numbers([digest, *(list(names).count(name) for name in tenants)], mesh.device_type)
+    here = [list(names).count(name) for name in tenants]
+    everyone = gather_numbers([digest, *here], "TenantPool.route")
     everyone = everyone.view(-1, mesh["tp"].size(), everyone.shape[1])
     for rank, peers in enumerate(everyone):
         if len(peers[:, 0].unique()) > 1:
@@ -303,8 +301,8 @@ def route_samples(
 class ForwardTracker:
     """Follow the forwards and backwards of a model by hooks, and tell its layers which forward they take part in."""
 
-    def __init__(self, model: nn.Module, device: str, count: Callable[[Route], dict[str, int]]) -> None:
-        self._device, self._count = device, count
+    def __init__(self, model: nn.Module, count: Callable[[Route], dict[str, int]]) -> None:
+        self._count = count
         self.route: Route | None = None  # of the context that is open; None outside of any
         self._forward: Forward | None = None
         # Forwards whose backward has begun, by the number of the backward pass: of passes that are running (several, if
@@ -365,7 +363,7 @@ class ForwardTracker:
 
     def _forward_ends(self, *_: Any) -> None:
         if not in_backward() and self._forward is not None:
-            self._forward.end(self._device)
+            self._forward.end()
 
     def _made(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or in_backward():  # what a graph returns is the output of a block

@@ -26,7 +26,7 @@ from lora_parallel.adapters.inspection import WEIGHTS, peft_configs
 from lora_parallel.checkpoint.states import check_optimizer, group_names, optimizer_state, restored, restored_bytes
 from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.distributed.dtensors import gather_on_rank_zero, local
-from lora_parallel.distributed.rank_checks import agreed, check_alike, is_rank_zero
+from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import strided_shard
 
 STATE = "tenant_state-{}.pt"  # file name of the training state, with a digest of the adapter file that it belongs to
@@ -69,11 +69,11 @@ def load_tenant(
 ) -> dict[str, Any] | None:
     """Fill an adapter and its optimizer from a folder; return the state saved beside it, if any. Collective."""
     # Nothing is changed unless all fits; errors are raised on every rank. Without a state the optimizer's is cleared.
-    with agreed():
+    with agreed() as alike:
         path = _state_of(folder) if (folder / WEIGHTS).is_file() else None
         trained = path is not None and path.is_file()
-        state = _digest_of(path) if path is not None and trained else None
-    check_alike(**{"the training state in the folder": state})  # each rank may read another disk
+        # each rank may read another disk
+        alike["the training state in the folder"] = _digest_of(path) if path is not None and trained else None
     adapter = read_adapter(model, folder, name, same_dtypes=trained)
     with agreed():
         names, put, kept = _names(model, adapter.names), optimizer.state.clear, None

@@ -80,17 +80,11 @@ BREAKAGES = [
         "checkpoint",
         "An adapter that is loaded straight after a training forward is lost with the weights gathered for it.",
         f"{FOLDER}::test_saving_and_loading_in_the_middle_of_a_step",
-        """    check_alike(adapter_name=adapter_name)
-    reshard(model)
-    with agreed():
-        check_unmerged(model)
-        holder = adapted_model(model)
-        configs""",
-        """    check_alike(adapter_name=adapter_name)
-    with agreed():
-        check_unmerged(model)
-        holder = adapted_model(model)
-        configs""",
+        """    reshard(model)
+    with agreed() as alike:
+        alike["adapter_name"]""",
+        """    with agreed() as alike:
+        alike["adapter_name"]""",
     ),
     Mutant(
         "guard",
@@ -119,7 +113,7 @@ BREAKAGES = [
         "guard",
         "Ranks load slices of different folders.",
         MISFITS,
-        """check_alike(directory=f"a folder with digest {digest}")""",
+        'alike["directory"] = f"a folder with digest {_digest(folder)}"',
         """pass""",
     ),
     Mutant(

@@ -149,7 +149,7 @@ BREAKAGES = [
         "guard",
         "Ranks make one tenant with different settings of its optimizer.",
         REFUSED,
-        """check_alike(optimizer=settings_of(made))""",
+        """alike["optimizer"] = settings_of(made)""",
         """pass""",
     ),
     Mutant(

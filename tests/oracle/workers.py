@@ -139,7 +139,7 @@ def _serve(group: Group, rank: int, pipe: Connection) -> None:
     os.dup2(os.open(group.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
     torch._C._set_print_stack_traces_on_fatal_signal(True)
-    from lora_parallel.distributed.rank_checks import one_gloo_thread
+    from lora_parallel.distributed.torch_private import one_gloo_thread
     from tests.oracle.caches import keep_plans
     from tests.times import watch_rank
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lora_parallel.distributed import rank_checks, torch_private
+from lora_parallel.distributed import torch_private
 from tests.oracle.workers import SCRIPT_LIMIT
 
 
 def gloo_threads():
     cpu = torch.device("cpu")
-    with rank_checks.one_gloo_thread():
+    with torch_private.one_gloo_thread():
         inside = dist.new_group()
     after = dist.new_group()
     summed = torch_private.all_reduce_sum(torch.ones(1), inside).item()

@@ -57,14 +57,44 @@ def test_a_failure_on_one_rank_is_raised_on_all(pool):
                 assert "on rank 2: " in one.message
 
 
+def unlike():
+    """What each rank sees where values differ, where rank 1 alone has one, and where rank 1 fails as well."""
+    rank = dist.get_rank()
+
+    def compare(values, fails=False):
+        with agreed("Say the same.") as alike:
+            alike.update(values)
+            if fails and rank == 1:
+                raise KeyError("the reason")
+
+    return (
+        attempt(compare, {"folder": "a", "size": 1 if rank == 1 else 2}),
+        attempt(compare, {"folder": "a"} if rank else {}),
+        attempt(compare, {"size": rank}, fails=True),
+        attempt(compare, {"folder": "a"}),
+    )
+
+
+def test_values_that_must_be_the_same_on_every_rank(pool):
+    for rank, (other, absent, failing, same) in enumerate(pool.run(2, unlike)):
+        assert (other.kind, other.message) == ("ValueError", "size is 2 on rank 0 and 1 on rank 1: Say the same.")
+        assert (absent.kind, absent.message) == (
+            "ValueError",
+            "folder is None on rank 0 and 'a' on rank 1: Say the same.",
+        )
+        assert failing.kind == "KeyError"
+        assert ("on rank 1: " in failing.message) == (rank == 0)
+        assert same is None
+
+
 def test_without_a_process_group_errors_pass_through():
     with pytest.raises(OwnError, match="the reason"), agreed():
         raise OwnError("the reason")
-    assert gather_numbers([3, 4], "cpu").tolist() == [[3, 4]]
+    assert gather_numbers([3, 4], "a call").tolist() == [[3, 4]]
 
 
 def rank_numbers():
-    return gather_numbers([dist.get_rank(), 7, -(2**62)], "cpu").tolist()
+    return gather_numbers([dist.get_rank(), 7, -(2**62)], "a call").tolist()
 
 
 def test_numbers_come_in_rank_order(pool):
@@ -75,7 +105,7 @@ def test_numbers_come_in_rank_order(pool):
 def profiled_numbers():
     """Return a gather that is read after a profiler's end, and what the profiler records of it and of a barrier."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        result = begin_gather([dist.get_rank()], "cpu", "a call")
+        result = begin_gather([dist.get_rank()], "a call")
         dist.barrier()
     return result().tolist(), [event.name for event in profiler.events() if event.name.startswith("gloo:")]
 

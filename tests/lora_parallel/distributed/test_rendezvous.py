@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lora_parallel import load_adapter, parallelize, save_adapter
-from lora_parallel.distributed import rank_checks
-from lora_parallel.distributed.rank_checks import is_done, limit_waiting, meet, wait_for
-from lora_parallel.distributed.torch_private import default_store
+from lora_parallel import StopSignal, load_adapter, parallelize, save_adapter
+from lora_parallel.distributed import meetings
+from lora_parallel.distributed.meetings import limit_waiting, meet
+from lora_parallel.distributed.torch_private import default_store, set_timeout
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, on_mesh, ranks_of
@@ -32,12 +29,12 @@ MESHES = cases("2x2", matrix=["2x1", "1x2"])
 @contextmanager
 def impatient() -> Iterator[None]:
     """Tell at once, and wait for a short time only."""
-    before, rank_checks.TELL_SECONDS = rank_checks.TELL_SECONDS, (0.2, 0.4)
+    before, meetings.TELL_SECONDS = meetings.TELL_SECONDS, (0.2, 0.4)
     limit_waiting(1.5)
     try:
         yield
     finally:
-        rank_checks.TELL_SECONDS = before
+        meetings.TELL_SECONDS = before
         limit_waiting(60)
 
 
@@ -50,7 +47,7 @@ def calls(mesh_text: str, folder: Path) -> dict[str, Any]:
     def generate() -> None:
         model.generate(input_ids=ids, max_new_tokens=1, pad_token_id=0)
 
-    with listening(rank_checks.__name__) as told:
+    with listening(meetings.__name__) as told:
         save_adapter(model, folder / "normal")
         generate()
         if rank == 0:
@@ -69,11 +66,11 @@ def calls(mesh_text: str, folder: Path) -> dict[str, Any]:
         load_adapter(model, folder / "normal")  # the numbers are in step all the same
         meet("the end")
         found["told otherwise"] = told[:]
-    meetings = rank_checks._current()
-    assert meetings is not None
+    current = meetings._current()
+    assert current is not None
     keys = [
         f"lora_parallel/{number}/{key}"
-        for number in range(meetings.number - 1)
+        for number in range(current.number - 1)
         for key in (*range(4), "call", "arrived", "open")
     ]
     dist.barrier()
@@ -118,60 +115,78 @@ def test_calls_that_a_rank_makes_alone_or_that_differ(pool, tmp_path, mesh):
     assert [path.name for path in tmp_path.iterdir()] == ["normal"]
 
 
-def collective() -> tuple[list[str], bool]:
-    """Rank 0 waits in a collective, and rank 1 in a call; once both have told, rank 1 joins the collective."""
-    rank, store = dist.get_rank(), default_store()
-    with listening(rank_checks.__name__) as told, impatient():
-        limit_waiting(60)
-        if rank == 0:
-            wait_for(dist.all_reduce(torch.ones(1), async_op=True), "pool.step", "cpu")
-            meet("save")
-        else:
-            store.wait(["lora_parallel/waits/0"], timedelta(seconds=60))
-            helper = threading.Timer(2, dist.all_reduce, [torch.ones(1)])
-            helper.start()
-            meet("save")
-            helper.join()
-    return told, store.check(["lora_parallel/waits/0"])
+def first_forward_alone() -> tuple[Failure, list[str]]:
+    """Rank 0 makes the first forward of a model, and rank 1 none."""
+    mesh, config = on_mesh("1x2")
+    model = parallelize(Case().model(), mesh, config)
+    if dist.get_rank() == 1:
+        default_store().wait(["the first forward has failed"], timedelta(seconds=60))
+        return attempt(lambda: model(input_ids=Case().batches()[0])), []
+    with listening(meetings.__name__) as told, impatient():
+        failed = attempt(lambda: model(input_ids=Case().batches()[0]))
+    default_store().set("the first forward has failed", "")
+    return failed, told
 
 
-def test_a_rank_that_waits_in_a_collective_says_where_the_others_wait(pool):
-    (first, left), (second, _) = pool.run(2, collective)
-    assert not left
-    step, save = (rf"{name} \(called at {PLACE}\): every rank must call it" for name in ("pool.step", "save"))
-    assert any(re.match(rf"WARNING waiting for ranks \[1\] in {step}; rank 1 waits in save", line) for line in first)
-    assert re.fullmatch(rf"WARNING waiting for ranks \[0\] in {save}", second[0])
+def test_a_rank_that_begins_the_first_forward_alone_says_whom_it_waits_for(pool):
+    (first, told), (second, _) = pool.run(2, first_forward_alone)
+    call = rf"the model's first forward \(called at {PLACE}\): every rank must call it"
+    assert 1 <= len(told) <= 3
+    for line in told:
+        assert re.fullmatch(rf"WARNING waiting for ranks \[1\] in {call}", line)
+    assert first.kind == "TimeoutError"
+    assert re.fullmatch(rf"rank 0 waited \d s for ranks \[1\] in {call}.", first.message)
+    assert second.kind == "RuntimeError"
+    assert "and stopped; rank 1 came later" in second.message
+
+
+def later_call_alone(what: str) -> None:
+    """Rank 0 makes a call that comes with every step, and rank 1 has gone on without it."""
+    mesh, config = on_mesh("1x2")
+    model, batch = parallelize(Case().model(), mesh, config), Case().batches()[0]
+    with StopSignal() as stop:
+        for _ in range(2):
+            model(input_ids=batch)
+            stop.requested()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            set_timeout(mesh.get_group("tp") if what == "forward" else dist.group.WORLD, 1)
+            model(input_ids=batch) if what == "forward" else stop.requested()
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("forward", "inputs of the model's forward for training' over tp (ranks [0, 1])"),
+        ("requested", "numbers of StopSignal.requested' over default_pg (ranks [0, 1])"),
+    ],
+)
+def test_a_call_of_every_step_that_a_rank_makes_alone_is_named_by_its_timeout(pool, what, named):
+    raised, gone_on = pool.try_run(2, later_call_alone, what)
+    assert gone_on is None
+    assert raised.kind == "RuntimeError"
+    assert f"rank 0: the collective '{named} failed. Compare with what the other ranks name" in raised.message
 
 
 def test_alone_in_a_job_of_one_process_nothing_waits():
     meet("anything")
 
 
-def test_reminders_become_sparse():
-    reminders = rank_checks._reminders()
-    assert [next(reminders) for _ in range(6)] == [10, 30, 60, 300, 600, 1200]
+def test_reminders_become_sparse(monkeypatch):
+    """Wait on a clock that goes on as soon as somebody waits."""
+    now, told = [0.0], []
 
+    def log(text: str, *more: object) -> None:
+        told.append(now[0])
 
-def waits_for_the_dead() -> tuple[str, int]:
-    """Wait in a reduce-scatter whose peer is killed: the error, and how often the wait was begun."""
-    output, given = torch.empty(2), torch.ones(4)
-    dist.reduce_scatter_tensor(output, given)  # the ranks are connected
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    work = dist.reduce_scatter_tensor(output, given, async_op=True)
-    for begun in range(10):
-        try:
-            if is_done(work, "cpu", time.monotonic() + 3):
-                return "no error", begun
-        except RuntimeError as error:
-            return str(error), begun
-    return "none of ten waits ended", 10
+    def wait(seconds: float) -> None:
+        now[0] += seconds
 
-
-def test_a_wait_ends_when_the_peer_is_killed(pool):
-    """Gloo's reduce-scatter is never complete then, but each wait for it fails at once."""
-    first, second = pool.try_run(2, waits_for_the_dead)
-    assert "SIGKILL" in second.message
-    error, begun = first
-    assert "Connection" in error
-    assert begun <= 1
+    monkeypatch.setattr(meetings, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=wait))
+    monkeypatch.setattr(meetings, "_log", SimpleNamespace(warning=log))
+    monkeypatch.setattr(meetings, "_limits", {None: 2000})
+    one_of_two = meetings._Meetings(0, (0, 1), dist.HashStore())
+    one_of_two.store.set_timeout(timedelta(seconds=5000))
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 2000 s for ranks \[1\] in a call"):
+        meetings._wait(one_of_two, 0, meetings._Announcement("a call", "here"))
+    assert told == pytest.approx([10, 30, 60, 300, 600, 1200], abs=0.5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, M2M100Config, M2M100ForConditionalGeneration
@@ -140,6 +143,28 @@ def test_ranks_that_part_after_steps_alike_are_all_told(pool, mesh, kind, units)
         check_told(raised, units)
 
 
+def swap_two_blocks(usual: int) -> None:
+    """Run blocks of equal shapes in another order on the second dp row, and name the blocks that began to compute."""
+    with Steps("2x1") as steps:
+        for step in range(usual):
+            steps.train(step, ALL)
+        computed: list[int] = []
+        for index, block in enumerate(steps.blocks):  # what is inside of a unit runs once the unit is gathered
+            block.self_attn.register_forward_pre_hook(lambda *_, index=index: computed.append(index))
+        try:
+            steps.losses(usual, [0, 2, 1, 3, 4, 5] if steps.row else ALL)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} Computed: {computed}") from error
+
+
+@pytest.mark.parametrize("usual", [0, 2], ids=["at once", "later"])
+def test_no_rank_computes_with_the_rows_of_a_block_that_another_has_swapped(pool, usual):
+    """Their gathers fit each other in size: without an error both would compute with rows of two blocks."""
+    for raised in pool.try_run(2, swap_two_blocks, usual):
+        check_told(raised, ("layers.1", "layers.2"))
+        assert raised.message.endswith("Computed: [0]")
+
+
 def leave_a_backward_out() -> None:
     """A rank that skips a batch, where what was gathered for the forward is kept for the backward."""
     with Steps("2x1", reshard_after_forward=False) as steps:
@@ -171,6 +196,23 @@ def test_a_backward_that_one_rank_leaves_out_is_told(impatient_pool):
         assert raised.kind == "RuntimeError", raised
         assert f"ranks make different calls: rank 0 {reduction}" in raised.message
         assert "as many forwards and backward passes" in raised.message
+
+
+def wait_for_the_dead() -> None:
+    """Wait in a reduce-scatter whose peer is killed, by the order of units."""
+    output, given = torch.empty(2), torch.ones(4)
+    dist.reduce_scatter_tensor(output, given)  # the ranks are connected
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.reduce_scatter_tensor(output, given, async_op=True)
+    unit_order.UnitOrder().wait(work, "reduction of a unit", dist.group.WORLD)
+
+
+def test_a_wait_ends_when_the_peer_is_killed(pool):
+    """Gloo's reduce-scatter is never complete then, but each wait for it fails at once."""
+    first, second = pool.try_run(2, wait_for_the_dead)
+    assert "SIGKILL" in second.message
+    assert "Connection" in first.message
 
 
 def models_in_turn(usual: bool) -> None:

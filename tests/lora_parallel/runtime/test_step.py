@@ -96,4 +96,6 @@ def seed_by_rank():
 def test_a_seed_that_differs_between_ranks_is_refused(pool):
     for answer in pool.try_run(2, seed_by_rank):
         assert isinstance(answer, Failure)
-        assert "seed differs between ranks ([0, 1])" in answer.message
+        assert "config.seed is 0 on rank 0 and 1 on rank 1: give every rank the same config, and the same seed too" in (
+            answer.message
+        )

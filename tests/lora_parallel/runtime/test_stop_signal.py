@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lora_parallel import StopSignal
-from lora_parallel.distributed.rank_checks import collective_call
+from lora_parallel.distributed.meetings import collective_call
 
 
 def told() -> tuple[list[bool], bool]:
