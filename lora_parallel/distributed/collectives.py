@@ -47,7 +47,7 @@ def named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
 def _run(
     collective: Callable[[Tensor, ProcessGroup], Tensor], tensor: Tensor, group: ProcessGroup, what: str, where: str
 ) -> Tensor:
-    """Run a collective of a layer; its failure is named. A context around each would cost the host more than the rest."""
+    """Run a collective of a layer, and name its failure; a context around each call would cost more than the rest."""
     if torch.compiler.is_compiling():  # a graph holds the collective alone
         return collective(tensor, group)
     try:
