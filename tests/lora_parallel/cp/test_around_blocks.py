@@ -293,6 +293,28 @@ def test_what_is_around_the_blocks_equals_one_process_or_is_refused(pool, mesh, 
     assert not problems, "\n".join(problems)
 
 
+OUTSIDE = LoraConfig(r=3, target_modules=["q_proj", "embed_tokens", "gate"])
+
+
+def of_injected(mesh_text: str) -> dict[str, Tensor]:
+    """The gradients of an adapter that `parallelize` injects, from one process's seed."""
+    torch.manual_seed(0)
+    model = parallelize(llama(Gated)().double(), *on_mesh(mesh_text), OUTSIDE)
+    squares(model).backward()
+    return {name: full(p.grad) for name, p in trained(model).items()}
+
+
+def test_an_injected_adapter_around_the_blocks_equals_one_process(pool):
+    torch.manual_seed(0)
+    model = llama(Gated)().double()
+    torch.manual_seed(0)
+    get_peft_model(model, OUTSIDE)
+    squares(model).backward()
+    want = {name: p.grad for name, p in trained(model).items()}
+    for found in pool.run(2, of_injected, "1x1cp2"):
+        assert relative_error(found, want) <= 1e-12
+
+
 def undivided() -> dict[str, Any]:
     with patch.object(regions, "scale_gradient", lambda x, factor: x):
         return {

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from lora_parallel import clip_grad_norm_, meta_init, no_sync, parallelize, read_plan
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.lazy import materialize
 from lora_parallel.pp import links
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.pipeline import ScheduleRun
@@ -285,8 +286,8 @@ def test_weights_are_gathered_once_a_step_if_asked(pool):
         assert found == 1 + 2 * 2 * (units - 1)
 
 
-def read(mesh: str, config: dict[str, Any], folder: str) -> tuple[int, int, int]:
-    """Bytes that this rank reads, those that it holds, and the bytes of the whole model's base."""
+def read(mesh: str, config: dict[str, Any], folder: str) -> tuple[int, int, int, int]:
+    """Bytes that this rank plans to read, reads and holds, and the bytes of the whole model's base."""
     with meta_init():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     whole = sum(each.bytes for each in read_plan(model))
@@ -295,11 +296,12 @@ def read(mesh: str, config: dict[str, Any], folder: str) -> tuple[int, int, int]
     plan = sum(each.bytes for each in read_plan(model))
     with meta_init():
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    model = parallelize(again, device_mesh, settings, lora_config=lora_config())
+    with patch.object(materialize, "bytes_bar", wraps=materialize.bytes_bar) as bar:
+        model = parallelize(again, device_mesh, settings, lora_config=lora_config())
     held = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "lora_" not in name)
     loss = model(input_ids=ids(), labels=ids()).loss
     loss.backward()
-    return plan, held, whole
+    return plan, bar.call_args.args[1], held, whole
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -309,10 +311,11 @@ def test_each_stage_reads_and_holds_its_own(pool, tmp_path, tied):
     )
     answers = pool.run(2, read, "1x1pp2", PP, str(tmp_path))
     embedding = 131 * 40 * 4  # float32 on the disk
-    assert sum(plan for plan, _, _ in answers) == answers[0][2] + (embedding if tied else 0)
-    for plan, held, _ in answers:
-        assert held == 2 * plan
-    assert max(plan for plan, _, _ in answers) <= 1.15 * min(plan for plan, _, _ in answers)
+    plans = [plan for plan, *_ in answers]
+    assert sum(plans) == answers[0][-1] + (embedding if tied else 0)
+    for plan, bytes_read, held, _ in answers:
+        assert plan == bytes_read == held / 2
+    assert max(plans) <= 1.15 * min(plans)
 
 
 def slow_stage() -> float:
