@@ -31,8 +31,8 @@ def agreed(remedy: str = "call it with the same on every rank.") -> Iterator[dic
     left.
 
     Yields:
-        A dict for values that must be the same on every rank, by what to call them. If the block fails on no rank and
-        values differ, or are missing on some ranks, every rank raises a ValueError, which ends with `remedy`.
+        A dict for values that must be the same on every rank, by what to call them. If values differ, or some ranks
+        lack one and the block has failed on none, every rank raises a ValueError, which ends with `remedy`.
     """
     error: Exception | None = None
     alike: dict[str, object] = {}
@@ -42,17 +42,18 @@ def agreed(remedy: str = "call it with the same on every rank.") -> Iterator[dic
         error = caught
     failure = None if error is None else (type(error).__name__, str(error))
     everyone = gather_objects((failure, {name: repr(value) for name, value in alike.items()}))
-    if error is not None:
-        raise error
-    for rank, (failure, _) in enumerate(everyone):
-        if failure is not None:
-            raise _error(failure[0], f"on rank {rank}: {failure[1]}")
+    failures = [(rank, failure) for rank, (failure, _) in enumerate(everyone) if failure is not None]
     first = everyone[0][1]
     for rank, (_, values) in enumerate(everyone):
-        for name in {**first, **values}:
+        # What differs may be why a rank has failed, which may lack other values for that.
+        for name in [name for name in first if name in values] if failures else {**first, **values}:
             if values.get(name) != first.get(name):
                 texts = f"{first.get(name)} on rank 0 and {values.get(name)} on rank {rank}"
-                raise ValueError(f"{name} is {texts}: {remedy}")
+                raise ValueError(f"{name} is {texts}: {remedy}") from error
+    if error is not None:
+        raise error
+    for rank, (kind, text) in failures:
+        raise _error(kind, f"on rank {rank}: {text}")
 
 
 def _error(name: str, text: str) -> Exception:

@@ -309,7 +309,7 @@ def test_what_would_be_wrong_without_a_word_is_refused_on_every_rank(pool):
         "unload": "write the merged model with export_merged",
         "attentions": "output_attentions=True: .* Leave it False, or use tp=1",
         "attentions of the config": "output_attentions=True: .* Leave it False, or use tp=1",
-        "other configs": "config.sequence_parallel is .* on rank 1: call it with the same",
+        "other configs": "config.sequence_parallel is .* on rank 1: give every rank the same config",
     }
     for rank, found in enumerate(pool.run(2, unsaid_otherwise)):
         for name, reason in reasons.items():

@@ -58,7 +58,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(pool):
 
 
 def unlike():
-    """What each rank sees where values differ, where rank 1 alone has one, and where rank 1 fails as well."""
+    """What each rank sees where values differ, where rank 0 lacks one, and where rank 1 fails with and without it."""
     rank = dist.get_rank()
 
     def compare(values, fails=False):
@@ -66,22 +66,24 @@ def unlike():
             alike.update(values)
             if fails and rank == 1:
                 raise KeyError("the reason")
+            alike["last"] = "the same"
 
     return (
         attempt(compare, {"folder": "a", "size": 1 if rank == 1 else 2}),
         attempt(compare, {"folder": "a"} if rank else {}),
         attempt(compare, {"size": rank}, fails=True),
+        attempt(compare, {"size": 1}, fails=True),
         attempt(compare, {"folder": "a"}),
     )
 
 
 def test_values_that_must_be_the_same_on_every_rank(pool):
-    for rank, (other, absent, failing, same) in enumerate(pool.run(2, unlike)):
-        assert (other.kind, other.message) == ("ValueError", "size is 2 on rank 0 and 1 on rank 1: Say the same.")
-        assert (absent.kind, absent.message) == (
-            "ValueError",
-            "folder is None on rank 0 and 'a' on rank 1: Say the same.",
-        )
+    """Those that differ are told before the error that they may have led to."""
+    for rank, (other, absent, explained, failing, same) in enumerate(pool.run(2, unlike)):
+        assert other.kind == absent.kind == explained.kind == "ValueError"
+        assert other.message == "size is 2 on rank 0 and 1 on rank 1: Say the same."
+        assert absent.message == "folder is None on rank 0 and 'a' on rank 1: Say the same."
+        assert explained.message == "size is 0 on rank 0 and 1 on rank 1: Say the same."
         assert failing.kind == "KeyError"
         assert ("on rank 1: " in failing.message) == (rank == 0)
         assert same is None
