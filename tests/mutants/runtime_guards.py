@@ -58,7 +58,7 @@ BREAKAGES = [
     Mutant(
         "pass",
         "A model under FSDP2 that ran in inference mode first cannot train afterwards.",
-        "tests/lora_parallel/runtime/test_step_hooks.py::test_a_model_trains_after_it_ran_in_inference_mode",
+        "tests/lora_parallel/runtime/test_step.py::test_a_model_trains_after_it_ran_in_inference_mode",
         """    if torch.is_inference_mode_enabled():
         left.enter_context""",
         """    if False:
