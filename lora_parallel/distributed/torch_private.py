@@ -161,7 +161,7 @@ def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor  # renamed by torch 2.13
         return funcol.wait_tensor(gather(tensor.unsqueeze(0), 0, group))
     stacked = tensor.new_empty(group.size(), *tensor.shape)
-    all_gather_into(stacked.view(-1, *tensor.shape[1:]) if tensor.dim() else stacked, tensor, group=group)
+    all_gather_into(stacked.flatten(0, 1) if tensor.dim() else stacked, tensor, group=group)
     return stacked
 
 
