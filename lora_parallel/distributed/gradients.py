@@ -279,7 +279,10 @@ class Gradients:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if torch.is_grad_enabled():
-            raise RuntimeError("backward(create_graph=True): gradients of sharded parameters have no graph.")
+            raise RuntimeError(
+                "backward(create_graph=True): gradients of parameters that tensor parallelism cuts have no graph, and a "
+                "loss of them would train nothing. Leave create_graph out, or use tp=1."
+            )
         self.begin_backward()
         if is_partial and self.ranks > 1:
             gradient.mul_(self.ranks)

@@ -195,7 +195,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
+def check_same_files(model: nn.Module) -> None:
     """Check that all ranks fill a model on meta from copies of the same files. Collective."""
     with agreed("their shards would be of different checkpoints. Give every rank the same one.") as alike:
         for source in sources_of(model):
@@ -205,7 +205,7 @@ def check_same_files(model: nn.Module, mesh: DeviceMesh) -> None:
 def start_alike(setup: Setup) -> None:
     """Give every rank the values of rank 0, or copies of the same files to read, and put plain tensors on meta."""
     adopt_rank_zero(tensors_of(setup.model), setup.mesh)
-    check_same_files(setup.model, setup.mesh)
+    check_same_files(setup.model)
     settle(setup.model)
 
 

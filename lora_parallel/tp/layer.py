@@ -51,9 +51,7 @@ class _Shadow:
 
     tensor: LayerTensor
     partial: bool  # True if the gradient that this rank computes is a partial sum over tp
-    rows: (
-        tuple[int, Tensor] | None
-    )  # the dim and the rows that this rank computes with, of a tensor that is stored whole
+    rows: tuple[int, Tensor] | None  # dim and rows that this rank computes with, of a tensor that is stored whole
     is_zero: bool  # True for a tensor that another rank adds to the partial sum of the outputs
     is_late: bool  # True for a bias that is added after the sum over tp
     # What the plain tensor was made of: the parameter (FSDP2 swaps it for a gathered one), its local tensor (`model.to`

@@ -137,6 +137,17 @@ BREAKAGES = [
         """            parameter.grad = place(gradient)""",
     ),
     Mutant(
+        "guard",
+        "A loss of gradients that have no graph trains nothing.",
+        "tests/lora_parallel/distributed/test_gradient_hooks.py::test_gradients_have_no_graph_and_say_so",
+        """        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True)""",
+        """        if False:
+            raise RuntimeError(
+                "backward(create_graph=True)""",
+    ),
+    Mutant(
         "backward",
         "Layers go on with the values from before model.to.",
         "tests/lora_parallel/distributed/test_gradients.py::test_a_model_that_is_moved_trains_as_in_one_process",

@@ -152,6 +152,20 @@ def test_other_ways_to_a_gradient_are_right_or_refused(pool, mesh):
         assert relative_error(after, one_process(0)) <= 1e-12
 
 
+def with_a_graph():
+    model, loss = built("1x2")
+    failure = attempt(loss(model).backward, create_graph=True)
+    model.zero_grad()
+    loss(model).backward()
+    return failure, gradients(model)
+
+
+def test_gradients_have_no_graph_and_say_so(pool):
+    for failure, after in pool.run(2, with_a_graph):
+        assert "Leave create_graph out" in failure.message
+        assert relative_error(after, one_process(0)) <= 1e-12
+
+
 def hooked_before():
     mesh, config = on_mesh("1x2")
     found = []

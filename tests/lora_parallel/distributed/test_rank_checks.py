@@ -58,7 +58,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(pool):
 
 
 def unlike():
-    """What each rank sees where values differ, where rank 0 lacks one, and where rank 1 fails with and without it."""
+    """Return the errors where values differ, where rank 0 lacks one, and where rank 1 fails with and without it."""
     rank = dist.get_rank()
 
     def compare(values, fails=False):

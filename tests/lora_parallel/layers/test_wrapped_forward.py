@@ -52,7 +52,7 @@ def test_the_last_wrap_is_the_outermost():
 
 
 def test_a_class_that_the_module_is_given_later_recomputes():
-    """As FSDP2's: transformers checkpoints in the forward of the last class, on what the wrap passes to it."""
+    """Checkpoint in the forward of the last class, as under FSDP2, on what the wrap passes to it."""
     block, calls = Block(), list[str]()
     wrap_forward(block, changing(lambda x: x + 1, calls, "wrap"))
     block.__class__ = type("FSDPBlock", (Block,), {})
