@@ -424,8 +424,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         total = torch.maximum(total, part) if infinite else total + part
     norm = total if infinite else total ** (1 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for tensors in _by_placements(grads).values():
-        torch._foreach_mul_([local(grad) for grad in tensors], scale.to(local(tensors[0]).device))
+    shards = [local(grad) for grad in grads]
+    for device in dict.fromkeys(shard.device for shard in shards):  # some may be offloaded
+        torch._foreach_mul_([shard for shard in shards if shard.device == device], scale.to(device))
     return norm
 
 
