@@ -70,7 +70,8 @@ class ParallelState:
 
     mesh: DeviceMesh
     config: ParallelConfig
-    styles: dict[str, str]  # style of each layer that has one, by the layer's name in PEFT's terms; empty if tp is 1
+    # style of each layer that has one, by the layer's name without PEFT's additions; empty if tp is 1
+    styles: dict[str, str]
     gradients: Gradients
     forward_count: ForwardCount
     # adapters that `parallelize` injected with an initialisation that makes B A zero
@@ -134,8 +135,9 @@ class Setup:
     context: Any = None  # tp.context.TPContext, under tp
     # Holders and keys of the parameters whose gradients are partial sums over tp.
     partials: list[tuple[nn.Module, str]] = field(default_factory=list)
-    chunk: Any = None  # cp.attention.CPContext, under cp
-    tied: list[nn.Module] = field(default_factory=list)  # layers that share a weight with a layer of another block
+    cp_context: Any = None  # cp.attention.CPContext, under cp
+    # layers that share a weight with a layer of another block
+    tied_across: list[nn.Module] = field(default_factory=list)
     order: Any = None  # fsdp.unit_order.ModelOrder, under FSDP2
     step: Any = None  # runtime.step.Step
     state: ParallelState = field(init=False)

@@ -115,7 +115,7 @@ def split_tokens_over_cp(setup: Setup) -> None:
     if setup.places is None:
         return
     places: Places = setup.places
-    context: CPContext = setup.chunk
+    context: CPContext = setup.cp_context
     wrap_registry()
     for module, name in places.attentions.items():
         module.__dict__[ATTENTION] = attend_to_all_tokens(context, name)

@@ -44,38 +44,36 @@ class PostponedHooks:
 
     def __init__(self) -> None:
         self._postponed: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._due: list[Tensor] = []
 
-    def postpone(self, parameters: Collection[nn.Parameter]) -> None:
-        """Replace the hooks of `parameters` by functions that do nothing, for autograd and FSDP2 to call."""
+    def postpone(self, parameters: Collection[nn.Parameter]) -> bool:
+        """Replace the hooks of `parameters`, for autograd and FSDP2 to call, until `restore`.
+
+        Returns:
+            True if there are any; False if not, or if they are replaced already.
+        """
+        if self._postponed:
+            return False
         for parameter in parameters:
             if registered := post_accumulate_hooks(parameter):
                 self._postponed.append((registered, dict(registered)))
-                registered.update(dict.fromkeys(registered, lambda parameter: None))
+                registered.update(dict.fromkeys(registered, self._due.append))
+        return bool(self._postponed)
 
-    def restore(self) -> None:
-        """Put the postponed hooks back, except those that the user has removed meanwhile."""
+    def restore(self) -> list[Tensor]:
+        """Put the hooks back that the user has not removed; return the parameters whose hooks are due, in order."""
         for registered, hooks in self._postponed:
             registered.update({number: hook for number, hook in hooks.items() if number in registered})
         self._postponed.clear()
+        due, self._due = list(dict.fromkeys(self._due)), []
+        return due
 
     @torch.no_grad()
-    def call(self, parameters: Collection[nn.Parameter]) -> None:
+    def call(self, parameters: Collection[Tensor]) -> None:
         """Call the hooks of `parameters`, whose gradients are finished now."""
         for parameter in parameters:
             for hook in list(post_accumulate_hooks(parameter).values()):
                 hook(parameter)
-
-
-@contextmanager
-def one_pass(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Call users' hooks once for all backward passes within the context, which a pipeline makes of one."""
-    hooks = PostponedHooks()
-    hooks.postpone(parameters)
-    try:
-        yield
-    finally:
-        hooks.restore()
-    hooks.call([parameter for parameter in parameters if parameter.grad is not None])
 
 
 @contextmanager
@@ -99,7 +97,7 @@ def held_apart(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | Non
             parameter.grad = grad
 
 
-class UnreachedParameters:
+class ParametersNotInGraph:
     """Watch the trained parameters of one model to which autograd gives no gradient: they are not in the graph."""
 
     # `why`: who computes with other tensors. `leaves_of`: returns those that are in the graph for a parameter, if they
@@ -111,6 +109,7 @@ class UnreachedParameters:
         if leaves_of is not None:  # tensor parallelism alone: what no layer cuts is in the graph itself
             self._trained = {p: name for p, name in self._trained.items() if isinstance(p, DTensor)}
         self._why, self._leaves_of = why, leaves_of
+        self._own = {p: gradient_hooks(p) for p in self._trained}  # those of `Gradients`
         if self._trained:
             _MODELS.add(self)
             _watch_passes()
@@ -122,7 +121,7 @@ class UnreachedParameters:
     def begin_backward(self) -> None:
         """Raise RuntimeError, as a backward pass begins, if a parameter has a hook of `register_hook`."""
         for parameter, name in self._trained.items():
-            if gradient_hooks(parameter):
+            if gradient_hooks(parameter) > self._own[parameter]:
                 raise RuntimeError(
                     f"{name} has a hook of register_hook (or register_multi_grad_hook), which would not be called "
                     f"with its gradient: {self._why}. Use parameter.register_post_accumulate_grad_hook, which is "
@@ -148,7 +147,7 @@ class UnreachedParameters:
 _REMEDY = (
     "Call loss.backward() and read parameter.grad; freeze (requires_grad) before parallelize what is to have none."
 )
-_MODELS: WeakSet[UnreachedParameters] = WeakSet()
+_MODELS: WeakSet[ParametersNotInGraph] = WeakSet()
 
 
 @cache
@@ -196,7 +195,7 @@ def _to_clip(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return owners
 
 
-class GradientPart(Protocol):
+class GradientFinisher(Protocol):
     """Define what `Gradients` asks of a mechanism that finishes gradients."""
 
     @property
@@ -204,7 +203,7 @@ class GradientPart(Protocol):
         """Return the parameters whose `.grad` is not finished until `finish`."""
 
     def prepare(self) -> None:
-        """Prepare for a backward pass, before any gradient of it is accumulated."""
+        """Prepare for a backward pass, before a layer's gradient is accumulated; a term of a parameter's own may be."""
 
     def finish(self) -> Collection[nn.Parameter]:
         """Finish gradients at the end of a pass; return the parameters whose gradients are finished now. Collective."""
@@ -218,42 +217,65 @@ class Gradients:
 
     1. A leaf of the graph gives its gradient to its parameter, as autograd finishes it (`leaf`).
     2. FSDP2 reduces the gradients of a unit over dp, as the unit's backward ends.
-    3. As the pass ends, `parts` finish them, one after the other: first parameters that no rank has reached lose the
-       zeros that FSDP2 was given for them, then partial sums are added up over tp.
-    4. Hooks of the user's see the gradients that are finished.
+    3. As the pass ends, `finishers` finish them, one after the other: first parameters that no rank has reached lose
+       the zeros that FSDP2 was given for them, then partial sums are added up over tp.
+    4. Hooks of the user's see the gradients that are finished, once in a pass.
     """
 
     def __init__(self, ranks: int) -> None:
         self.synchronise = True  # True if the next backward pass finishes sums over ranks; `no_sync` sets it to False
         self.ranks = ranks  # of tp
-        self.parts: Sequence[GradientPart] = ()
+        self.finishers: Sequence[GradientFinisher] = ()
+        self._trained: Sequence[nn.Parameter] = ()
         self._runs = False
         self._hooks = PostponedHooks()
         # the local tensor that each leaf was made of, and the leaf, by the parameter and whether it is a partial sum's
         self._leaves: dict[tuple[Tensor, bool], tuple[Tensor, Tensor]] = {}
 
+    def finish_by(
+        self, finishers: Sequence[GradientFinisher], trained: Sequence[nn.Parameter], meets_terms: bool
+    ) -> None:
+        """Finish gradients by `finishers`, in their order, and call hooks of the parameters `trained` after that.
+
+        `meets_terms` is True if autograd itself accumulates in these parameters loss terms of theirs alone, in the same
+        pass as the others and perhaps before them.
+        """
+        self.finishers, self._trained = finishers, trained if finishers else ()
+        if meets_terms:
+            for parameter in self._trained:
+                parameter.register_hook(self._meet_term)
+
+    def _meet_term(self, grad: Tensor) -> None:
+        if not self._runs and self._hooks.postpone(self._trained):
+            queue_after_backward(self._end_terms)
+
+    def _end_terms(self) -> None:
+        if not self._runs:  # else the pass has reached the model since, and `_end` comes behind this
+            self._hooks.call(self._hooks.restore())
+
     def begin_backward(self) -> None:
         """Begin a backward pass, once in each: called at the model's outputs, and by each leaf or unit reached."""
-        if self._runs or not self.parts:
+        if self._runs or not self.finishers:
             return
         self._runs = True
-        for part in self.parts:
-            self._hooks.postpone(part.unfinished)
-            part.prepare()
+        self._hooks.postpone(self._trained)
+        for finisher in self.finishers:
+            finisher.prepare()
         queue_after_backward(self._end)
 
     def _end(self) -> None:
         self._runs = False
-        self._hooks.restore()
-        finished = [parameter for part in self.parts for parameter in part.finish()]
-        self._hooks.call(finished)
+        due = self._hooks.restore()
+        finished = [parameter for finisher in self.finishers for parameter in finisher.finish()]
+        unfinished = {parameter for finisher in self.finishers for parameter in finisher.unfinished}
+        self._hooks.call([*(parameter for parameter in due if parameter not in unfinished), *finished])
 
     def recover(self) -> None:
         """Forget all gradients collected so far, after an error has ended a backward pass early."""
         self._runs = False
         self._hooks.restore()
-        for part in self.parts:
-            part.drop()
+        for finisher in self.finishers:
+            finisher.drop()
 
     def leaf(self, parameter: DTensor, is_partial: bool) -> Tensor:
         """Return a plain leaf with the memory of this rank's part of `parameter`, which it gives its gradients to.
@@ -280,8 +302,8 @@ class Gradients:
         assert gradient is not None
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward(create_graph=True): gradients of parameters that tensor parallelism cuts have no graph, and a "
-                "loss of them would train nothing. Leave create_graph out, or use tp=1."
+                "backward(create_graph=True): gradients of parameters that tensor parallelism cuts have no graph, and "
+                "a loss of them would train nothing. Leave create_graph out, or use tp=1."
             )
         self.begin_backward()
         if is_partial and self.ranks > 1:
@@ -323,7 +345,7 @@ class PartialSums:
             parameter.grad = None
 
     def finish(self) -> list[nn.Parameter]:
-        """Add up what the pass has collected, and earlier ones without a sum; return the parameters. Collective."""
+        """Add up what this pass has collected, and passes in `no_sync` before it; return the parameters. Collective."""
         for index, parameter in enumerate(self.unfinished):
             partial, parameter.grad = parameter.grad, self._finished[index]
             if partial is not None:

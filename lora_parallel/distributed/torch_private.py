@@ -114,8 +114,8 @@ def local_tensor(tensor: Any) -> Tensor:
 
 def placed_as(tensor: DTensor) -> Callable[[Tensor], DTensor]:
     """Return a function that makes a DTensor like `tensor` (mesh, placements, shape, strides) of a local tensor."""
-    # As FSDP2 does it, but for `DTensor.__init__`, which does nothing and takes twice as long as all the rest; the public
-    # `DTensor.from_local` is an operation of autograd, and takes fifteen times as long.
+    # As FSDP2 does it, but for `DTensor.__init__`, which does nothing and takes twice as long as all the rest; the
+    # public `DTensor.from_local` is an operation of autograd, and takes fifteen times as long.
     spec = tensor._spec
     return lambda local: DTensor.__new__(DTensor, local, spec, requires_grad=False)
 

@@ -47,7 +47,7 @@ class UnusedParameters:
         self._device = mesh.device_type
         self._begin_backward = gradients.begin_backward
         over_tp = set(partial_sums)
-        # numbers of the trained parameters whose gradients are finished once they are reduced over dp
+        # numbers of the trained parameters whose gradients are finished here; those of the others, by `PartialSums`
         self.unfinished = {p: index for index, p in enumerate(self._trained) if p not in over_tp}
         self._used: set[int] = set()
         self._had_gradient: list[bool] = []

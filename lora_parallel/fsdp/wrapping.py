@@ -103,7 +103,7 @@ class Units:
 
 def leave_inference_mode(model: nn.Module) -> None:
     """Run a model and its FSDP units under `no_grad` where they are called in inference mode."""
-    # FSDP2's buffers of a first forward could never be trained with otherwise. Other hooks are registered before.
+    # FSDP2's buffers of a first forward could never be trained with otherwise. Only `Step` has hooks around these.
     for module in dict.fromkeys([model, *(unit for unit in model.modules() if isinstance(unit, FSDPModule))]):
         left = ExitStack()
         module.register_forward_pre_hook(partial(_leave, left), prepend=True)
@@ -211,10 +211,20 @@ def check_scalars(model: nn.Module) -> None:
             )
 
 
-def shard_for_dp(
-    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig
-) -> list[nn.Module]:
-    """Make each block an FSDP unit, and the rest another one; return the layers tied to layers of other blocks."""
+def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig) -> list[nn.Module]:
+    """Make each block an FSDP unit, and the rest another one; return the layers tied to layers of other blocks.
+
+    At dp_shard 2 and tp 2, with 64 features and r 8, a rank then has of
+
+    | tensor | placement over (dp_shard, tp) | gathered | at rest |
+    |---|---|---|---|
+    | a colwise weight [64, 64] | (_StridedShard(0), Shard(0)) | [32, 64] | [16, 64] |
+    | its lora_A [8, 64] | (Shard(0), Replicate) | [8, 64] | [4, 64] |
+    | its lora_B [64, 8] | (_StridedShard(0), Shard(0)) | [32, 8] | [16, 8] |
+    | a rowwise weight [64, 64] | (Shard(0), Shard(1)) | [64, 32] | [32, 32] |
+    | its lora_A [8, 64] | (Shard(0), Shard(1)) | [8, 32] | [4, 32] |
+    | its lora_B [64, 8] | (Shard(0), Replicate) | [64, 8] | [32, 8] |
+    """
     # One policy holds for a whole unit. Memory is pinned for copies that overlap with an accelerator's compute.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     sharding: dict[str, Any] = {
@@ -324,6 +334,6 @@ def fit_parameters(setup: Setup) -> None:
 def shard_over_dp(setup: Setup) -> None:
     """Apply FSDP2, if it has work, with the guards that it needs."""
     if wants_fsdp(setup.mesh, setup.config):
-        setup.tied = shard_for_dp(setup.model, setup.blocks, setup.mesh, setup.config)
+        setup.tied_across = make_units(setup.model, setup.blocks, setup.mesh, setup.config)
         setup.order = install_order_check(setup.model, stage_mesh(setup.mesh), setup.gradients)
-        gather_for_calls(setup.model, setup.tied)
+        gather_for_calls(setup.model, setup.tied_across)

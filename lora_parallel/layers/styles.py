@@ -59,7 +59,7 @@ class Style:
     - "split": the input is whole; each rank takes a slice of its features.
     - "mask": the input is token ids; each rank looks up the ids whose rows it holds.
     - "tokens": the input is a chunk of the tokens; all chunks are gathered.
-    - "experts": the inputs are activations, routing weights and indices of experts (see `tp/context.py`).
+    - "experts": the inputs are activations, routing weights and indices of experts (see `tp/experts.py`).
     """
 
     leave: Leave
@@ -126,7 +126,7 @@ _ROWWISE = replace(
     partial_roles=_OF_PARTIAL_SUMS,
     requires_even_split=True,
 )
-# A module of experts (see `tp/context.py`): each rank holds a slice of every expert, or some whole experts.
+# A module of experts (see `tp/experts.py`): each rank holds a slice of every expert, or some whole experts.
 _EXPERTS = replace(_REPLICATE, weight=_ROWS, enter="experts", leave="reduce", partial_roles=_OF_EXPERTS)
 # A layer whose input and output are slices (Qwen3's q_norm on this rank's heads): whole weights, partial gradients.
 _PARTIAL_GRADIENTS = frozenset({"weight", "bias"}) | _OF_OUTPUT_SLICES | _OF_PARTIAL_SUMS

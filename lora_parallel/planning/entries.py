@@ -100,7 +100,7 @@ class LayerPlan:
     name: str  # The layer's name, as the model's author would write it
     style: Style | None = None  # None: the layer has no style (yet)
     asked: str | None = None  # The user's entry that the style is from, in words
-    from_table: bool = False  # True if an entry of `family_plans` names the layer: it holds as far as it is proven
+    from_table: bool = False  # True if an entry of `family_plan` names the layer: it holds as far as it is proven
     packed: bool = False  # True if the style is `packed_colwise`: the layer holds two matrices, unless a run shows more
     # True if running the model has shown the style to be right: the layer is in a layer group that is cut.
     proven: bool = False

@@ -1,4 +1,5 @@
-"""Resolve a model's tensor parallel plan: from its own `tp_plan` and the user's globs to a checked style per module.
+"""Resolve a model's tensor parallel plan: from its own `tp_plan`, the user's globs and what running it shows to a style
+for each module.
 
 A plan names modules as the model's author named them. PEFT and wrappers put components of their own into module names
 (`base_model.model.`, `.base_layer`, `.modules_to_save.default`). These components are taken out before a name is

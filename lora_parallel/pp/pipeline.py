@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
-from lora_parallel.distributed.gradients import Gradients, backward_sync, clip_over_stages, held_apart, one_pass
+from lora_parallel.distributed.gradients import Gradients, backward_sync, clip_over_stages, held_apart
 from lora_parallel.distributed.mesh import axis_rank
 from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root, placed_as
 from lora_parallel.fsdp.unit_order import ModelOrder
@@ -105,20 +105,21 @@ class Drained(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run_backwards: Callable[[Sequence[Tensor | None]], None], anchor: Tensor, *values: Tensor
+        ctx: Any, run_backwards: Callable[[Sequence[Tensor | None]], list[Tensor | None]], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        # `tensors`: `count` outputs, and the trained parameters, whose gradients `run_backwards` returns.
         ctx.run_backwards = run_backwards
         ctx.set_materialize_grads(False)
+        values = tensors[:count]
         return tuple(value.detach() if isinstance(value, LastStageTensor) else value.clone() for value in values)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.run_backwards is None:
             raise RuntimeError(_TWICE)
         run_backwards, ctx.run_backwards = ctx.run_backwards, None
-        run_backwards(grads)
-        return (None, None, *[None] * len(grads))
+        return (None, None, *[None] * len(grads), *run_backwards(grads))
 
 
 # Returns the tensors at which the backward pass of a micro-batch begins on the last stage, and their gradients.
@@ -374,7 +375,7 @@ class Pipeline:
             return outputs.build({})
         kinds = [outputs.described.leaves[at].kind for at in leaves]
         drain = partial(self._drain, run, calls, kinds, None if parts is None else [parts[at] for at in leaves])
-        values = Drained.apply(drain, torch.empty(0, requires_grad=True), *(outputs.values[at] for at in leaves))
+        values = Drained.apply(drain, len(leaves), *(outputs.values[at] for at in leaves), *self._trained)
         return outputs.build(dict(zip(leaves, values, strict=True)))
 
     def _drain(
@@ -384,8 +385,8 @@ class Pipeline:
         kinds: Sequence[str],
         parts: list[list[Any]] | None,
         grads: Sequence[Tensor | None],
-    ) -> None:
-        """Run the backwards of all micro-batches from the gradients of outputs, in a user's backward. Collective."""
+    ) -> list[Tensor | None]:
+        """Run the backwards of all micro-batches from the gradients of outputs; return the parameters'. Collective."""
         count = run.batch.count
         started: list[tuple[list[Tensor], list[Tensor | None]]] = [([], []) for _ in range(count)]
         for kind, values, grad in zip(kinds, parts or [], grads, strict=parts is not None):
@@ -402,8 +403,9 @@ class Pipeline:
         if parts is not None:
             parts.clear()
         run.outputs.clear()
-        with one_pass(self._trained), self._failing_together():
+        with held_apart(self._trained) as held, self._failing_together():
             run.run(self._order(drained), lambda index: started[index])
+        return held
 
     def _order(self, kind: Callable[[int, int, int, int], list[Action]]) -> list[Action]:
         stages = self._stages

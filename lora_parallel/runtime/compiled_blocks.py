@@ -252,13 +252,13 @@ def refuse_whole_compile(*_: Any, **__: Any) -> NoReturn:
 def compile_each_block(setup: Setup) -> None:
     """Compile the forward of each block, if the config asks for it."""
     if (arguments := setup.config.compile_arguments) is not None:
-        compile_blocks(setup.model, setup.blocks, setup.mesh.device_type, setup.context, setup.chunk, arguments)
+        compile_blocks(setup.model, setup.blocks, setup.mesh.device_type, setup.context, setup.cp_context, arguments)
 
 
 def leave_tied_eager(setup: Setup) -> None:
     """Run compiled blocks eagerly that FSDP2 gathers with another block's tied weight."""
     if setup.config.compile_arguments is not None:
-        leave_eager(setup.blocks, setup.tied)
+        leave_eager(setup.blocks, setup.tied_across)
 
 
 def checkpoint_activations(setup: Setup) -> None:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.dtensors import tensors_in
-from lora_parallel.distributed.gradients import GradientPart, PartialSums, UnreachedParameters
+from lora_parallel.distributed.gradients import GradientFinisher, ParametersNotInGraph, PartialSums
 from lora_parallel.distributed.mesh import axis_size, same_batch_groups
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import backward_pass, in_backward, is_simulated, queue_after_backward
@@ -43,7 +44,11 @@ FirstCheck = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class Step:
-    """Call the parts of one model's step, from hooks on its forward that run before FSDP2's own."""
+    """Call the parts of one model's step, from hooks on its forward.
+
+    `_before` runs before FSDP2's hook on the forward, and `_after` behind it: so the hook on the outputs stands behind
+    FSDP2's, and what `_backward_ends` and `Gradients` queue runs when FSDP2 has reduced the last gradient.
+    """
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, count: ForwardCount, parts: Sequence[Any], first: Sequence[FirstCheck]
@@ -75,9 +80,7 @@ class Step:
             self._drop_failed_step()
         for begin in self._begin_forward:
             begin(model, args, kwargs)
-        if model.training:
-            self._count.done += 1
-            self._count.current = self._count.done
+        self._count.advance(model.training)
         self._in_forward = self._count.running = True
 
     def _check_first(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -151,7 +154,7 @@ class Step:
 
 
 def hook_step(setup: Setup) -> None:
-    """List the parts of a model's step, and of the end of its backward passes, in the order in which they run."""
+    """List the parts of a model's step, and what finishes gradients, in the order in which they run; make its state."""
     model, mesh, plan, gradients = setup.model, setup.mesh, setup.plan, setup.gradients
     zeroed = setup.lora_config is not None and setup.lora_config.init_lora_weights in (True, "gaussian")
     styles = {name: style.name for name, style in plan.styles.values()}
@@ -162,20 +165,21 @@ def hook_step(setup: Setup) -> None:
     partial = list(dict.fromkeys(p for owner, key in setup.partials if (p := owner._parameters[key]) is not None))
     is_pipeline, is_unit = setup.stages is not None, isinstance(model, FSDPModule)
     unused = None
-    finishing: list[GradientPart] = []
+    finishing: list[GradientFinisher] = []
     if setup.order is not None:
         unused = UnusedParameters(model, mesh, gradients, partial, setup.order, root_is_called=not is_pipeline)
         finishing.append(unused)  # first: it takes zeros away that FSDP2 was given, which the sums would take for parts
     if partial:
         finishing.append(PartialSums(gradients, partial, mesh.get_group("tp"), mesh.device_type))
-    gradients.parts = finishing
+    trained = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]
+    gradients.finish_by(finishing, trained, meets_terms=not is_pipeline)
     if is_pipeline:
-        unreached = UnreachedParameters(model, "a pipeline runs the backwards of micro-batches by itself")
+        unreached = ParametersNotInGraph(model, "a pipeline runs the backwards of micro-batches by itself")
     elif is_unit:
-        unreached = UnreachedParameters(model, "FSDP2 computes with gathered parameters")
+        unreached = ParametersNotInGraph(model, "FSDP2 computes with gathered parameters")
     else:
         why = "tensor parallel layers compute with plain tensors of their own"
-        unreached = UnreachedParameters(model, why, gradients.leaves_of)
+        unreached = ParametersNotInGraph(model, why, gradients.leaves_of)
     parts = [
         unused,
         Units(model),  # weights that an earlier forward left gathered may be older than the last step
@@ -183,7 +187,7 @@ def hook_step(setup: Setup) -> None:
         FrozenParameters(model) if is_unit or is_pipeline else None,
         setup.context,
         setup.order,
-        SameBatch(mesh) if same_batch_groups(mesh) else None,  # last of all: it sends a message
+        SameBatch(mesh) if same_batch_groups(mesh) else None,  # after what may refuse a forward: it sends a message
         unreached,
         gradients,
         state,  # a pool of tenants, whose failed steps end here too

@@ -56,16 +56,16 @@ def apply_style(
             placement = Shard(cut[0])
         if cut is not None and not (shares and cut[1].is_chunked):
             dim, chosen = cut
-            if isinstance(placement, Shard) and parameter not in context.stored_whole:
+            if isinstance(placement, Shard) and parameter not in context.keeps_row_order:
                 arranged = chosen, dim
                 set_partition(tensor.owner, tensor.key, chosen, dim)
                 rearrange_lazy(tensor.owner, tensor.key, partial_of(chosen.arranged, dim=dim))
             else:
                 placement = Replicate()
                 rows[tensor] = dim, chosen.rows(context.rank)
-        if isinstance(placement, Shard) or parameter in context.stored_whole or context.is_placed(parameter):
+        if isinstance(placement, Shard) or parameter in context.keeps_row_order or context.is_placed(parameter):
             tensor.put(context.place(parameter, placement, arranged))
-            context.stored_whole.discard(parameter)  # else this set would keep the full copy in memory
+            context.keeps_row_order.discard(parameter)  # else this set would keep the full copy in memory
         if tensor.role in style.partial_roles or tensor in rows:
             partial.append((tensor.owner, tensor.key))
     if isinstance(base, Conv1D) and style.lora_B == Shard(0):
@@ -154,7 +154,10 @@ def _merge_arranged(module: Any, dim: int, partition: RowPartition) -> None:
 
 
 def shard_over_tp(setup: Setup) -> None:
-    """Apply the plan's style to each layer, and note the parameters whose gradients are partial sums over tp."""
+    """Apply the plan's style to each layer, and note the parameters whose gradients are partial sums over tp.
+
+    The model's `Gradients` are made here, without tp too.
+    """
     model, mesh, plan = setup.model, setup.mesh, setup.plan
     tp = mesh["tp"].size()
     setup.gradients = Gradients(tp)

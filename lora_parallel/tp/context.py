@@ -1,4 +1,4 @@
-"""Hold what the tensor parallel layers of a model share: the tp axis, partial gradients, numbers of tokens."""
+"""Hold what the tensor parallel layers of a model share: the tp axis, the gradients, numbers of tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _FORWARDS_KEPT = 1024  # Number of forwards whose number of tokens is kept for t
 
 
 class TPContext:
-    """Hold the tp axis, the partial gradients and the last input, which all tensor parallel layers of a model share."""
+    """Hold the tp axis, the gradients and the last input, which all tensor parallel layers of a model share."""
 
     def __init__(self, mesh: DeviceMesh, gradients: Gradients, model: nn.Module, forwards: ForwardCount) -> None:
         self.mesh = mesh["tp"]
@@ -85,7 +85,8 @@ class TPContext:
         self.chunks = TokenChunks(self.mesh.size(), self.rank, self.group)
         # Parameters that train or belong to an adapter, until they are placed. They are saved, so a row partition never
         # rearranges them, whatever rows a rank computes with.
-        self.stored_whole = {p for p in model.parameters() if p.requires_grad} | {*adapter_parameters(model).values()}
+        trained = {p for p in model.parameters() if p.requires_grad}
+        self.keeps_row_order = trained | {*adapter_parameters(model).values()}
         self._shared: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(shared_parameters(model))
         self._last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
@@ -131,7 +132,7 @@ class TPContext:
     def forget_originals(self) -> None:
         """Drop the references to the full parameters, so that their memory is freed."""
         self._shared.clear()
-        self.stored_whole.clear()
+        self.keeps_row_order.clear()
 
     def copy(self, x: Tensor, where: str) -> Tensor:
         """Return `x` as the input of layers that compute slices: in backward its gradient is summed over tp."""

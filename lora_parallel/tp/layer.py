@@ -1,10 +1,11 @@
 """Run a layer and its LoRA factors as one tensor parallel layer: stored as DTensors, computed on plain tensors.
 
-Outside of its forward, the layer's parameters are DTensors on the `tp` axis, placed as the style says. While its
-forward runs, or that of a compiled block around it, this rank's plain tensor shadows each parameter: attribute lookup
-finds the plain tensor. The forward is the layer's own, whether it is PEFT's, `nn.Linear`'s or that of a subclass in the
-model's code. The style adds one operation on the input and one on the output. So the outputs of base and LoRA are added
-while both are slices or both are partial sums, and LoRA costs no collective of its own.
+Outside of its forward, the layer's parameters are DTensors on the `tp` axis, placed as the style says (on `dp_shard`
+too, while FSDP2 does not hold them gathered). While its forward runs, or that of a compiled block around it, this
+rank's plain tensor shadows each parameter: attribute lookup finds the plain tensor. The forward is the layer's own,
+whether it is PEFT's, `nn.Linear`'s or that of a subclass in the model's code. The style adds one operation on the input
+and one on the output. So the outputs of base and LoRA are added while both are slices or both are partial sums, and
+LoRA costs no collective of its own.
 
 The plain tensors share the memory of the DTensors and are made once, not in each forward. Those that train are leaves
 of the graph; a hook gives their gradients to the DTensors (`distributed/gradients.py`). So autograd meets no DTensor,

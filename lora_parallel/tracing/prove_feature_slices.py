@@ -109,7 +109,7 @@ def find_structure(
     inputs: dict[str, Any] | None = None,
 ) -> Structure:
     """Run `model` without its weights and return its layer groups that can be cut into `tp` parts."""
-    # Layers in `whole` run as they are. With `given` inputs the groups are proven on these alone.
+    # Layers in `whole` run as they are. With `inputs` the groups are proven on these alone.
     tracer = Tracer(model, {module: name for module, name in names.items() if name not in whole}, inputs)
     real_of = tracer.real_of
     rejected: dict[str, str] = {}

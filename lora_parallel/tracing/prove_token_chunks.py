@@ -195,7 +195,7 @@ def find_places(setup: Setup) -> None:
             "sequence_parallel or activation_checkpointing for the memory."
         ) from error
     chunks = TokenChunks(cp, mesh.get_local_rank("cp"), mesh.get_group("cp"), balanced=method == "all_gather")
-    setup.chunk = CPContext(chunks, Tokens(setup.count), method)
+    setup.cp_context = CPContext(chunks, Tokens(setup.count), method)
 
 
 class _Proof:

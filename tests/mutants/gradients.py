@@ -69,7 +69,7 @@ BREAKAGES = [
         "collective",
         "A hook that waits for the finished gradient is given one rank's part of it.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_post_accumulate_hooks_have_the_finished_gradient",
-        """registered.update(dict.fromkeys(registered, lambda parameter: None))""",
+        """registered.update(dict.fromkeys(registered, self._due.append))""",
         """pass""",
     ),
     Mutant(
@@ -158,25 +158,28 @@ BREAKAGES = [
         "pass",
         "An earlier gradient is lost in a step that does not reach the parameter: sums are finished in another order.",
         "tests/lora_parallel/fsdp/test_unused_parameters.py::test_ranks_that_reach_other_layers_of_a_block_train_as_one_process",
-        """    gradients.parts = finishing\n""",
-        """    gradients.parts = finishing[::-1]\n""",
+        """gradients.finish_by(finishing, trained,""",
+        """gradients.finish_by(finishing[::-1], trained,""",
     ),
     Mutant(
         "pass",
         "Hooks of the user's see gradients that are not finished.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_post_accumulate_hooks_have_the_finished_gradient",
-        """        self._hooks.restore()
-        finished = [parameter for part in self.parts for parameter in part.finish()]
-        self._hooks.call(finished)""",
-        """        self._hooks.restore()
-        self._hooks.call([parameter for part in self.parts for parameter in part.unfinished])
-        finished = [parameter for part in self.parts for parameter in part.finish()]""",
+        """        self._hooks.call([*(parameter for parameter in due if parameter not in unfinished), *finished])""",
+        """        self._hooks.call([*due, *finished])""",
+    ),
+    Mutant(
+        "backward",
+        "A user's hook is called twice, and first too early, where the loss has a term of the parameter itself.",
+        "tests/lora_parallel/distributed/test_gradient_hooks.py::test_hooks_are_called_once_where_the_loss_has_a_term_of_the_parameters",
+        """meets_terms=not is_pipeline""",
+        """meets_terms=False""",
     ),
     Mutant(
         "guard",
         "A hook of register_hook on a parameter is never called, or is given one rank's part.",
         "tests/lora_parallel/distributed/test_gradient_hooks.py::test_other_ways_to_a_gradient_are_right_or_refused",
-        """            if gradient_hooks(parameter):
+        """            if gradient_hooks(parameter) > self._own[parameter]:
                 raise RuntimeError(""",
         """            if False:
                 raise RuntimeError(""",

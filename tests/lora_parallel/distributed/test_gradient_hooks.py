@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -10,22 +10,22 @@ import torch
 from lora_parallel import no_sync, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.cases import cases
-from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import Case, full, half_sum_of_squares, on_mesh, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
 MESHES = cases("2x1", "1x2", "2x2x1", matrix=["2x2"])
-CASE = Case(steps=2, sizes={"num_hidden_layers": 1})
+CASE, STACK = Case(steps=2, sizes={"num_hidden_layers": 1}), Case(steps=2)
 
 
-def built(mesh_text):
-    """A function that gives a new model, and its loss on this rank's part of a batch."""
-    mesh, config = on_mesh(mesh_text)
-    mine = [batch.chunk(dp_size(mesh))[dp_rank(mesh)] for batch in CASE.batches()]
+def built(mesh_text, case=CASE, **config):
+    """A new model, and a function that gives its loss on this rank's part of a batch."""
+    mesh, config = on_mesh(mesh_text, **config)
+    mine = [batch.chunk(dp_size(mesh))[dp_rank(mesh)] for batch in case.batches()]
 
     def loss(model, number=0):
         return model(input_ids=mine[number], labels=mine[number]).loss
 
-    return parallelize(CASE.model(), mesh, config), loss
+    return parallelize(case.model(), mesh, config), loss
 
 
 @cache
@@ -84,6 +84,49 @@ def test_post_accumulate_hooks_have_the_finished_gradient(pool, mesh):
         for kind, want in wanted.items():
             assert relative_error(found[kind], want) <= 1e-12, kind
         assert relative_error({name: seen}, {name: one_process(0, 1)[name]}) <= 1e-12
+
+
+def with_a_term(mesh_text, **config):
+    """What hooks saw where the loss has a term of the parameters, computed before or after the model."""
+    model, loss = built(mesh_text, STACK, **config) if mesh_text else (STACK.model(), None)
+    batch = STACK.batches()[0]
+    seen = {}
+
+    def note(name, parameter):
+        seen.setdefault(name, []).append(full(parameter.grad).clone())
+
+    for name, p in trained(model).items():
+        p.register_post_accumulate_grad_hook(partial(note, name))
+
+    def squares():
+        return sum(half_sum_of_squares(p) for p in trained(model).values())
+
+    found = {}
+    for order in ("before", "after"):
+        term = squares() if order == "before" else 0
+        total = loss(model) if loss else model(input_ids=batch, labels=batch).loss
+        (total + 0.1 * (term if order == "before" else squares())).backward()
+        found[order] = dict(seen), gradients(model)
+        seen.clear()
+        model.zero_grad()
+    return found
+
+
+GPIPE = {"pp_schedule": "gpipe", "pp_microbatches": 2}
+WITH_TERMS = cases(
+    ("2x1", {}), ("1x2", {}), ("1x1pp2", GPIPE), matrix=[("2x2", {}), ("2x2x1", {}), ("1x2pp2", GPIPE), ("1x1pp2", {})]
+)
+
+
+@pytest.mark.parametrize(("mesh", "config"), WITH_TERMS)
+def test_hooks_are_called_once_where_the_loss_has_a_term_of_the_parameters(pool, mesh, config):
+    wanted = with_a_term(None)
+    for found in pool.run(ranks_of(mesh), partial(with_a_term, mesh, **config)):
+        for order, (seen, after) in found.items():
+            want = {name: grad for name, grad in wanted[order][1].items() if name in after}
+            assert {name: len(calls) for name, calls in seen.items()} == dict.fromkeys(want, 1), order
+            assert relative_error({name: calls[0] for name, calls in seen.items()}, want) <= 1e-12, order
+            assert relative_error(after, want) <= 1e-12, order
 
 
 def failing_hook(mesh_text):
