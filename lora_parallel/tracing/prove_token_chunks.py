@@ -88,9 +88,9 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
         for key, parameter in real_of[module]._parameters.items():
             if parameter is not None and parameter.requires_grad and id(module._parameters[key]) in outside:
                 raise ValueError(f"{paths[module]}.{key} trains, and is used on all tokens elsewhere")
-    for rank in range(tp):
-        if (problem := _verify(tracer, sequence, layer_groups, tp, rank)) is not None:
-            raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")
+    problem = _verify(tracer, sequence, layer_groups, tp)
+    if problem is not None:
+        raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")
     return Sequence(
         {real_of[first]: real_of[last] for first, last in sequence.stacks.items()},
         [real_of[module] for module in sequence.modules],
@@ -107,33 +107,46 @@ def _home(paths: list[str]) -> str:
     return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 
 
-def _verify(tracer: Tracer, sequence: Sequence, layer_groups: list[LayerGroup], tp: int, rank: int) -> str | None:
-    """Run the model as a rank with a chunk of the tokens between layer groups, and return the problem, if any."""
+def _verify(tracer: Tracer, sequence: Sequence, layer_groups: list[LayerGroup], tp: int) -> str | None:
+    """Run the model as each rank, with a chunk of the tokens between layer groups; return the first problem, if any."""
     producers = {name for layer_group in layer_groups for name in layer_group.producers}
+    # What blocks and modules are fed, and what last blocks return, on all tokens, in the order of their calls.
     whole: dict[nn.Module, list[Tensor]] = {}
-
-    chunk = TokenChunks(tp, rank).mine
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         whole.setdefault(module, []).append(first_activations(args, kwargs)[1])
         if module in sequence.stacks.values():
             whole[module].append(block_output(output))
 
-    def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        gave = call.output()
-        in_chunks = state["inside"] and call.layer not in producers | sequence.consumers
-        want = chunk(call.fed) if in_chunks or (state["inside"] and call.layer in sequence.layers) else call.fed
-        if not same(fed, want):
-            raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
-        return chunk(gave) if in_chunks or (state["inside"] and call.layer in sequence.consumers) else gave
-
-    state = {"inside": False}
     watched = [*sequence.stacks, *sequence.stacks.values(), *sequence.modules]
     try:
         with hooked(module.register_forward_hook(note, with_kwargs=True) for module in dict.fromkeys(watched)):
             tracer.run_again(lambda index, call, fed: call.output())
     except (TraceError, NoActivationsError) as error:
         return str(error)
+    problems = (_verify_rank(tracer, sequence, producers, whole, TokenChunks(tp, rank).mine) for rank in range(tp))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _verify_rank(
+    tracer: Tracer,
+    sequence: Sequence,
+    producers: set[str],
+    of_all_tokens: dict[nn.Module, list[Tensor]],
+    chunk: Callable[[Tensor], Tensor],
+) -> str | None:
+    whole = {module: list(tensors) for module, tensors in of_all_tokens.items()}
+    others = producers | sequence.consumers
+
+    def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
+        gave = call.output()
+        in_chunks = state["inside"] and call.layer not in others
+        want = chunk(call.fed) if in_chunks or (state["inside"] and call.layer in sequence.layers) else call.fed
+        if not same(fed, want):
+            raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
+        return chunk(gave) if in_chunks or (state["inside"] and call.layer in sequence.consumers) else gave
+
+    state = {"inside": False}
 
     def inside_only(module: nn.Module, _: Any) -> None:
         if not state["inside"] and any(p.requires_grad for p in tracer.real_of[module].parameters(recurse=False)):
