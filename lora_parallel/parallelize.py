@@ -117,7 +117,7 @@ def parallelize(
         `model` itself.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; raised on every rank, before the model is changed.
+        TypeError, ValueError: An argument is wrong; raised on every rank, before a weight is changed.
         OSError, ValueError: The model's checkpoint is incomplete, damaged or belongs to another model.
         RuntimeError: A guard found the result wrong (see `lora_parallel.runtime.guards`).
         SetUpIsPossible: `accelerate-lora check` runs the script; no weights were read.

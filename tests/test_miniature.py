@@ -1,4 +1,4 @@
-"""`examples/miniature.py` trains as one process does, and not without the sum of partial gradients."""
+"""Hold `examples/miniature.py` against one process, with the sum of partial gradients and without it."""
 
 from __future__ import annotations
 

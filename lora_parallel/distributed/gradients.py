@@ -227,6 +227,7 @@ class Gradients:
         self.ranks = ranks  # of tp
         self.finishers: Sequence[GradientFinisher] = ()
         self._trained: Sequence[nn.Parameter] = ()
+        self._unfinished: set[Tensor] = set()  # of all finishers
         self._runs = False
         self._hooks = PostponedHooks()
         # the local tensor that each leaf was made of, and the leaf, by the parameter and whether it is a partial sum's
@@ -241,6 +242,7 @@ class Gradients:
         pass as the others and perhaps before them.
         """
         self.finishers, self._trained = finishers, trained if finishers else ()
+        self._unfinished = {parameter for finisher in finishers for parameter in finisher.unfinished}
         if meets_terms:
             for parameter in self._trained:
                 parameter.register_hook(self._meet_term)
@@ -267,8 +269,7 @@ class Gradients:
         self._runs = False
         due = self._hooks.restore()
         finished = [parameter for finisher in self.finishers for parameter in finisher.finish()]
-        unfinished = {parameter for finisher in self.finishers for parameter in finisher.unfinished}
-        self._hooks.call([*(parameter for parameter in due if parameter not in unfinished), *finished])
+        self._hooks.call([*(parameter for parameter in due if parameter not in self._unfinished), *finished])
 
     def recover(self) -> None:
         """Forget all gradients collected so far, after an error has ended a backward pass early."""

@@ -18,7 +18,7 @@ CASE, STACK = Case(steps=2, sizes={"num_hidden_layers": 1}), Case(steps=2)
 
 
 def built(mesh_text, case=CASE, **config):
-    """A new model, and a function that gives its loss on this rank's part of a batch."""
+    """Return a new model, and a function that gives its loss on this rank's part of a batch."""
     mesh, config = on_mesh(mesh_text, **config)
     mine = [batch.chunk(dp_size(mesh))[dp_rank(mesh)] for batch in case.batches()]
 
@@ -87,7 +87,7 @@ def test_post_accumulate_hooks_have_the_finished_gradient(pool, mesh):
 
 
 def with_a_term(mesh_text, **config):
-    """What hooks saw where the loss has a term of the parameters, computed before or after the model."""
+    """Return what hooks saw where the loss has a term of the parameters, computed before or after the model."""
     model, loss = built(mesh_text, STACK, **config) if mesh_text else (STACK.model(), None)
     batch = STACK.batches()[0]
     seen = {}

@@ -109,8 +109,6 @@ def both_ways(mesh: str, name: str) -> tuple[Run, Run, tuple[int, int]]:
 
 
 MESHES = ["1x1", "1x2", "2x1", "2x2", "1x4", "2x1x2"]
-
-
 KEPT = ("1x2", "two linear layers")
 OTHERS = [(mesh, name) for mesh in MESHES for name in CASES if (mesh, name) != KEPT]
 
