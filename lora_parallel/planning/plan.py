@@ -36,6 +36,8 @@ from lora_parallel.planning.passes import (
     split_tokens,
 )
 from lora_parallel.planning.plan_checks import FirstBatchCheck, check_kinds, check_ties, check_widths
+from lora_parallel.planning.proven_plans import proven_plan
+from lora_parallel.runtime.description import is_checked
 from lora_parallel.state import Setup
 from lora_parallel.tp.experts import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
@@ -104,7 +106,7 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     take_entries(builder, declared, table, globs or {})
     check_kinds({module: entry for module, entry in builder.styles.items() if builder.layers[module].asked}, tp)
     between = {name for name, style in builder.styles.values() if style is STYLES["replicated_with_grad_allreduce"]}
-    structures, first_batch_checks, problem = _structures(model, names, tp, between)
+    structures, first_batch_checks, problem = _structures(model, names, tp, between, trusted=globs is None)
     if globs is None and not structures and (not declared or set_aside_unshown(builder, declared)):
         lack = "no tp_plan"
         for _, key, style in builder.set_aside:
@@ -153,7 +155,7 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
 
 
 def _structures(
-    model: nn.Module, names: Mapping[nn.Module, str], tp: int, whole: Collection[str]
+    model: nn.Module, names: Mapping[nn.Module, str], tp: int, whole: Collection[str], trusted: bool
 ) -> tuple[list[Structure], list[FirstBatchCheck], str]:
     """Run the transformers models in `model` without their weights; return what they show."""
     # A model inside of another (a vision tower) is run by itself if the outer one fails or does not reach it.
@@ -165,7 +167,8 @@ def _structures(
         if any(module in reached for module in inner.modules()):
             continue
         try:
-            structure = find_structure(inner, names, tp, whole)
+            known = proven_plan(inner) if trusted and not is_checked() else None
+            structure = find_structure(inner, names, tp, whole, known=known)
         except TraceError as error:
             problem = problem or str(error)
             with suppress(TraceError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from textwrap import shorten
@@ -118,18 +118,20 @@ def _sound(config: Any, rows: int) -> dict[str, Tensor]:
     }
 
 
-def stand_in_for(model: nn.Module) -> nn.Module:
+def stand_in_for(model: nn.Module, without: Collection[nn.Module] = ()) -> nn.Module:
     """Return a copy of `model` in float32 on the CPU, in evaluation mode, with random parameters and without hooks."""
+    # `without`: modules that are left out; lists of modules are shorter then.
     # A parameter of more than 2^16 elements takes the memory of one row, which stands for all of its rows.
     try:
-        return _copied(model)
+        return _copied(model, without)
     except Exception as error:  # whatever a module makes of being copied
         raise TraceError(f"it cannot be copied ({brief(error)})") from error
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
+def _copied(model: nn.Module, without: Collection[nn.Module]) -> nn.Module:
+    memo: dict[int, Any] = {id(module): None for module in without}
+    kept = [module for module in model.modules() if module not in without]
+    for parameter in {p: None for module in kept for p in module._parameters.values() if p is not None}:
         values = 0.5 + torch.rand(parameter.shape[-1:])
         if parameter.numel() <= 2**16:
             values = 0.5 + torch.rand(parameter.shape)
@@ -138,13 +140,17 @@ def _copied(model: nn.Module) -> nn.Module:
         else:  # of a quantised layer: the tracer runs a stand-in for the layer, so the values do not matter
             nothing = torch.zeros(1, dtype=parameter.dtype).view([1] * parameter.dim())
             memo[id(parameter)] = nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
-    for buffer in model.buffers():
+    for buffer in {b: None for module in kept for b in module._buffers.values() if b is not None}:
         if id(buffer) in memo:
             continue
         plain = type(buffer) is Tensor and not buffer.is_meta
         copied = buffer.detach().cpu().clone() if plain else torch.ones(buffer.shape, dtype=buffer.dtype)
         memo[id(buffer)] = copied.float() if copied.is_floating_point() else copied
     twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        if isinstance(module, nn.ModuleList):
+            there = [child for child in module._modules.values() if child is not None]
+            module._modules = {str(index): child for index, child in enumerate(there)}
     for module in twin.modules():  # the hooks are the user's: they must not see this run
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()

@@ -13,6 +13,7 @@ it. A layer group that fails is left out, and the reason is noted.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from lora_parallel.layers.linear_classes import is_linear
 from lora_parallel.layers.styles import RowPartition
 from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_ranks
+from lora_parallel.tracing.repeated_blocks import repeated_blocks
 from lora_parallel.tracing.tracer import Call, Tracer, hooked
 
 
@@ -99,6 +101,16 @@ class Structure:
     tracer: Tracer  # Tracer that ran the model
     rejected: dict[str, str]  # Reason for each layer that seems to be of a layer group and cannot be cut, by its name
 
+    def plan(self, within: str) -> dict[str, str]:
+        """Return the styles of the layer groups, by globs of names relative to the module of the name `within`."""
+        styles = {
+            name: style
+            for group in self.layer_groups
+            for part, style in ((group.producers, "colwise"), (group.consumers, "rowwise"))
+            for name in part
+        }
+        return {without_block_numbers(name.removeprefix(f"{within}.")): style for name, style in styles.items()}
+
 
 @torch.random.fork_rng(devices=[])
 def find_structure(
@@ -107,11 +119,22 @@ def find_structure(
     tp: int,
     whole: Collection[str] = (),
     inputs: dict[str, Any] | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> Structure:
     """Run `model` without its weights and return its layer groups that can be cut into `tp` parts."""
-    # Layers in `whole` run as they are. With `inputs` the groups are proven on these alone.
-    tracer = Tracer(model, {module: name for module, name in names.items() if name not in whole}, inputs)
-    real_of = tracer.real_of
+    # Layers in `whole` run as they are. With `inputs` the groups are proven on these alone. If the styles are `known`,
+    # and found on few blocks, they are not looked for on all.
+    layers = {module: name for module, name in names.items() if name not in whole}
+    if known is not None and (blocks := repeated_blocks(model, names)).left_out:
+        with suppress(TraceError):
+            found = _structure(Tracer(model, layers, inputs, blocks), tp)
+            if found.plan(names[model]) == known:
+                return found
+    return _structure(Tracer(model, layers, inputs), tp, otherwise=inputs is None)
+
+
+def _structure(tracer: Tracer, tp: int, otherwise: bool = True) -> Structure:
+    real_of, blocks = tracer.real_of, tracer.blocks
     rejected: dict[str, str] = {}
     candidates = _candidates(tracer, tp, rejected)
     tracer.drop_graph()
@@ -135,13 +158,19 @@ def find_structure(
         else:
             rejected.update({name: problem for layer_group in group for name in layer_group.layers})
     kept = proven(tracer, kept, tp, range(tp), rejected)
-    if kept and inputs is None:
+    if kept and otherwise:
         tracer.run_otherwise()
         kept = proven(tracer, kept, tp, (0, tp - 1), rejected)
     for layer_group in kept:
         layer_group.between = {(real_of[module], key): cut for (module, key), cut in layer_group.between.items()}
         layer_group.attributes = {real_of[module]: values for module, values in layer_group.attributes.items()}
-    return Structure(kept, {call.layer for call in tracer.calls}, direct, tracer, rejected)
+    return Structure(
+        list(blocks.groups_of_all(kept)),
+        set(blocks.names_of_all(call.layer for call in tracer.calls)),
+        set(blocks.names_of_all(direct)),
+        tracer,
+        {like: reason for name, reason in rejected.items() for like in blocks.names_of_all([name])},
+    )
 
 
 def _leaves(tensor: Tensor, known: dict[Any, frozenset[Tensor]]) -> frozenset[Tensor]:
@@ -266,9 +295,9 @@ def _needed(
     parameters = [leaf for leaf in leaves if not any(leaf is source for source in producers)]
     used: list[list[Tensor]] = [[] for _ in producers]
     masks: list[list[Tensor]] = [[] for _ in parameters]
-    for rank in range(tp):
+    directions = [torch.zeros_like(call.fed) for _ in range(tp)]
+    for rank, direction in enumerate(directions):
         start, stop = chunk_bounds(width, tp, rank)
-        direction = torch.zeros_like(call.fed)
         direction[..., start:stop] = torch.rand_like(direction[..., start:stop]) + 0.5
         grads = torch.autograd.grad(call.fed, producers, direction, retain_graph=True, allow_unused=True)
         for used_by_rank, source, grad in zip(used, producers, grads, strict=True):
@@ -276,15 +305,14 @@ def _needed(
             used_by_rank.append(nothing if grad is None else (grad != 0).flatten(0, -2).any(0))
         if all(used_by_rank[rank].all() for used_by_rank in used):
             return "each slice of its input depends on all features of the layers before it"
-        if not parameters:
-            continue
-        # Not together: most calls end above, and the gradient of a stack of experts is as large as the stack.
-        grads = torch.autograd.grad(call.fed, parameters, direction, retain_graph=True, allow_unused=True)
-        for masked, parameter, grad in zip(masks, parameters, grads, strict=True):
-            masked.append(torch.zeros_like(parameter, dtype=torch.bool) if grad is None else grad != 0)
     for used_by_rank in used:
         if len({int(mask.sum()) for mask in used_by_rank}) > 1 or not torch.stack(used_by_rank).any(0).all():
             return "the slices of its input do not depend on equally many features of the layers before it"
+    # Not together: most calls end above, and the gradient of a stack of experts is as large as the stack.
+    for direction in directions if parameters else ():
+        grads = torch.autograd.grad(call.fed, parameters, direction, retain_graph=True, allow_unused=True)
+        for masked, parameter, grad in zip(masks, parameters, grads, strict=True):
+            masked.append(torch.zeros_like(parameter, dtype=torch.bool) if grad is None else grad != 0)
     cuts: dict[Tensor, tuple[int, RowPartition] | None] = {}
     for parameter, masked in zip(parameters, masks, strict=True):
         try:

@@ -58,7 +58,8 @@ from lora_parallel.tracing.tracer import Call, Tracer, check_outside, hooked, re
 
 def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int) -> Sequence:
     """Return the places where the tokens of a model can be split and gathered, proven by running the model."""
-    tracer = structure.tracer
+    tracer, repeated = structure.tracer, structure.tracer.blocks
+    layer_groups = [group for group in layer_groups if tracer.modules.keys() >= {*group.layers}]
     real_of, paths, sequence = tracer.real_of, tracer.paths, Sequence()
     paths_of = [[paths[tracer.modules[name]] for name in layer_group.layers] for layer_group in layer_groups]
     stacks: set[str] = set()
@@ -93,10 +94,10 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
         raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")
     return Sequence(
         {real_of[first]: real_of[last] for first, last in sequence.stacks.items()},
-        [real_of[module] for module in sequence.modules],
-        sequence.layers,
-        sequence.consumers,
-        {real_of[module] for module in sequence.inside},
+        list(repeated.modules_of_all(real_of[module] for module in sequence.modules)),
+        set(repeated.names_of_all(sequence.layers)),
+        set(repeated.names_of_all(sequence.consumers)),
+        set(repeated.modules_of_all(real_of[module] for module in sequence.inside)),
         tracer.model,
     )
 

@@ -38,6 +38,7 @@ from lora_parallel.tracing.inputs import (
     stand_in_for,
     without_own_attention,
 )
+from lora_parallel.tracing.repeated_blocks import RepeatedBlocks
 
 # Rows and tokens of a run. `_SHAPE` is the first run's; it is small because the graph of the whole model is in memory,
 # also for a model of 405 billion parameters. `_MORE_ROWS` is for a model that fails on one row. `_OTHER_SHAPE` is the
@@ -102,9 +103,16 @@ def traced_models(model: nn.Module) -> list[nn.Module]:
 class Tracer:
     """Run a copy of a model (`twin`) without its weights, and hold what the run shows."""
 
-    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], inputs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, str],
+        inputs: dict[str, Any] | None = None,
+        blocks: RepeatedBlocks | None = None,
+    ) -> None:
         # `names` are of the layers that stand-ins replace. `inputs`: what the model is given, if that is known.
         self.model, self._given = model, inputs
+        self.blocks = blocks or RepeatedBlocks()
         self.calls: list[Call] = []  # Calls of stand-ins in the noted run, in order
         self.outputs: list[Tensor] = []  # Floating-point tensors that the model returned in the noted run
         # Parameters of the copy, each with the first module that holds it, and its name in that module.
@@ -118,11 +126,13 @@ class Tracer:
         self._stand_in: Callable[[str, int, Tensor], Tensor] | None = None  # of the run, while the copy runs
         with torch.enable_grad(), torch.inference_mode(False):
             torch.default_generator.manual_seed(0)
-            self.twin = stand_in_for(model)
-            self.twin_of = dict(zip(model.modules(), self.twin.modules(), strict=True))
+            self.twin = stand_in_for(model, self.blocks.left_out)
+            kept = (module for module in model.modules() if module not in self.blocks.left_out)
+            self.twin_of = dict(zip(kept, self.twin.modules(), strict=True))
             self.real_of = {twin: real for real, twin in self.twin_of.items()}
             self.paths = {module: name for name, module in self.twin.named_modules()}
             inside = [(module, self.twin_of[module], name) for module, name in names.items() if module in self.twin_of]
+            self.twin_of |= {module: self.twin_of[like] for module, like in self.blocks.left_out.items()}
             # Names of the linear layers and embeddings that stand-ins replace, by module of the copy.
             self.layers = {
                 twin: name for real, twin, name in inside if is_linear(base_of(real)) or _looks_up(base_of(real))
