@@ -1,7 +1,7 @@
 """The plans of transformers' classes that are known: `planning/proven_plans.json`, and their page of the documentation.
 
-    python -m benchmarks.classes                       # half an hour; writes both
-    python -m benchmarks.classes --classes 'Llama*'    # a look, without writing
+    python -m benchmarks.classes                       # an hour; writes both
+    python -m benchmarks.classes --classes 'Llama*'    # writes the entries of these classes, and prints the page
 
 A class is among them if it carries a plan, and what two blocks of each kind show equals what all of eight blocks show:
 styles, rows, cut parameters, sizes and shares of experts, on 2 tp ranks, and on 4 with sequence parallelism if it can.
@@ -39,7 +39,7 @@ from lora_parallel.tracing.prove_feature_slices import find_structure
 
 PAGE = Path(__file__).parent.parent / "docs" / "plans.md"
 MARK = "<!-- written by make table NAME=classes -->"
-TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "IMAGE_CLASSIFICATION")
+TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT")
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 8),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 8),
@@ -108,20 +108,21 @@ def known_plan(name: str) -> dict[str, str] | str:
 
 
 def table(chosen: list[str]) -> tuple[str, bool]:
-    """Return the plans of classes as text, classes with the same plan together, and write those of all classes."""
+    """Put the plans of classes into the file, and return all that it has as text, classes with equal plans together."""
     logging.disable(logging.WARNING)
     plans = {name: known_plan(name) for name in tqdm(chosen)}
     known = {name: plan for name, plan in plans.items() if isinstance(plan, dict)}
     for name, plan in plans.items():
         if isinstance(plan, str):
             print(f"{name}: {plan.splitlines()[0][:160]}")
+    versions = json.loads(FILE.read_text())
+    earlier = versions.get(transformers.__version__, {})
+    known = {name: plan for name, plan in earlier.items() if name not in plans} | known
+    FILE.write_text(json_lines(versions | {transformers.__version__: known}))
     alike: dict[str, list[str]] = {}
-    for name, plan in known.items():
+    for name, plan in sorted(known.items()):
         alike.setdefault(json.dumps(plan), []).append(f"`{name}`")
     rows = [f"{', '.join(names)} | {styles(json.loads(text))}" for text, names in alike.items()]
-    if len(chosen) == len(classes()):
-        versions = json.loads(FILE.read_text()) | {transformers.__version__: known}
-        FILE.write_text(json_lines(versions))
     head = f"{len(known)} classes of transformers {transformers.__version__}:\n\nclasses | layers\n--- | ---\n"
     return head + "\n".join(rows), True
 

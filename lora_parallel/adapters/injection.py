@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.inspection import peft_configs
-from lora_parallel.adapters.peft_private import check_needs_no_base, observe_layers
+from lora_parallel.adapters.peft_private import check_base, from_base, observe_layers
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, share_random_state
@@ -91,7 +91,7 @@ def check_adapters(
         raise ValueError("lora_config is given, but the model already has PEFT layers: drop one of the two.")
     if has_deferred(model):
         for peft_config in [*peft_configs(model).values(), *([lora_config] if lora_config is not None else [])]:
-            check_needs_no_base(peft_config, model)
+            check_base(peft_config, model)
     if present or lora_config is not None or not config.require_adapters:
         return None
     lack = ValueError(f"the model ({type(model).__name__}) has no PEFT layers and no lora_config is given. {_REMEDY}")
@@ -217,7 +217,8 @@ def adapt_dropout(model: nn.Module, seed: int, count: ForwardCount, dp_rank: int
 
 def add_adapter(setup: Setup) -> None:
     """Inject `lora_config`, if it is given: with its values, or on meta without them, to be drawn in shards later."""
-    if setup.lora_config is not None and has_deferred(setup.model):
+    # Values that are computed from base weights need these as PEFT knows them, before they are sharded.
+    if setup.lora_config is not None and has_deferred(setup.model) and from_base(setup.lora_config) is None:
         setup.late = LateAdapter(setup.model, setup.lora_config, setup.autocast_adapter_dtype)
     elif setup.lora_config is not None:
         inject_adapter(setup.model, setup.lora_config, setup.config.seed, setup.autocast_adapter_dtype)

@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
@@ -28,6 +29,7 @@ from peft.utils.other import get_pattern_key as get_pattern_key
 from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
+from lora_parallel.adapters.base_dependent import in_memory, initialise_from
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.lazy.tracking import DEFER, accept_memory, is_deferred, is_readable
 
@@ -109,9 +111,20 @@ def adapters_off_meta() -> None:
                 self.peft_config.pop(adapter_name, None)  # add_weighted_adapter has put it there
             raise
         if _waits(model) and isinstance(self.peft_config[adapter_name], LoraConfig):
-            check_needs_no_base(self.peft_config[adapter_name], model)
+            check_base(self.peft_config[adapter_name], model)
         with _suspended():
             return original(self, model, adapter_name, *args, **kwargs)
+
+    for name in ("pissa_init", "olora_init"):
+
+        @_patch(LoraLayer, name)
+        def initialise(original: Any, self: Any, adapter_name: str, *args: Any) -> None:
+            initialise_from(self, adapter_name, lambda: original(self, adapter_name, *args))
+
+    @_patch(DoraLinearLayer, "update_layer")
+    def take_norms(original: Any, self: Any, *, base_layer: nn.Module, **kwargs: Any) -> None:
+        with in_memory(base_layer):
+            original(self, base_layer=base_layer, **kwargs)
 
     @_patch(BaseTuner, "_cast_adapter_dtype")
     def cast(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,22 +136,28 @@ def adapters_off_meta() -> None:
 DRAWN = (True, False, "gaussian", "orthogonal")
 
 
-def check_needs_no_base(config: Any, model: nn.Module) -> None:
-    """Refuse an adapter whose values depend on base weights that cannot be read yet, as those of DoRA."""
-    # Rows of an embedding that a file holds can be read; decompositions need whole weights.
-    wants = None
+def from_base(config: Any) -> str | None:
+    """Return the setting by which an adapter's values are computed from whole base weights, as text, or None."""
     if config.init_lora_weights not in DRAWN:
-        wants = f"init_lora_weights={config.init_lora_weights!r}"
-    elif config.use_dora:
-        wants = "use_dora=True"
-    elif config.trainable_token_indices is not None and not all(map(is_readable, model.parameters())):
-        wants = f"trainable_token_indices={config.trainable_token_indices!r}"
-    if wants is not None:
-        raise ValueError(
-            f"LoraConfig({wants}) computes the adapter from the base weights, and the model is on meta: its weights "
-            f"are still on disk. Load it outside of meta_init; where a launcher or a strategy has put it on meta, set "
-            f"the environment variable {DEFER}=0, which loads models into the memory of every rank."
-        )
+        return f"init_lora_weights={config.init_lora_weights!r}"
+    return "use_dora=True" if config.use_dora else None
+
+
+def check_base(config: Any, model: nn.Module) -> None:
+    """Refuse an adapter that is computed from base weights on meta, if these cannot be read, or not by themselves."""
+    wants, init = from_base(config), str(config.init_lora_weights).lower()
+    known = config.init_lora_weights in DRAWN or init == "olora" or init.startswith("pissa")
+    alone = known and not any(getattr(module, "is_quantized", False) for module in model.modules())
+    if wants is None and config.trainable_token_indices is not None:
+        wants, alone = f"trainable_token_indices={config.trainable_token_indices!r}", True
+    if wants is None or (alone and all(map(is_readable, model.parameters()))):
+        return
+    raise ValueError(
+        f"LoraConfig({wants}) computes the adapter from the base weights, and the model is on meta: its weights are "
+        f"still on disk{'' if alone else ', and are not read a layer at a time for this'}. Load it outside of "
+        f"meta_init; where a launcher or a strategy has put it on meta, set the environment variable {DEFER}=0, which "
+        "loads models into the memory of every rank."
+    )
 
 
 def _waits(base: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.layers.layer_parameters import base_of, without_block_numbers
 from lora_parallel.layers.linear_classes import is_linear
 from lora_parallel.layers.styles import RowPartition
+from lora_parallel.tp.experts import holds_experts
 from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_ranks
 from lora_parallel.tracing.repeated_blocks import repeated_blocks
@@ -293,6 +294,8 @@ def _needed(
     if width % tp:
         return f"its input has {width} features, no multiple of tp={tp}"
     parameters = [leaf for leaf in leaves if not any(leaf is source for source in producers)]
+    if any(holds_experts(tracer.parameters[leaf][0]) for leaf in parameters):
+        return "it takes what experts compute"
     used: list[list[Tensor]] = [[] for _ in producers]
     masks: list[list[Tensor]] = [[] for _ in parameters]
     directions = [torch.zeros_like(call.fed) for _ in range(tp)]
@@ -308,7 +311,6 @@ def _needed(
     for used_by_rank in used:
         if len({int(mask.sum()) for mask in used_by_rank}) > 1 or not torch.stack(used_by_rank).any(0).all():
             return "the slices of its input do not depend on equally many features of the layers before it"
-    # Not together: most calls end above, and the gradient of a stack of experts is as large as the stack.
     for direction in directions if parameters else ():
         grads = torch.autograd.grad(call.fed, parameters, direction, retain_graph=True, allow_unused=True)
         for masked, parameter, grad in zip(masks, parameters, grads, strict=True):

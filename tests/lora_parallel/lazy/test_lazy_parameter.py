@@ -236,12 +236,19 @@ def test_values_given_by_load_state_dict_are_kept(path):
     assert (model.model.norm.weight == 3).all()
 
 
-def test_an_adapter_that_needs_the_base_is_refused(path):
+def test_an_adapter_that_is_computed_in_another_way_is_refused(path):
     with meta_init():
         model = LlamaForCausalLM.from_pretrained(path)
-    for settings in ({"init_lora_weights": "pissa"}, {"use_dora": True}):
-        with pytest.raises(ValueError, match=r"computes the adapter from the base weights.*LORA_PARALLEL_DEFER=0"):
-            get_peft_model(copy.deepcopy(model), LoraConfig(r=2, target_modules=["q_proj"], **settings))
+    with pytest.raises(ValueError, match=r"computes the adapter from the base weights.*LORA_PARALLEL_DEFER=0"):
+        get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="mica"))
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
+def test_an_adapter_that_needs_the_base_is_refused_if_no_file_holds_it(path, settings):
+    with meta_init():
+        model = LlamaForCausalLM(LlamaForCausalLM.from_pretrained(path).config)
+    with pytest.raises(ValueError, match=r"computes the adapter from the base weights"):
+        get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], **settings))
 
 
 def deferred(path):
