@@ -50,8 +50,9 @@ class MutantError(ValueError):
 
 
 def product_files() -> list[Path]:
-    """Return the Python files of the product: all but tests, examples, docs and benchmarks."""
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    """Return the files of the product, code and data: all but tests, examples, docs and benchmarks."""
+    suffixes = (".py", ".json")
+    return [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*")) if p.suffix in suffixes]
 
 
 def mutants() -> list[Mutant]:

@@ -5,6 +5,7 @@ from tests.mutants import Mutant
 PEFT = "tests/lora_parallel/adapters/test_peft_private.py"
 TRANSFORMERS = "tests/lora_parallel/loading/test_transformers_private.py"
 META = "tests/lora_parallel/loading/test_meta_init.py"
+MATERIALIZE = "tests/lora_parallel/lazy/test_materialize.py"
 
 BREAKAGES = [
     Mutant(
@@ -16,10 +17,24 @@ BREAKAGES = [
     ),
     Mutant(
         "guard",
-        "PiSSA and its kin decompose a base whose weights were not read.",
-        "tests/lora_parallel/lazy/test_lazy_parameter.py::test_an_adapter_that_needs_the_base_is_refused",
-        "wants = None\n    if config.init_lora_weights not in DRAWN:",
-        "wants = None\n    if False:",
+        "Adapters that decompose weights of which nobody knows the file start from none.",
+        "tests/lora_parallel/lazy/test_lazy_parameter.py::test_an_adapter_that_needs_the_base_is_refused_if_no_file_holds_it",
+        """if wants is None or (alone and all(map(is_readable, model.parameters()))):""",
+        """if wants is None or alone:""",
+    ),
+    Mutant(
+        "guard",
+        "What PiSSA and OLoRA start with is added to a base on disk, and not taken from it.",
+        f"{MATERIALIZE}::test_adapters_computed_from_the_base_are_those_of_one_process",
+        """    waiting.source.node = Residual(""",
+        """    Residual(""",
+    ),
+    Mutant(
+        "guard",
+        "Another part of what PiSSA starts with is taken from a rank's part of the base.",
+        f"{MATERIALIZE}::test_adapters_computed_from_the_base_are_those_of_one_process",
+        """self.left[region[0]].to(device)""",
+        """self.left[: region[0].stop - region[0].start].to(device)""",
     ),
     Mutant(
         "replaced",

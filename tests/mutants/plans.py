@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 PLAN = "tests/lora_parallel/planning/test_plan.py"
+PROVEN = "tests/lora_parallel/planning/test_proven_plans.py"
 SENSITIVITY = "tests/lora_parallel/test_sensitivity.py"
 
 BREAKAGES = [
@@ -140,6 +141,44 @@ BREAKAGES = [
         "tests/lora_parallel/layers/test_linear_classes.py::test_roles_of_what_a_subclass_adds",
         """mine[name] = values[name] * (part == 0)""",
         """pass""",
+    ),
+    Mutant(
+        "guard",
+        "An entry of a known plan holds, whatever the model's blocks show.",
+        f"{PROVEN}::test_an_entry_that_is_not_what_the_blocks_show_and_another_version_are_proven_on_all",
+        """if found.plan(names[model]) == known:""",
+        """if True:""",
+    ),
+    Mutant(
+        "guard",
+        "A layer of the plan that is known of Llama is another one.",
+        f"{PROVEN}::test_the_file_holds_plans_of_classes_of_transformers",
+        """  "LlamaForCausalLM": {"model.layers.*.self_attn.q_proj": "colwise",""",
+        """  "LlamaForCausalLM": {"model.layers.*.self_attn.q_proj": "rowwise",""",
+    ),
+    Mutant(
+        "guard",
+        "A block whose layers were changed is cut as the others are.",
+        f"{PROVEN}::test_a_block_that_was_changed_is_proven_itself",
+        """            path,
+            type(module),
+            tuple((key, p.shape, p.requires_grad)""",
+        """            path,
+            tuple((key, p.shape, p.requires_grad)""",
+    ),
+    Mutant(
+        "guard",
+        "A block whose forward was replaced is cut as the others are.",
+        f"{PROVEN}::test_a_block_that_was_changed_is_proven_itself",
+        """key == "forward" or (""",
+        """(""",
+    ),
+    Mutant(
+        "guard",
+        "The plan of a subclass is taken for that of the class of transformers of the same name.",
+        f"{PROVEN}::test_a_subclass_and_the_users_own_plan_are_proven_on_all",
+        """if getattr(transformers, kind.__name__, None) is kind else None""",
+        """""",
     ),
     Mutant(
         "guard",
