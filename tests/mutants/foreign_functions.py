@@ -23,6 +23,13 @@ BREAKAGES = [
         """if wants is None or alone:""",
     ),
     Mutant(
+        "replaced",
+        "An adapter that is drawn after sharding is in every rank's memory in full until then.",
+        "tests/lora_parallel/lazy/test_lazy_parameter.py::test_an_adapter_that_is_drawn_later_has_no_memory_until_then",
+        """getattr(new_module, key).to("meta")""",
+        """getattr(new_module, key)""",
+    ),
+    Mutant(
         "guard",
         "What PiSSA and OLoRA start with is added to a base on disk, and not taken from it.",
         f"{MATERIALIZE}::test_adapters_computed_from_the_base_are_those_of_one_process",

@@ -39,7 +39,7 @@ def test_prediction_is_what_one_process_measures(pool, simulated_here, tmp_path,
 @pytest.mark.matrix  # on a busy machine threads of gloo hold what they sent for longer, and more is measured
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, tmp_path, kind):
+def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, simulated_here, tmp_path, kind):
     run = KINDS[kind]
     folder = checkpoint(run, tmp_path)
     for name, mesh in MESHES.items():
@@ -52,7 +52,7 @@ def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, tmp_path, ki
 
 @pytest.mark.matrix
 @pytest.mark.processes
-def test_every_mesh_of_a_plan_is_within_5_percent(pool, tmp_path):
+def test_every_mesh_of_a_plan_is_within_5_percent(pool, simulated_here, tmp_path):
     """Meshes that a plan looks at share runs: those with more shards are computed from those with two."""
     run = KINDS["LoRA"]
     plan = plan_memory(

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from lora_parallel import meta_init
+from lora_parallel.adapters.injection import LateAdapter
 from lora_parallel.lazy.lazy_tensor import LazyParameter
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, settle
@@ -249,6 +250,22 @@ def test_an_adapter_that_needs_the_base_is_refused_if_no_file_holds_it(path, set
         model = LlamaForCausalLM(LlamaForCausalLM.from_pretrained(path).config)
     with pytest.raises(ValueError, match=r"computes the adapter from the base weights"):
         get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], **settings))
+
+
+def test_an_adapter_that_is_drawn_later_has_no_memory_until_then(path):
+    """And then the values of one process."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights="gaussian")
+    model = deferred(path)
+    late = LateAdapter(model, config, autocast_adapter_dtype=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    settle(model)
+    late.draw(model, 5, "cpu")
+    torch.manual_seed(5)
+    want = get_peft_model(LlamaForCausalLM.from_pretrained(path), config).get_base_model()
+    adapters = {name: p for name, p in want.named_parameters() if "lora_" in name}
+    assert len(adapters) == 6
+    for name, values in adapters.items():
+        assert model.get_parameter(name).equal(values), name
 
 
 def deferred(path):
