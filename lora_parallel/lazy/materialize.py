@@ -64,11 +64,6 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
     return list(by_tensor.values())
 
 
-def unfilled(model: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers on meta that no checkpoint fills."""
-    return [wanted.name for wanted in _wanted(model) if wanted.node is None]
-
-
 def read_plan(model: nn.Module) -> list[Read]:
     """List the parts of files that this rank reads to fill the tensors on meta. Nothing is read, nothing is sent.
 

@@ -8,7 +8,7 @@ tensors remember the lazy tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,9 +34,9 @@ class _Record:
     lazy: dict[str, LazyTensor] = field(default_factory=dict)
     # Descriptions of the lazy tensors that were there at first, for the error if a tensor gets memory otherwise.
     expected: dict[str, str] = field(default_factory=dict)
-    # Paths of the checkpoints that lack a parameter, which starts as in a new layer.
-    fresh: dict[str, str] = field(default_factory=dict)
-    checkpoint: Checkpoint | None = None  # Checkpoint that the module, a whole model, came from
+    # Keys of parameters that the checkpoint lacks, which start as in a new layer.
+    fresh: set[str] = field(default_factory=set)
+    problem: Exception | None = None  # Of a model's checkpoint: `parallelize` raises it, on every rank
 
 
 def _record_of(module: nn.Module) -> _Record:
@@ -50,18 +50,6 @@ def _kept_record(module: nn.Module) -> _Record:
         module.__dict__[_RECORD] = _Record()
         module.register_load_state_dict_pre_hook(_take_values)
     return module.__dict__[_RECORD]
-
-
-@dataclass
-class Checkpoint:
-    """Describe the checkpoint that a model on meta came from."""
-
-    path: str  # The checkpoint as the user named it: a folder, a file or a name on the hub
-    revision: str | None = None
-    dtype: torch.dtype | None = None  # The dtype that `from_pretrained` was told to load in
-    key_mapping: dict[str, str] | None = None  # The `key_mapping` argument of `from_pretrained`
-    # The error that was found, if any. `parallelize` raises it on every rank, so that no rank waits for another.
-    problem: Exception | None = field(default=None, repr=False)
 
 
 def defer(parameter: Tensor) -> Tensor:
@@ -134,26 +122,21 @@ def lazy_tensors_of(module: nn.Module) -> dict[str, LazyTensor]:
 
 def fresh_of(module: nn.Module) -> set[str]:
     """Return the names of the parameters of `module` itself that its checkpoint lacks; they start as in a new layer."""
-    return set(_record_of(module).fresh)
+    return _record_of(module).fresh
 
 
-def checkpoints_in(model: nn.Module) -> Iterator[Checkpoint]:
-    """Yield the checkpoints that the models inside of `model` came from."""
-    return (known for module in model.modules() if (known := _record_of(module).checkpoint) is not None)
-
-
-def remember(model: nn.Module, checkpoint: Checkpoint, fresh: set[str] | None = None) -> None:
-    """Replace every `LazyTensor` that `model` holds by a `LazyParameter`, and note the checkpoint; ties stay ties."""
+def remember(model: nn.Module, problem: Exception | None, fresh: Collection[str] = ()) -> None:
+    """Replace every `LazyTensor` of a model by a `LazyParameter`; note its checkpoint's error and what that lacks."""
 
     def waiting(tensor: LazyTensor) -> Tensor:
         return LazyParameter.of(tensor.node, isinstance(tensor, nn.Parameter), tensor.requires_grad).noting(tensor)
 
     for module, key, tensor in _replaced(model, LazyTensor, waiting):
         _kept_record(module).expected[key] = describe(tensor.node)
-    for name in fresh or ():
+    for name in fresh:
         owner, _, key = name.rpartition(".")
-        _kept_record(model.get_submodule(owner)).fresh[key] = checkpoint.path
-    _kept_record(model).checkpoint = checkpoint
+        _kept_record(model.get_submodule(owner)).fresh.add(key)
+    _kept_record(model).problem = problem
 
 
 def settle(model: nn.Module) -> None:
@@ -193,7 +176,7 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         if isinstance(tensor, LazyParameter):
             _swap(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
         _record_of(module).expected.pop(key, None)
-        _record_of(module).fresh.pop(key, None)
+        _record_of(module).fresh.discard(key)
 
 
 def _swap(waiting: LazyParameter, memory: Tensor) -> None:
@@ -255,9 +238,9 @@ def check_checkpoints(model: nn.Module, materialize: bool) -> None:
         OSError, ValueError: A checkpoint is incomplete, damaged or of another model; a tensor that was to be filled got
             memory in another way; or nothing fills a tensor.
     """
-    for checkpoint in checkpoints_in(model):
-        if checkpoint.problem is not None:
-            raise checkpoint.problem
+    for module in model.modules():
+        if (problem := _record_of(module).problem) is not None:
+            raise problem
     for name, module in model.named_modules():
         tensors = dict(direct_tensors(module))
         for key, where in _record_of(module).expected.items():

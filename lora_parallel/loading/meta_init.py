@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 
 import torch
@@ -26,8 +26,8 @@ from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.materialize import read_weights
-from lora_parallel.lazy.tracking import Checkpoint, check_fit, defer, remember, replace_tensor, settle, sources_of
-from lora_parallel.loading.transformers_private import claim, deferred_loading
+from lora_parallel.lazy.tracking import check_fit, defer, remember, replace_tensor, settle, sources_of
+from lora_parallel.loading.transformers_private import claim, deferred_loading, replaced
 from lora_parallel.state import Setup
 
 
@@ -50,12 +50,12 @@ def attach_checkpoint(model: nn.Module, path: str | os.PathLike[str], allow_pick
     Raises:
         Nothing itself: `parallelize` raises the error, on every rank, if the checkpoint cannot be read or does not fit.
     """
-    checkpoint = Checkpoint(str(path))
+    problem: Exception | None = None
     try:
         _claim(model, open_checkpoint(path, allow_pickle), str(path))
     except (OSError, ValueError) as error:
-        checkpoint.problem = error
-    remember(model, checkpoint)
+        problem = error
+    remember(model, problem)
     return model
 
 
@@ -129,21 +129,15 @@ def _constructors_on_meta() -> Iterator[None]:
         if param is not None and not param.is_meta and not isinstance(param, LazyTensor):
             module._parameters[name] = defer(param)  # type: ignore[assignment]
 
-    with _register_with(register_parameter), suspend_during_injection(_constructors_in_memory):
+    with _registering(register_parameter), suspend_during_injection(_constructors_in_memory):
         yield
 
 
-@contextmanager
-def _register_with(function: object) -> Iterator[None]:
-    before = nn.Module.register_parameter
-    nn.Module.register_parameter = function  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = before  # type: ignore[method-assign]
+def _registering(function: object) -> AbstractContextManager[None]:
+    return replaced(nn.Module, {"register_parameter": function})
 
 
-_constructors_in_memory = partial(_register_with, _own_register)
+_constructors_in_memory = partial(_registering, _own_register)
 
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -32,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from lora_parallel.lazy.files import INDEX, PickleFile, SafetensorsFile, list_sources, read_index, refusal
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
-from lora_parallel.lazy.tracking import DEFER, Checkpoint, check_fit, read_whole, remember
+from lora_parallel.lazy.tracking import DEFER, check_fit, read_whole, remember
 from lora_parallel.loading.quantisers import check_complete, check_marks, lazily
 from lora_parallel.quantised.packed_weight import Packed
 
@@ -52,7 +53,7 @@ def deferred_loading(constructing: Callable[[], Any], unless_told: bool = False)
     @wraps(_own_from_pretrained.__func__)
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         if unless_told and os.environ.get(DEFER) == "0":
-            with _replaced_by(before):
+            with replaced(PreTrainedModel, before):
                 return cls.from_pretrained(name, *args, **kwargs)
         with constructing():
             return _from_pretrained(cls, name, *args, **kwargs)
@@ -66,20 +67,22 @@ def deferred_loading(constructing: Callable[[], Any], unless_told: bool = False)
         with constructing():
             return _own_resize(self, *args, **kwargs)
 
-    with _replaced_by({"from_pretrained": classmethod(from_pretrained), _LOAD: staticmethod(_load), _RESIZE: resize}):
+    ours = {"from_pretrained": classmethod(from_pretrained), _LOAD: staticmethod(_load), _RESIZE: resize}
+    with replaced(PreTrainedModel, ours):
         yield
 
 
 @contextmanager
-def _replaced_by(methods: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: PreTrainedModel.__dict__[name] for name in methods}
+def replaced(owner: type, methods: Mapping[str, Any]) -> Iterator[None]:
+    """Replace methods of a class within the context."""
+    before = {name: owner.__dict__[name] for name in methods}
     for name, method in methods.items():
-        setattr(PreTrainedModel, name, method)
+        setattr(owner, name, method)
     try:
         yield
     finally:
         for name, method in before.items():
-            setattr(PreTrainedModel, name, method)
+            setattr(owner, name, method)
 
 
 def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,13 +91,10 @@ def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs
     index = Path(str(name)) / (kwargs.get("subfolder") or "") / INDEX
     if index.is_file():
         read_index(index)  # its errors name the index; those of transformers do not
-    revision, key_mapping = kwargs.get("revision"), kwargs.get("key_mapping")
-    # With Accelerate's launcher, transformers would leave ranks other than 0 without values, to be broadcast.
-    broadcast = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    if broadcast is not None:
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     try:
-        result = _own_from_pretrained.__get__(None, cls)(name, *args, **kwargs)
+        # With Accelerate's launcher, transformers would leave ranks other than 0 without values, to be broadcast.
+        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            result = _own_from_pretrained.__get__(None, cls)(name, *args, **kwargs)
     except ValueError as error:
         if "torchao safetensors metadata" not in str(error):
             raise
@@ -104,18 +104,13 @@ def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs
         ) from error
     except SafetensorError as error:
         raise ValueError(f"{name}: a file cannot be read as safetensors ({error}): it is damaged.") from error
-    finally:
-        if broadcast is not None:
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = broadcast
     model = result[0] if isinstance(result, tuple) else result
     pending = model.__dict__.pop(_PENDING, None)
     if pending is not None:
-        checkpoint, info = pending
-        checkpoint.path, checkpoint.revision, checkpoint.key_mapping = str(name), revision, key_mapping
+        problem, info = pending
         new = info.missing_keys | {name for name, *_ in info.mismatched_keys}
         fresh = new & {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        checkpoint.problem = checkpoint.problem or _problem(model, info, fresh, checkpoint.path)
-        remember(model, checkpoint, fresh)
+        remember(model, problem or _problem(model, info, fresh, str(name)), fresh)
     return result
 
 
@@ -146,19 +141,19 @@ def _load(
     if state_dict is not None or checkpoint_files is None or expected_keys is not None:  # expected_keys: an adapter
         return _own_load.__func__(model, state_dict, checkpoint_files, load_config, expected_keys)
     load_config = lazily(load_config)
-    checkpoint = Checkpoint(str(load_config.pretrained_model_name_or_path), dtype=load_config.dtype)
+    problem = None
     try:
         info = _fill(model, _list(checkpoint_files, load_config), load_config)
     except Exception as error:  # transformers may raise anything here; `parallelize` raises it on every rank
         path = load_config.pretrained_model_name_or_path
         known = isinstance(error, (OSError, ValueError))
-        checkpoint.problem = error if known else ValueError(f"{path} does not fit the model ({error!r}).")
+        problem = error if known else ValueError(f"{path} does not fit the model ({error!r}).")
         info = _fill(model, {}, load_config)
         info.missing_keys = set()
         drawn: list[Any] = [*model.modules(), *model.parameters()]
         for module_or_parameter in drawn:
             module_or_parameter._is_hf_initialized = True  # not true, but transformers cannot draw random bytes
-    model.__dict__[_PENDING] = checkpoint, info
+    model.__dict__[_PENDING] = problem, info
     return info, None
 
 

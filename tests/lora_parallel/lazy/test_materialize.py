@@ -30,7 +30,6 @@ from lora_parallel.distributed.torch_private import local_region
 from lora_parallel.layers.styles import partition_of
 from lora_parallel.lazy import files
 from lora_parallel.lazy.materialize import read_weights
-from lora_parallel.lazy.tracking import checkpoints_in
 from tests.cases import cases
 from tests.oracle import fill_adapters, full, on_mesh, ranks_of, trained
 from tests.oracle.families import FAMILIES, Family
@@ -674,15 +673,6 @@ def test_a_parameter_on_meta_never_reaches_training(pool, checkpoints, mesh):
         assert all("is on the meta device" in message for message in messages)
         assert "norm.weight" in messages[1]
         assert "lm_head.weight" in messages[3]
-
-
-def test_a_checkpoint_is_remembered(checkpoints):
-    model = on_meta(LlamaForCausalLM, checkpoints["llama"], dtype=torch.bfloat16, revision="main")
-    (checkpoint,) = checkpoints_in(get_peft_model(model, lora()))
-    assert checkpoint.path == str(checkpoints["llama"])
-    assert checkpoint.revision == "main"
-    assert checkpoint.dtype is torch.bfloat16
-    assert checkpoint.problem is None
 
 
 def test_nothing_changes_outside_of_the_context(checkpoints):
