@@ -68,8 +68,8 @@ BREAKAGES = [
         "replaced",
         "With Accelerate's launcher ranks other than 0 load a model without values.",
         f"{TRANSFORMERS}::test_accelerates_launcher_asks_for_no_broadcast",
-        """os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false\"""",
-        "pass",
+        """FSDP_CPU_RAM_EFFICIENT_LOADING="false\"""",
+        "",
     ),
     Mutant(
         "guard",
@@ -103,7 +103,7 @@ BREAKAGES = [
         "replaced",
         "After meta_init every module of the process is still built on meta.",
         f"{META}::test_all_is_normal_after_an_exception",
-        "nn.Module.register_parameter = before",
-        "pass",
+        "setattr(owner, name, method)\n    try:\n        yield\n    finally:\n        for name, method in before.items():",
+        "setattr(owner, name, method)\n    try:\n        yield\n    finally:\n        for name, method in ():",
     ),
 ]
