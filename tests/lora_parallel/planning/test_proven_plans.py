@@ -84,10 +84,6 @@ def test_a_known_plan_is_proven_on_three_blocks(monkeypatch, tp):
     assert len(few.sequences[0].modules) == 2 * BLOCKS
 
 
-class Own(transformers.LlamaForCausalLM):
-    """A subclass."""
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -103,10 +99,9 @@ def test_an_entry_that_is_not_what_the_blocks_show_and_another_version_are_prove
 
 
 def test_a_subclass_and_the_users_own_plan_are_proven_on_all(monkeypatch):
-    monkeypatch.setattr(transformers, "Own", Own, raising=False)
     plan = run_on(monkeypatch)
-    own = Own(llama().config)
-    assert plan(own, None, 2)[1] == BLOCKS
+    subclass = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {})
+    assert plan(subclass(llama().config), None, 2)[1] == BLOCKS
     assert (
         plan(llama(), {"*.up_proj": "replicate", "*.gate_proj": "replicate", "*.down_proj": "replicate"}, 2)[1]
         == BLOCKS
@@ -126,19 +121,10 @@ def test_a_wrong_plan_of_transformers_is_corrected(monkeypatch):
     assert (blocks, styles["model.layers.3.self_attn.o_proj"]) == (3, "rowwise")
 
 
-class Mixed(nn.Module):
-    """A layer whose output features are in another order."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).cumsum(-1)
-
-
-def mix(model: Any) -> None:
-    model.model.layers[3].mlp.up_proj = Mixed(model.model.layers[3].mlp.up_proj)
+def replace_activation(model: Any) -> None:
+    mlp = model.model.layers[3].mlp
+    kind = type(mlp.act_fn)
+    mlp.act_fn = type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x).cumsum(-1)})()
 
 
 def replace_forward(model: Any) -> None:
@@ -149,7 +135,7 @@ def replace_forward(model: Any) -> None:
     mlp.forward = MethodType(forward, mlp)
 
 
-@pytest.mark.parametrize("change", [mix, replace_forward])
+@pytest.mark.parametrize("change", [replace_activation, replace_forward])
 def test_a_block_that_was_changed_is_proven_itself(monkeypatch, change):
     """Its features depend on each other, so that they cannot be cut."""
     model = llama()
