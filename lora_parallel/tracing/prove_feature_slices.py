@@ -12,7 +12,7 @@ it. A layer group that fails is left out, and the reason is noted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from lora_parallel.layers.styles import RowPartition
 from lora_parallel.tp.experts import holds_experts
 from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_ranks
-from lora_parallel.tracing.repeated_blocks import repeated_blocks
+from lora_parallel.tracing.repeated_blocks import RepeatedBlocks, repeated_blocks
 from lora_parallel.tracing.tracer import Call, Tracer, hooked
 
 
@@ -166,12 +166,26 @@ def _structure(tracer: Tracer, tp: int, otherwise: bool = True) -> Structure:
         layer_group.between = {(real_of[module], key): cut for (module, key), cut in layer_group.between.items()}
         layer_group.attributes = {real_of[module]: values for module, values in layer_group.attributes.items()}
     return Structure(
-        list(blocks.groups_of_all(kept)),
+        list(_of_all_blocks(kept, blocks)),
         set(blocks.names_of_all(call.layer for call in tracer.calls)),
         set(blocks.names_of_all(direct)),
         tracer,
         {like: reason for name, reason in rejected.items() for like in blocks.names_of_all([name])},
     )
+
+
+def _of_all_blocks(groups: list[LayerGroup], blocks: RepeatedBlocks) -> Iterator[LayerGroup]:
+    """Yield layer groups, each followed by those that it stands for."""
+    for group in groups:
+        yield group
+        for kept, other, like in blocks.blocks_like([*group.layers]):
+            yield LayerGroup(
+                {other + name.removeprefix(kept): None for name in group.consumers},
+                {other + name.removeprefix(kept): partition for name, partition in group.producers.items()},
+                group.width,
+                {(like.get(module, module), key): cut for (module, key), cut in group.between.items()},
+                {like.get(module, module): values for module, values in group.attributes.items()},
+            )
 
 
 def _leaves(tensor: Tensor, known: dict[Any, frozenset[Tensor]]) -> frozenset[Tensor]:

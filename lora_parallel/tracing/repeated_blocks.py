@@ -7,16 +7,13 @@ code does with a block's number: `planning/proven_plans.py` lists the classes wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from lora_parallel.tracing.inputs import TraceError
-
-if TYPE_CHECKING:
-    from lora_parallel.tracing.rank_simulation import LayerGroup
 
 _KEPT = 2  # Blocks of each kind that are run. The second one stands for those that are left out
 _NUMBER = re.compile(r"(layer|block)_?(idx|index|id|number)$")
@@ -53,28 +50,17 @@ class RepeatedBlocks:
         for module in modules:
             yield from (module, *self._likes.get(module, ()))
 
-    def groups_of_all(self, groups: Iterable[LayerGroup]) -> Iterator[LayerGroup]:
-        """Yield layer groups, each followed by those that it stands for.
+    def blocks_like(self, names: Collection[str]) -> Iterator[tuple[str, str, dict[nn.Module, nn.Module]]]:
+        """Yield each block that the block of these layers stands for: the prefixes of names in both, and its modules.
 
         Raises:
-            TraceError: A group has layers of several blocks.
+            TraceError: The layers are of several blocks.
         """
-        for group in groups:
-            yield group
-            kept = next((kept for kept in self._others if any(name.startswith(kept) for name in group.layers)), None)
-            if kept is None:
-                continue
-            if not all(name.startswith(kept) for name in group.layers):
-                raise TraceError(f"{next(group.layers)} is cut together with layers of other blocks")
-            for index, other in enumerate(self._others[kept]):
-                like = {module: modules[index] for module, modules in self._likes.items() if len(modules) > index}
-                yield replace(
-                    group,
-                    consumers={other + name.removeprefix(kept): None for name in group.consumers},
-                    producers={other + name.removeprefix(kept): part for name, part in group.producers.items()},
-                    between={(like.get(module, module), key): cut for (module, key), cut in group.between.items()},
-                    attributes={like.get(module, module): values for module, values in group.attributes.items()},
-                )
+        kept = next((kept for kept in self._others if any(name.startswith(kept) for name in names)), "")
+        if not all(name.startswith(kept) for name in names):
+            raise TraceError(f"{min(names)} is cut together with layers of other blocks")
+        for index, other in enumerate(self._others.get(kept, ())):
+            yield kept, other, {like: modules[index] for like, modules in self._likes.items() if len(modules) > index}
 
 
 def repeated_blocks(model: nn.Module, names: Mapping[nn.Module, str]) -> RepeatedBlocks:
