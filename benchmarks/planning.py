@@ -1,4 +1,4 @@
-"""Seconds that the tensor parallel plan of a Llama takes: proven on all blocks, and as a known plan on two of each kind.
+"""Seconds that the plan of a Llama under tensor parallelism takes, proven on all blocks and on two of each kind.
 
     python benchmarks/planning.py                          # 8B, 70B and 405B at tp 8: two minutes on 2 cores
     python benchmarks/planning.py --models tiny --tp 2     # a look
@@ -59,13 +59,10 @@ def main() -> None:
     ways = {f"{name}{', sequence_parallel' * sp}": (name, sp) for name in options.models for sp in (False, True)}
     taken = {way: seconds(model_of(name), options.tp, sp) for way, (name, sp) in ways.items()}
     rows = [f"| {way} | {all_:.1f} | {few:.1f} | {all_ / few:.1f} |" for way, (all_, few) in taken.items()]
-    table = "\n".join(
-        [f"| Llama, tp {options.tp} | all blocks, s | two of a kind, s | ratio |", "|---|---|---|---|", *rows]
-    )
-    settings = {"models": options.models, "tp": options.tp}
-    write_files(
-        options.output, "planning", table, {"environment": environment(), "options": settings, "seconds": taken}
-    )
+    head = [f"| Llama, tp {options.tp} | all blocks, s | two of a kind, s | ratio |", "|---|---|---|---|"]
+    table = "\n".join([*head, *rows])
+    record = {"environment": environment(), "options": {"models": options.models, "tp": options.tp}, "seconds": taken}
+    write_files(options.output, "planning", table, record)
     print(f"{table}\n\nwritten to {options.output}")
 
 
