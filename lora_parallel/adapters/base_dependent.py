@@ -49,6 +49,20 @@ class Residual(Block):
             yield (read(self.weight, region, device).float() - product).to(self.dtype)
 
 
+def factors_in(model: nn.Module) -> dict[str, Tensor]:
+    """Return the factors that are subtracted from a model's weights, by name."""
+
+    def residuals(node: Node) -> Iterator[Residual]:
+        if isinstance(node, Residual):
+            yield node
+        for parent in node.inputs:
+            yield from residuals(parent)
+
+    lazy = ((name, p.node) for name, p in model.named_parameters() if isinstance(p, LazyParameter))
+    found = ((name, residual) for name, node in lazy for residual in residuals(node))
+    return {f"{name} {key}": getattr(residual, key) for name, residual in found for key in ("left", "right")}
+
+
 @contextmanager
 def in_memory(base: nn.Module) -> Iterator[None]:
     """Hold a module's own weights in memory within the context, instead of on disk; changes to them are lost."""

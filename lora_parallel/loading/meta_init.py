@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from transformers import PreTrainedModel
 
+from lora_parallel.adapters.base_dependent import factors_in
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
 from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_objects
 from lora_parallel.fsdp.wrapping import device_at_rest, move_to_device
@@ -198,7 +199,9 @@ def check_same_files(model: nn.Module) -> None:
 
 def start_alike(setup: Setup) -> None:
     """Give every rank the values of rank 0, or copies of the same files to read, and put plain tensors on meta."""
-    adopt_rank_zero(tensors_of(setup.model), setup.mesh)
+    # A decomposition may differ between ranks: what is taken from a base must be what rank 0's adapter starts with.
+    values = tensors_of(setup.model) | factors_in(setup.model)
+    adopt_rank_zero(values, setup.mesh)
     check_same_files(setup.model)
     settle(setup.model)
 

@@ -38,6 +38,13 @@ BREAKAGES = [
     ),
     Mutant(
         "guard",
+        "A rank takes from its part of the base what its own decomposition gave, and trains rank 0's adapter.",
+        f"{MATERIALIZE}::test_ranks_that_decompose_a_weight_otherwise_take_what_rank_zero_has",
+        """tensors_of(setup.model) | factors_in(setup.model)""",
+        """tensors_of(setup.model)""",
+    ),
+    Mutant(
+        "guard",
         "Another part of what PiSSA starts with is taken from a rank's part of the base.",
         f"{MATERIALIZE}::test_adapters_computed_from_the_base_are_those_of_one_process",
         """self.left[region[0]].to(device)""",

@@ -342,6 +342,30 @@ def from_base_alike(path: Path, mesh_text: str, name: str, dtype: torch.dtype) -
     ]
 
 
+def decompose_otherwise(path: Path) -> None:
+    """On rank 1 singular values are in another order, as they may be in another release of LAPACK."""
+    settings = {"init_lora_weights": "pissa"}
+    want = LlamaForCausalLM.from_pretrained(path)
+    get_peft_model(want, lora(["q_proj"], **settings))
+    own = torch.linalg.svd
+
+    def svd(*args: Any, **kwargs: Any) -> Any:
+        left, values, right = own(*args, **kwargs)
+        return left.flip(1), values.flip(0), right.flip(0)
+
+    mesh, config = on_mesh("2x1")
+    with pytest.MonkeyPatch.context() as patch:
+        if dp_rank(mesh) == 1:
+            patch.setattr(torch.linalg, "svd", svd)
+        model = get_peft_model(on_meta(LlamaForCausalLM, path), lora(["q_proj"], **settings))
+    parallelize(model, mesh, config)
+    compare(model.get_base_model(), want)
+
+
+def test_ranks_that_decompose_a_weight_otherwise_take_what_rank_zero_has(pool, checkpoints):
+    pool.run(2, decompose_otherwise, checkpoints["llama"])
+
+
 @pytest.mark.parametrize(
     ("mesh", "name", "dtype"),
     cases(
