@@ -45,7 +45,7 @@ FAKE = "fake"
 
 COLLECTIVE_TIMEOUT = 60
 IMPATIENT = 5  # of a group in which a rank waits for a peer that does not come; on a busy machine peers are late, too
-ANSWER_TIMEOUT = 300
+ANSWER_TIMEOUT = 600  # of ranks that compile, on a machine that is three times as slow; others end much earlier
 SCRIPT_LIMIT = 600  # of a script that a test starts: with twenty processes at work imports alone take minutes
 MEET_TIMEOUT = 2  # seconds in which ranks that raised alike must have met
 MOST_RANKS = 16  # of one pytest process; those that were used last stay
