@@ -34,7 +34,7 @@ from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.layers.linear_classes import QuantisedLayer
 from lora_parallel.lazy.materialize import read_weights
-from lora_parallel.lazy.tracking import checkpoints_in, settle
+from lora_parallel.lazy.tracking import check_checkpoints, settle
 from lora_parallel.loading.quantisers import check_loaded
 from lora_parallel.planning.plan import resolve_plan
 from lora_parallel.quantised import packed_weight
@@ -104,7 +104,7 @@ def test_what_is_read_is_what_a_load_in_memory_gives(folders, monkeypatch, famil
     monkeypatch.setattr(packed_weight, "_CHUNK", 5000)
     path, settings = (folders[kind], None) if family == "saved" else (folders[family], kind)
     want, got = loaded(path, settings, dtype), deferred(path, settings, dtype)
-    assert [checkpoint.problem for checkpoint in checkpoints_in(got)] == [None]
+    check_checkpoints(got, materialize=False)
     adapters = []
     for model in (want, got):
         torch.manual_seed(1)
@@ -269,12 +269,10 @@ def problem_of(make: Any) -> str:
     """What is wrong with a model, where it is loaded or when it is to be sharded."""
     try:
         model = make()
-        for checkpoint in checkpoints_in(model):
-            if checkpoint.problem is not None:
-                return str(checkpoint.problem)
+        check_checkpoints(model, materialize=False)
         check_loaded(model)
         check_quantised(model)
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
