@@ -99,7 +99,10 @@ def known_plan(name: str) -> dict[str, str] | str:
         model: Any = model_of(name)
         if not (getattr(model, "_tp_plan", None) or family_plan(model.config)):
             return "it carries no plan"
-        known = find_structure(model, clean_names(model), 2).plan("")
+        names = clean_names(model)
+        known = find_structure(model, names, 2).plan("")
+        if not find_structure(model, names, 2, known=known).tracer.blocks.left_out:
+            return "few blocks do not show its plan"
         if parts := differing(found(model, None), found(model, known)):
             return f"few blocks show other {', '.join(parts)}"
     except Exception as error:  # a class may raise anything on such a config

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lora_parallel.lazy.graph import Block, Node, ReadNode, Region, read
 from lora_parallel.lazy.lazy_tensor import LazyParameter
-from lora_parallel.lazy.tracking import direct_tensors
+from lora_parallel.lazy.tracking import direct_tensors, replace_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +68,14 @@ def in_memory(base: nn.Module) -> Iterator[None]:
     """Hold a module's own weights in memory within the context, instead of on disk; changes to them are lost."""
     waiting = {key: tensor for key, tensor in direct_tensors(base) if isinstance(tensor, LazyParameter)}
     for key, tensor in waiting.items():
-        base._parameters[key] = nn.Parameter(read(tensor.node), tensor.requires_grad)
+        values = read(tensor.node)
+        is_parameter = key in base._parameters
+        replace_tensor(base, key, nn.Parameter(values, tensor.requires_grad) if is_parameter else values)
     try:
         yield
     finally:
-        base._parameters.update(waiting)  # type: ignore[arg-type]
+        for key, tensor in waiting.items():
+            replace_tensor(base, key, tensor)
 
 
 def initialise_from(layer: Any, adapter_name: str, initialise: Callable[[], None]) -> None:

@@ -149,8 +149,7 @@ def _copied(model: nn.Module, without: Collection[nn.Module]) -> nn.Module:
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         if isinstance(module, nn.ModuleList):
-            there = [child for child in module._modules.values() if child is not None]
-            module._modules = {str(index): child for index, child in enumerate(there)}
+            module._modules = {key: child for key, child in module._modules.items() if child is not None}
     for module in twin.modules():  # the hooks are the user's: they must not see this run
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()

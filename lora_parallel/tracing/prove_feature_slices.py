@@ -131,10 +131,10 @@ def find_structure(
             found = _structure(Tracer(model, layers, inputs, blocks), tp)
             if found.plan(names[model]) == known:
                 return found
-    return _structure(Tracer(model, layers, inputs), tp, otherwise=inputs is None)
+    return _structure(Tracer(model, layers, inputs), tp)
 
 
-def _structure(tracer: Tracer, tp: int, otherwise: bool = True) -> Structure:
+def _structure(tracer: Tracer, tp: int) -> Structure:
     real_of, blocks = tracer.real_of, tracer.blocks
     rejected: dict[str, str] = {}
     candidates = _candidates(tracer, tp, rejected)
@@ -159,7 +159,7 @@ def _structure(tracer: Tracer, tp: int, otherwise: bool = True) -> Structure:
         else:
             rejected.update({name: problem for layer_group in group for name in layer_group.layers})
     kept = proven(tracer, kept, tp, range(tp), rejected)
-    if kept and otherwise:
+    if kept and tracer.given is None:
         tracer.run_otherwise()
         kept = proven(tracer, kept, tp, (0, tp - 1), rejected)
     for layer_group in kept:

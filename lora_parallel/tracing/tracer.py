@@ -111,7 +111,7 @@ class Tracer:
         blocks: RepeatedBlocks | None = None,
     ) -> None:
         # `names` are of the layers that stand-ins replace. `inputs`: what the model is given, if that is known.
-        self.model, self._given = model, inputs
+        self.model, self.given = model, inputs
         self.blocks = blocks or RepeatedBlocks()
         self.calls: list[Call] = []  # Calls of stand-ins in the noted run, in order
         self.outputs: list[Tensor] = []  # Floating-point tensors that the model returned in the noted run
@@ -196,7 +196,7 @@ class Tracer:
         """Find inputs that the model takes, note the calls of the run on them, and return them."""
         problems = []
         likely = (each for shape in (_SHAPE, _MORE_ROWS) for each in enumerate(likely_inputs(self.twin, shape)))
-        for index, inputs in likely if self._given is None else [(0, self._given)]:
+        for index, inputs in likely if self.given is None else [(0, self.given)]:
             self.calls = []
             try:
                 with _Uses(self.used):

@@ -62,13 +62,18 @@ OTHERS = [
     "GptOssForCausalLM",
     "LlavaForConditionalGeneration",
 ]
-OTHERS += ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "T5ForConditionalGeneration"]
+OTHERS += ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM"]
 
 
 @pytest.mark.parametrize("name", cases(*KEPT, matrix=OTHERS))
 def test_few_blocks_show_the_plan_of_all(name):
-    """Of the class's own default config, so that its sizes, kinds of blocks and experts are those that people have."""
+    """Take the class's own default config, so that sizes, kinds of blocks and experts are those that people have."""
     assert classes.known_plan(name) == json.loads(proven_plans.FILE.read_text())["5.23.0"][name]
+
+
+@pytest.mark.matrix
+def test_a_class_whose_few_blocks_show_another_plan_is_not_known():
+    assert classes.known_plan("T5ForConditionalGeneration") == "few blocks do not show its plan"
 
 
 @pytest.mark.parametrize("tp", [2, 4])
