@@ -78,7 +78,7 @@ def adapters_off_meta() -> None:
         base = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child
         if _observers:
             _observers[-1](new_module)
-            for key in new_module.adapter_layer_names:  # a base on disk says that it is on the CPU
+            for key in getattr(new_module, "adapter_layer_names", ()):  # a base on disk says that it is on the CPU
                 getattr(new_module, key).to("meta")
         elif _waits(base):
             setattr(parent, name, new_module)
