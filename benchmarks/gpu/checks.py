@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +97,12 @@ def demo(device: str, gpus: int, max_steps: int) -> Figures:
 
 def quantised(device: str, mesh: str, kind_of_base: str) -> Figures:
     """Gradients on a quantised base, in float32: read by slices, and quantised in memory before it is sharded."""
-    form = _format(kind_of_base)
     where, settings = place(mesh, device, {})
-    with tempfile.TemporaryDirectory() as folder:  # on every rank, with the same content
-        model: Any = llama()
-        model.config.save_pretrained(folder)
-        save_file(model.state_dict(), Path(folder, "model.safetensors"), {"format": "pt"})
-
-        def base(**options: Any) -> nn.Module:
-            return AutoModelForCausalLM.from_pretrained(
-                folder, quantization_config=form, dtype=torch.float32, **options
-            )
-
-        here = {"device_map": {"": device if device == "cpu" else torch.cuda.current_device()}}
-        want = _gradients(adapted(base(**here)), device)
-        in_memory = _gradients(parallelize(adapted(base(**here)), where, settings), device, where)
+    with quantised_llama(device, kind_of_base) as load:
+        want = _gradients(adapted(load()), device)
+        in_memory = _gradients(parallelize(adapted(load()), where, settings), device, where)
         with meta_init():
-            model = adapted(base())
+            model = adapted(load(on_meta=True))
         by_slices = _gradients(parallelize(model, where, settings), device, where)
     return {
         "errors": {
@@ -119,6 +110,24 @@ def quantised(device: str, mesh: str, kind_of_base: str) -> Figures:
             "by slices": [apart(by_slices, want), ROUNDING_OF_PRODUCTS],
         }
     }
+
+
+@contextmanager
+def quantised_llama(device: str, kind: str) -> Iterator[Callable[..., nn.Module]]:
+    """Give a function that loads a quantised Llama from a folder, onto the device or, in `meta_init`, onto meta."""
+    form = _format(kind)
+    with tempfile.TemporaryDirectory() as folder:  # on every rank, with the same content
+        model: Any = llama()
+        model.config.save_pretrained(folder)
+        save_file(model.state_dict(), Path(folder, "model.safetensors"), {"format": "pt"})
+
+        def load(on_meta: bool = False) -> nn.Module:
+            here = {"device_map": {"": device if device == "cpu" else torch.cuda.current_device()}}
+            return AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=form, dtype=torch.float32, **({} if on_meta else here)
+            )
+
+        yield load
 
 
 def _format(kind: str) -> Any:
@@ -152,6 +161,14 @@ MIXTURE = {
 }
 
 
+def mixture(implementation: str, chosen: int) -> nn.Module:
+    """A Qwen3-MoE whose experts are multiplied in one of transformers' ways; `chosen` of them for each token."""
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**MIXTURE, num_experts_per_tok=chosen, experts_implementation=implementation)
+    )
+
+
 def experts(device: str, mesh: str, precision: str) -> Figures:
     """Gradients of LoRA on fused experts, which transformers multiplies by torch's grouped product.
 
@@ -162,18 +179,16 @@ def experts(device: str, mesh: str, precision: str) -> Figures:
     where, settings = place(mesh, device, {})
     chosen = 2 if precision == "float32" else MIXTURE["num_experts"]
 
-    def mixture(implementation: str) -> nn.Module:
-        torch.manual_seed(0)
-        config = Qwen3MoeConfig(**MIXTURE, num_experts_per_tok=chosen, experts_implementation=implementation)
+    def adapted_mixture(implementation: str) -> nn.Module:
         stacks = ["experts.gate_up_proj", "experts.down_proj"]
-        return adapted(Qwen3MoeForCausalLM(config), target_modules=SEVEN[:4], target_parameters=stacks)
+        return adapted(mixture(implementation, chosen), target_modules=SEVEN[:4], target_parameters=stacks)
 
-    want = _gradients(cast(mixture("eager"), kind, device, torch.float64), device)
+    want = _gradients(cast(adapted_mixture("eager"), kind, device, torch.float64), device)
     try:
-        plain = _gradients(cast(mixture("grouped_mm"), kind, device), device)
+        plain = _gradients(cast(adapted_mixture("grouped_mm"), kind, device), device)
     except RuntimeError as error:
         raise NotSupported(f"plain PEFT in {precision} with torch's grouped product here: {error}") from error
-    ours = _gradients(parallelize(cast(mixture("grouped_mm"), kind, device), where, settings), device, where)
+    ours = _gradients(parallelize(cast(adapted_mixture("grouped_mm"), kind, device), where, settings), device, where)
     own = apart(plain, want)
     bound = max(kind.gradients, AS_PLAIN * own)
     errors = {"gradients": [apart(ours, want), bound], "plain PEFT itself": [own, TELLING]}
@@ -208,7 +223,7 @@ def tenants(device: str, mesh: str, precision: str) -> Figures:
 
     pool = TenantPool(parallelize(cast(llama(), kind, device), where, settings).train())
     for seed, name in enumerate(TENANTS):
-        pool.add(name, _tenant(name), lambda parameters: torch.optim.SGD(parameters, lr=RATE), seed)
+        pool.add(name, tenant(name), lambda parameters: torch.optim.SGD(parameters, lr=RATE), seed)
     before = {name: _of_tenant(pool.model, name) for name in TENANTS}
     shares, share = dp_size(where), dp_rank(where)
     mine = [ids.chunk(shares)[share].to(device) for ids in rows.values()]
@@ -224,8 +239,8 @@ def tenants(device: str, mesh: str, precision: str) -> Figures:
     return {"errors": {**errors, "plain PEFT itself": [own, TELLING]}, "plain PEFT": own}
 
 
-def _tenant(name: str) -> LoraConfig:
-    return LoraConfig(**TENANTS[name], init_lora_weights=False, task_type="CAUSAL_LM")
+def tenant(name: str, **more: Any) -> LoraConfig:
+    return LoraConfig(**TENANTS[name], init_lora_weights=False, task_type="CAUSAL_LM", **more)
 
 
 def _loss(logits: Tensor, ids: Tensor) -> Tensor:
@@ -240,7 +255,7 @@ def _of_tenant(model: nn.Module, name: str) -> dict[str, Tensor]:
 def _alone(name: str, seed: int, ids: Tensor, kind: Any, device: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
     base = cast(llama(), kind, "cpu")
     torch.manual_seed(seed)
-    model = cast(get_peft_model(base, _tenant(name)), kind, device, dtype).train()
+    model = cast(get_peft_model(base, tenant(name)), kind, device, dtype).train()
     mine = ids.to(device)
     _loss(model(input_ids=mine).logits, mine).backward()
     grads = {key.replace("base_model.model.", ""): p.grad for key, p in trained(model).items()}

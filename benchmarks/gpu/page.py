@@ -128,6 +128,8 @@ def _lines(
         ["step", "result", "largest error", "bound", "plain PEFT's error", "seconds", ""],
         [_check_cells(row) for step, row in zip(planned, rows, strict=True) if step.kind == "check"],
     )
+    yield from _waits(planned, rows)
+    yield from _dropout(rows)
     yield "### Speed"
     yield ""
     for step, row in zip(planned, rows, strict=True):
@@ -180,6 +182,35 @@ def _check_cells(row: Record) -> list[str]:
         f"{row.seconds:.0f}" if row.seconds else "",
         _plain(row.detail),
     ]
+
+
+def _waits(planned: Sequence[Step], rows: Sequence[Record]) -> Iterator[str]:
+    """List the lines in which the host waits for the GPU in a step that is not the first."""
+    found = [
+        (step.options["mesh"], row.figures["waits"])
+        for step, row in zip(planned, rows, strict=True)
+        if "waits" in row.figures
+    ]
+    if not found:
+        return
+    yield "### Host waits in the third step"
+    yield ""
+    cells = [
+        [mesh, trained, "<br>".join(f"`{line}` ({count})" for line, count in lines.items()) or "none"]
+        for mesh, by_kind in found
+        for trained, lines in by_kind.items()
+    ]
+    yield from _table(["mesh", "trained", "lines (times)"], cells)
+
+
+def _dropout(rows: Sequence[Record]) -> Iterator[str]:
+    for row in rows:
+        if "dropout" not in row.figures:
+            continue
+        yield "### LoRA dropout, forward and backward, [4096, 4096] in bf16"
+        yield ""
+        cells = [[name, *(f"{took[what]:.3f}" for what in took)] for name, took in row.figures["dropout"].items()]
+        yield from _table(["milliseconds", "in all", "host", "kernels"], cells)
 
 
 def _timed_cells(each: Timed) -> list[str]:

@@ -2,8 +2,9 @@
 
 - A rank imports torch, and whatever else, after its output goes to the step's log.
 - On GPUs each process is a fresh one: no CUDA context, memory or library state of an earlier step, and nothing that
-  fork does not survive. On a CPU they are forked from a server that has imported the libraries, which costs more than
-  the tiny steps there.
+  fork does not survive (torchao and bitsandbytes begin to use the GPU when they are imported). On a CPU they are forked
+  from a server that has imported the libraries, which costs more than the tiny steps there.
+- Of more ranks than GPUs, several share one, which NCCL does not do: they talk over `tests/oracle/late_group.py`.
 - A step that exceeds its time has its stacks printed and is killed with all that it started.
 """
 
@@ -22,7 +23,7 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -93,7 +94,7 @@ def _serve(
     try:
         if str(ROOT) not in sys.path:
             sys.path.insert(0, str(ROOT))
-        _choose_device(device, rank)
+        _choose_device(device, rank, world_size)
         module, _, name = function.partition(":")
         answer["figures"] = getattr(importlib.import_module(module), name)(device=device, **options) or {}
         if wrong := violations(answer["figures"]):
@@ -125,6 +126,7 @@ def _set_environment(device: str, rank: int, world_size: int, port: int, scratch
         os.environ.pop(name, None)
     os.environ |= {
         "LOCAL_RANK": str(rank),
+        "OMP_NUM_THREADS": "1",  # ranks share the CPU
         "PYTHONPATH": str(ROOT),  # of what a step starts itself
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -139,17 +141,25 @@ def _set_environment(device: str, rank: int, world_size: int, port: int, scratch
             "MASTER_PORT": str(port),
         }
     if device == "cpu":
-        os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _choose_device(device: str, rank: int) -> None:
+def _choose_device(device: str, rank: int, world_size: int) -> None:
     """Before anything is put on a device: what is made on "cuda" afterwards is on this rank's."""
     import torch
+    import torch.distributed as dist
 
     if device == "cpu":
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(rank)
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        if world_size > gpus:
+            from tests.oracle import late_group
+
+            torch.cuda.init()  # or the first mesh would choose a device of its own
+            late_group.register("lazy")
+            dist.init_process_group("late", timeout=timedelta(seconds=60))
     torch.set_float32_matmul_precision("highest")  # an error is to be ours, not TF32's
 
 

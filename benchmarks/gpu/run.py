@@ -1,9 +1,13 @@
-"""Run steps one after the other, each until it has come to something, and keep every record at once."""
+"""Run each step until it has come to something, several checks at a time on a GPU, and keep every record at once."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from tqdm import tqdm
@@ -12,6 +16,9 @@ from benchmarks.gpu.outcomes import SETTLED
 from benchmarks.gpu.ranks import run_step
 from benchmarks.gpu.records import Record, Records
 from benchmarks.gpu.steps import Step
+
+AT_A_TIME = max(1, (os.cpu_count() or 1) // 3)
+"""Checks that run beside each other on a GPU: most of their time is Python's imports, on a CPU."""
 
 LEAST_SECONDS = 15.0
 """With less time left no step is begun."""
@@ -30,19 +37,26 @@ def run_all(
         told: Gets a line for every step.
     """
     deadline = time.monotonic() + seconds
-    with tqdm(steps, unit="step", dynamic_ncols=True, disable=None) as progress:
-        for step in progress:
-            progress.set_postfix_str(step.name)
-            record, kept = records.find(step), True
-            if record is None or record.status not in SETTLED:
-                if deadline - time.monotonic() < LEAST_SECONDS:
-                    yield record or Record(step.name, "not run", detail="no time was left")
-                    continue
-                record, kept = _run(step, device, deadline), False
-                if record.status != "not run":
-                    records.keep(step, record)
-            told(_line(record, kept))
-            yield record
+    with tqdm(total=len(steps), unit="step", dynamic_ncols=True, disable=None) as progress:
+        for alone, batch in groupby(steps, lambda step: step.alone or device == "cpu"):
+            with ThreadPoolExecutor(1 if alone else AT_A_TIME) as threads:
+                for record, kept in threads.map(partial(_settled, records, device, deadline), batch):
+                    progress.update()
+                    told(_line(record, kept))
+                    yield record
+
+
+def _settled(records: Records, device: str, deadline: float, step: Step) -> tuple[Record, bool]:
+    """Return the record of a step, and True if it is an earlier one."""
+    record = records.find(step)
+    if record is not None and record.status in SETTLED:
+        return record, True
+    if deadline - time.monotonic() < LEAST_SECONDS:
+        return record or Record(step.name, "not run", detail="no time was left"), False
+    record = _run(step, device, deadline)
+    if record.status != "not run":
+        records.keep(step, record)
+    return record, False
 
 
 def _run(step: Step, device: str, deadline: float) -> Record:

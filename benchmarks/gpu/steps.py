@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
@@ -51,6 +52,9 @@ class Step:
     seconds: float = 300
     """Limit of its time."""
 
+    alone: bool = False
+    """True for what is timed: nothing may run beside it."""
+
     fallbacks: tuple[dict[str, Any], ...] = ()
     """Options to put in the place of those above, one after the other, as long as memory does not suffice."""
 
@@ -62,12 +66,16 @@ def steps(device: str, gpus: int, quick: bool) -> list[Step]:
     limit = 900.0  # on a CPU, which others may use too
     if device == "cuda":
         limit = 150.0 if quick else 300.0  # one that hangs must leave time for the others
+    shared = device == "cuda" and gpus == 1
     chosen = ["1x1"] if gpus == 1 else ([last] if quick else ["1x1", last])
     planned = [
-        _check("bf16 matmul rate", "speed:matmul_rate", kind="rate", size=8192 if device == "cuda" else 256),
+        _alone("bf16 matmul rate", "speed:matmul_rate", kind="rate", size=8192 if device == "cuda" else 256),
+        _alone("LoRA dropout", "device_checks:dropout", size=4096 if device == "cuda" else 256),
         _check("demo", "checks:demo", gpus=gpus, max_steps=20 if device == "cuda" else 4),
         *_oracle(meshes[:1], PRECISIONS),
+        _check("host waits 1x1", "device_checks:waits", mesh="1x1"),
         _speed(device, "1x1", PEERS[0], quick),
+        *(_on_one_gpu() if shared else [_check(f"host waits {last}", "device_checks:waits", mesh=last)]),
         *_features(chosen),
         *(each for mesh in chosen for each in _rest(mesh)),
         *(_speed(device, "1x1", peer, quick) for peer in PEERS[1:]),
@@ -78,7 +86,8 @@ def steps(device: str, gpus: int, quick: bool) -> list[Step]:
             if not quick or mesh in ("2x1", "1x2", last)
         ),
     ]
-    return [replace(step, seconds=limit) for step in planned]
+    # What is compiled for the first time takes minutes.
+    return [replace(step, seconds=max(limit, 300.0) if step.kind == "speed" else limit) for step in planned]
 
 
 def meshes_for(gpus: int, quick: bool) -> list[str]:
@@ -100,13 +109,17 @@ def meshes_for(gpus: int, quick: bool) -> list[str]:
 
 
 def world_size_of(mesh: str) -> int:
-    return prod(int(size) for size in mesh.split("x"))
+    return prod(int(size) for size in re.findall(r"\d+", mesh))
 
 
 def _check(name: str, function: str, kind: Any = "check", mesh: str | None = None, **options: Any) -> Step:
     if mesh is not None:
         options["mesh"] = mesh
     return Step(name, kind, f"benchmarks.gpu.{function}", options, world_size_of(mesh or "1x1"))
+
+
+def _alone(*args: Any, **options: Any) -> Step:
+    return replace(_check(*args, **options), alone=True)
 
 
 def _oracle(meshes: list[str], precisions: tuple[str, ...]) -> list[Step]:
@@ -139,6 +152,25 @@ def _rest(mesh: str) -> list[Step]:
     ]
 
 
+def _on_one_gpu() -> list[Step]:
+    """Meshes whose ranks share a GPU: what they compute is checked; what they cost says nothing."""
+    steps = [
+        *_oracle(["2x2"], PRECISIONS),
+        *_oracle(["1x2", "2x1", "1x1cp2"], ("float32",)),
+        _check(
+            "oracle 1x1pp2 float32",
+            "checks:oracle",
+            mesh="1x1pp2",
+            precision="float32",
+            config={"pp_microbatches": 4},
+        ),
+        _check("host waits 2x2", "device_checks:waits", mesh="2x2"),
+        *_features(["2x2"]),
+        *_rest("2x2"),
+    ]
+    return [replace(step, name=f"{step.name}, ranks share a GPU") for step in steps]
+
+
 def _peer_on(mesh: str) -> str | None:
     """What people write by hand for a mesh, where there is such a thing."""
     sizes = [int(size) for size in mesh.split("x")]
@@ -160,4 +192,4 @@ def _speed(device: str, mesh: str, peer: str | None, quick: bool) -> Step:
     }
     fewer = tuple({"layers": layers} for layers in (24, 16, 8, 4, 2) if layers < shape["layers"])
     name = f"speed {mesh}" + (f", {peer}" if peer else "")
-    return Step(name, "speed", "benchmarks.gpu.speed:speed", options, world_size_of(mesh), fallbacks=fewer)
+    return Step(name, "speed", "benchmarks.gpu.speed:speed", options, world_size_of(mesh), alone=True, fallbacks=fewer)

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu.outcomes import NotSupported
 from lora_parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
+from lora_parallel.distributed.mesh import merged_over_stages
 from lora_parallel.integration import dp_rank, dp_size
 from tests.oracle import SEVEN, Run, parse_mesh, relative_error, trained
 
@@ -173,7 +174,10 @@ def apart(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 def sharded(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> Run:
     """The same through `parallelize`."""
     model = parallelize(model, mesh, config)
-    return train(model, mesh.device_type, clip_grad_norm_, dp_rank(mesh), dp_size(mesh))
+    run = train(model, mesh.device_type, clip_grad_norm_, dp_rank(mesh), dp_size(mesh))
+    run.gradients = merged_over_stages(run.gradients, mesh)
+    run.adapters = merged_over_stages(run.adapters, mesh)
+    return run
 
 
 def judged(got: Run, plain: Run, want: Run, precision: Precision) -> dict[str, Any]:

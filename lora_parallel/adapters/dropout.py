@@ -9,14 +9,18 @@ on the mesh. The hash is counter based, in the spirit of Salmon et al., "Paralle
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.state import ForwardCount
+
+log = logging.getLogger(__name__)
 
 _GOLDEN, _MIX = 0x9E3779B1, 0x846CA68B
 
@@ -49,12 +53,6 @@ Keys = Sequence[int] | Sequence[Tensor]
 
 They are the three keys of the hash (row, token, feature), and the index of the rows among all shares as large.
 """
-
-
-def keys_on_device(keys: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
-    """Return the keys of several modules, int32 [modules, 4], without making the CPU wait for the device."""
-    pinned = torch.device(device).type != "cpu"
-    return torch.tensor(keys, dtype=torch.int32, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
 class Chunk(Protocol):
@@ -126,8 +124,7 @@ class TopologyInvariantDropout(nn.Module):
         # Only this is computed for each element: a product of odd numbers, mixed once and compared with a threshold.
         bits = (position | 1).view(-1, 1) * (feature | 1)
         bits.bitwise_xor_(_shift(bits, 15)).mul_(_int32(_MIX))
-        threshold = round(self.p * 2**32) - 2**31
-        return bits < threshold
+        return bits < self._threshold
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero a fraction `p` of the elements of `x` and scale the rest by 1 / (1 - p), while training."""
@@ -136,7 +133,39 @@ class TopologyInvariantDropout(nn.Module):
         keys = self.prepared.unbind() if torch.compiler.is_compiling() and self.prepared is not None else None
         if keys is None:
             self.check_counted()
-        return self.without(x, self.dropped(x.shape, x.device, keys))
+        return self.drop(x, keys)
+
+    def drop(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        """Return `x` [rows, ..., features] with zeros for the elements that `keys` drop, and the rest scaled."""
+        keys = self.keys() if keys is None else keys
+        rows, tokens = x.shape[:-1][:1].numel(), x.shape[1:-1].numel()
+        if not self._in_one_kernel(x):
+            return self.without(x, self.dropped(x.shape, x.device, keys))
+        places = self.chunk.places(rows, tokens, x.device, keys[3]) if self.chunk is not None else None
+        if places is not None:
+            return self.drop_at(x, *places, keys)
+        return self._kernel(x, keys, first_row=keys[3] * rows, tokens=tokens)
+
+    def drop_at(self, x: Tensor, row: Tensor, token: Tensor, keys: Keys) -> Tensor:
+        """Drop as `drop` in activations [..., features] of tokens with the global `row` and `token`, int32 [...]."""
+        if not self._in_one_kernel(x):
+            return self.without(x, self.dropped_at(row, token, x.shape[-1], keys).view(x.shape))
+        return self._kernel(x, keys, rows=row.contiguous(), places=token.contiguous())
+
+    def _in_one_kernel(self, x: Tensor) -> bool:
+        # A compiler makes one kernel of the operators by itself; a subclass of Tensor has no memory of its own.
+        here = x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling() and self.p < 1
+        return here and kernel(x.device) is not None
+
+    def _kernel(self, x: Tensor, keys: Keys, **where: Any) -> Tensor:
+        module: Any = kernel(x.device)
+        threshold, scale = self._threshold, 1 / (1 - self.p)
+        return module.drop(x, module.Dropped(tuple(keys[:3]), threshold, scale, self.feature_offset, **where))
+
+    @property
+    def _threshold(self) -> int:
+        """A signed 32-bit number below which a random one is with probability `p`."""
+        return round(self.p * 2**32) - 2**31
 
     def check_counted(self) -> None:
         """Raise a RuntimeError in training if the forward of the parallelized model, which counts, is not running."""
@@ -149,3 +178,23 @@ class TopologyInvariantDropout(nn.Module):
     def without(self, x: Tensor, dropped: Tensor) -> Tensor:
         """Return `x` with zeros where the mask `dropped` is True, and the rest scaled by 1 / (1 - p)."""
         return x.masked_fill(dropped, 0) * (1 / (1 - self.p)) if self.p < 1 else x * 0
+
+
+@cache
+def kernel(device: torch.device) -> Any:
+    """Return the module of the kernel that drops elements on this GPU; None, with a warning, where Triton does not run.
+
+    The operators of torch drop the same, in some sixty kernels.
+    """
+    try:
+        from lora_parallel.adapters import dropout_kernel
+
+        dropout_kernel.drop(torch.ones(1, 1, device=device), dropout_kernel.Dropped((0, 0, 0), 0, 1.0, 0))
+    except (
+        Exception
+    ) as error:  # no Triton, none for this device, or no compiler, which it needs: all say so differently
+        log.warning(
+            "LoRA dropout runs in many kernels, as Triton does not run here: %s: %s", type(error).__name__, error
+        )
+        return None
+    return dropout_kernel

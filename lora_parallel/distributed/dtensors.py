@@ -43,6 +43,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(item)
 
 
+def tensor_on(device: torch.device | str, data: Any, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of Python numbers on a device, without making the CPU wait for the device."""
+    pinned = torch.device(device).type != "cpu"  # torch waits for copies from memory that is not
+    return torch.tensor(data, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, detached from autograd; it shares the memory of `tensor`."""
     return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()

@@ -474,15 +474,16 @@ def _total(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: to
                 names.append(group.group_name)
         by_groups.setdefault(tuple(names), []).extend(map(local, alike))
     infinite = norm_type == float("inf")
-    keys = list(by_groups)  # in the parameters' order, which is the same on all ranks; the groups' names are not
-    totals = torch.stack([_power_sum(by_groups[key], norm_type, dtype, device) for key in keys])
+    # In the parameters' order, which is the same on all ranks; that of the groups' names is not.
+    totals = {key: _power_sum(alike, norm_type, dtype, device) for key, alike in by_groups.items()}
     for name, (group, device_type) in groups.items():
-        rows = torch.tensor([index for index, key in enumerate(keys) if name in key], device=totals.device)
+        keys = [key for key in totals if name in key]
         # Offloaded gradients are in the CPU's memory, and the group may have no backend for it.
-        part = totals[rows].contiguous().to(device_type)
+        part = torch.stack([totals[key] for key in keys]).to(device_type)
         dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        totals[rows] = part.to(totals.device)
-    return totals.max() if infinite else totals.sum()
+        totals.update(zip(keys, part.to(device).unbind(), strict=True))
+    total = torch.stack(list(totals.values()))
+    return total.max() if infinite else total.sum()
 
 
 def _by_placements(grads: list[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]]:

@@ -76,7 +76,9 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
         if not dist.is_initialized():
             timeout = timedelta(seconds=config.timeout_seconds)
             if device_type != "cpu":
-                torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+                # A launcher may show each process its own device only, whose index is then 0.
+                local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+                torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
             if "RANK" in os.environ:
                 dist.init_process_group(timeout=timeout)
             else:

@@ -15,16 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -429,3 +432,23 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         FSDPParamGroup._validate_no_meta_params = original  # type: ignore[method-assign]
+
+
+def _shard_integer_parameters() -> None:
+    """Let FSDP2 of torch 2.11 shard integer weights as 2.12 does: frozen from the start, and in their own dtype."""
+    nn, init_dtypes = torch.nn, _fsdp_param.FSDPParam.init_dtype_attrs
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> torch.nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    def init_dtype_attrs(self: Any, policy: Any) -> None:
+        init_dtypes(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    _fsdp_param.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})  # type: ignore[assignment]
+    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign, assignment]
+
+
+if Version(torch.__version__).release < (2, 12):
+    _shard_integer_parameters()

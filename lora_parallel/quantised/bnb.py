@@ -51,10 +51,11 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, QuantisedLayer):
         cls.replace_weight(layer, parts, {"weight_absmax": False}, state.blocksize)
 
     def _state(self) -> QuantState:
+        self._code = self._code.to(self.weight.device)  # a copy from the CPU, which the host waits for: once
         return QuantState(
             absmax=self.weight_absmax.detach().view(torch.float32).flatten(),
             shape=torch.Size((self.weight.shape[0], 2 * self.weight.shape[1])),
-            code=self._code.to(self.weight.device),
+            code=self._code,
             blocksize=self.block,
             quant_type=self._kind,
             dtype=self._dtype,

@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from lora_parallel.adapters.dropout import TopologyInvariantDropout, keys_on_device
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import trace_dora
 from lora_parallel.cp.attention import CPContext
+from lora_parallel.distributed.dtensors import tensor_on
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import drop_compiled_call, has_compiled_call, without_compile
 from lora_parallel.layers.layer_parameters import asks_for_cache, innermost, without_cache, without_caches
@@ -159,7 +160,7 @@ class _Block:
             training = [dropout for dropout in self._dropouts if dropout.training]
             if training:  # the keys of all dropouts are sent to the device in one tensor
                 training[0].check_counted()
-                keys = keys_on_device([dropout.keys() for dropout in training], self._device)
+                keys = tensor_on(self._device, [dropout.keys() for dropout in training], torch.int32)
                 for dropout, prepared in zip(training, keys.unbind(), strict=True):
                     dropout.prepared = prepared
             if self._context is not None:

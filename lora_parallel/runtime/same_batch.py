@@ -78,7 +78,7 @@ class SameBatch:
         names = sorted(key for group in inputs if isinstance(group, dict) for key in group)
         plain = [leaf if isinstance(leaf, bool | int | float | str) else type(leaf).__name__ for leaf in leaves]
         described = zlib.crc32(repr((training, torch.is_grad_enabled(), names, plain)).encode())
-        total = torch.tensor(described, device=self._device)
+        total = torch.full((), described, device=self._device)  # written by the device: the host does not wait
         for tensor in tensors_in(inputs):
             total = total * 1000003 + fingerprint_on_device(tensor).to(total.device)
         return torch.stack([total, ~total])

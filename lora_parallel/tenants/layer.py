@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.adapters.dropout import Keys, TopologyInvariantDropout, keys_on_device
+from lora_parallel.adapters.dropout import Keys, TopologyInvariantDropout
 from lora_parallel.adapters.injection import draw_adapter
 from lora_parallel.adapters.peft_private import activate, refuse_merge
+from lora_parallel.distributed.dtensors import tensor_on
 from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import base_of, clean_names
@@ -113,7 +115,7 @@ class TenantLayer:
         dropout = self._dropout(tenant, forward)
         keys: Keys = () if dropout is None else dropout.keys(forward.counts[tenant])
         if dropout is not None and as_tensors:
-            keys = keys_on_device([dropout.keys(forward.counts[tenant])], A.device)[0].unbind()
+            keys = tensor_on(A.device, dropout.keys(forward.counts[tenant]), torch.int32).unbind()
         return _Adapter(A, B, self.layer.scaling[tenant], dropout, keys)
 
     def _compute(self, compute: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +164,7 @@ class TenantLayer:
         if dropout is None:
             return x
         keys = dropout.keys(forward.counts[tenant])
-        return dropout.without(x, dropout.dropped_at(tokens.row, tokens.token, x.shape[-1], keys))
+        return dropout.drop_at(x, tokens.row, tokens.token, keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +181,7 @@ class _Adapter:
         """Return the output `y` of the base for its input `x`, with the adapter added."""
         x = x.to(self.A.dtype)  # as PEFT: first the cast, then dropout
         if self.dropout is not None:
-            x = self.dropout.without(x, self.dropout.dropped(x.shape, x.device, self.keys))
+            x = self.dropout.drop(x, self.keys)
         return (y + F.linear(F.linear(x, self.A), self.B) * self.scaling).to(y.dtype)
 
 
@@ -210,7 +212,7 @@ def _grouped(inputs: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], scal
     up = torch.stack([F.pad(B, (0, r - B.shape[1])) for _, B in factors]).transpose(1, 2)
     sizes = [len(x) for x in inputs]
     if grouped:
-        ends = torch.tensor(sizes).cumsum(0).to(device=inputs[0].device, dtype=torch.int32)
+        ends = tensor_on(inputs[0].device, list(accumulate(sizes)), torch.int32)
         low = F.grouped_mm(torch.cat(list(inputs)), down, offs=ends)
         deltas = F.grouped_mm(low, up, offs=ends).split(sizes)
         return torch.cat([delta * scale for delta, scale in zip(deltas, scales, strict=True)])

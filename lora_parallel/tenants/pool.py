@@ -18,7 +18,7 @@ from torch.distributed import DeviceMesh
 
 from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.distributed.collectives import all_reduce
-from lora_parallel.distributed.dtensors import local, reshard
+from lora_parallel.distributed.dtensors import local, reshard, tensor_on
 from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import dp_size
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
@@ -59,7 +59,8 @@ def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
         # Gradients that are partial over tp come first: the front of the message is summed over tp, all of it over dp.
         order = sorted(of_dtype, key=lambda index: not factors[index].partial)
         parts = [factors[i].zeros() if (gradient := gradients[i]) is None else gradient for i in order]
-        there = torch.tensor([gradients[index] is not None for index in order], dtype=dtype, device=parts[0].device)
+        here = [gradients[index] is not None for index in order]
+        there = tensor_on(parts[0].device, here, dtype)
         flat = torch.cat([there, *(part.reshape(-1) for part in parts)])
         partial = sum(part.numel() for index, part in zip(order, parts, strict=True) if factors[index].partial)
         if mesh["tp"].size() > 1 and partial:
@@ -68,7 +69,9 @@ def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
         for axis in ("dp_shard", "dp_replicate"):
             if mesh[axis].size() > 1:
                 flat = all_reduce(flat, mesh.get_group(axis), "gradients", "tenants")
-        counts, values = flat[: len(there)].tolist(), flat[len(there) :].split([part.numel() for part in parts])
+        # The host waits for the device only for what another rank may have.
+        counts = here if all(here) else flat[: len(there)].tolist()
+        values = flat[len(there) :].split([part.numel() for part in parts])
         for index, count, value, part in zip(order, counts, values, parts, strict=True):
             if count:
                 sums[index] = factors[index].placed(value.view_as(part), rank)

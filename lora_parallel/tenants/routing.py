@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -214,17 +215,18 @@ class Route:
             raise ValueError(
                 f"route: the lengths of the segments add up to {sum(lengths)} tokens, and {layer} is fed {total}."
             )
-        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        starts = list(accumulate(lengths, initial=0))
         tokens_of = {}
         for tenant in (name for name in self.tenants if name in self.names):
             mine = [index for index, name in enumerate(self.names) if name == tenant]
             first = self.first_sample[tenant]
-            index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mine])
-            row = torch.cat([torch.full((lengths[i],), first + n, dtype=torch.int32) for n, i in enumerate(mine)])
-            token = torch.cat([torch.arange(lengths[i], dtype=torch.int32) for i in mine])
+            index = torch.cat([torch.arange(starts[i], starts[i + 1], device=device) for i in mine])
+            on: dict[str, Any] = {"dtype": torch.int32, "device": device}
+            row = torch.cat([torch.full((lengths[i],), first + n, **on) for n, i in enumerate(mine)])
+            token = torch.cat([torch.arange(lengths[i], **on) for i in mine])
             if self.lengths is None and len(shape) == 1:  # the model flattens its rows: each token counts as a sample
                 row, token = row * lengths[0] + token, torch.zeros_like(token)
-            tokens_of[tenant] = TenantTokens(index.to(device), row.to(device), token.to(device))
+            tokens_of[tenant] = TenantTokens(index, row, token)
         return tokens_of
 
 

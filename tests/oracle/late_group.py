@@ -1,4 +1,4 @@
-"""A process group whose results come late, as NCCL's on a CUDA stream do: `register`, then backend "cpu:late".
+"""A process group whose results come late, as NCCL's on a CUDA stream do: `register`, then backend "late".
 
 gloo's results are there as soon as its thread is done, so a wait that the engine leaves out often changes nothing. Here
 every such error shows:
@@ -13,6 +13,9 @@ every such error shows:
   written down here.
 
 gloo moves the data. `run_backward_in_thread` adds what autograd does on a GPU.
+
+Tensors may be on a GPU, which several ranks may share, as NCCL's may not ("cuda:late"). They are read in a stream of
+the queue's own, after what the stream of the caller has computed by then, and brought to gloo and back.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ class LateWork(dist.Work):
         values, self._values = self._values, []  # a second wait must not undo what was written since
         for output, value in values:
             output.copy_(value)
+            if value.is_cuda:  # it may be freed, and its memory used again, before the copy has run
+                value.record_stream(torch.cuda.current_stream())
         return True
 
     def is_completed(self) -> bool:
@@ -123,7 +128,8 @@ class LateGroup(dist.ProcessGroup):
         values = [tensor.data.clone() for tensor in outputs]
         for tensor in outputs if poisoned is None else poisoned:
             _poison(tensor.data)
-        future = self._queues[pair].submit(_run_late, run, values, sources)
+        issued = _present((*outputs, *inputs))
+        future = self._queues[pair].submit(_run_late, run, values, sources, issued)
         if self._mode == "blocking" and not pair:
             future.exception()  # returns when it has run
         return LateWork(name, future, [(tensor.data, value) for tensor, value in zip(outputs, values, strict=True)])
@@ -216,16 +222,35 @@ class LateGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu")]  # where objects are sent from
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo  # its timeout can be set
 
 
-def _run_late(run: Run, values: Tensors, sources: Tensors) -> None:
+def _run_late(run: Run, values: Tensors, sources: Tensors, issued: torch.cuda.Event | None) -> None:
     time.sleep(DELAY)
-    for work in run(values, sources):
-        work.wait()
+    if issued is None:
+        for work in run(values, sources):
+            work.wait()
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_event(issued)
+        results = [value.cpu() for value in values]
+        for work in run(results, [source.cpu() for source in sources]):
+            work.wait()
+        for value, result in zip(values, results, strict=True):
+            value.copy_(result)
+        torch.cuda.current_stream().synchronize()
+
+
+def _present(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
+    """Return an event after which the tensors hold what the caller's stream has computed; None for those on a CPU."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _overlaps(tensor: Tensor, others: Sequence[Tensor]) -> bool:
@@ -245,7 +270,7 @@ def register(mode: str) -> None:
     """Make the backend "late" known to torch in this process, in one of `MODES`."""
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: it is one of {MODES}.")
-    dist.Backend.register_backend("late", partial(LateGroup, mode), devices=["cpu"])
+    dist.Backend.register_backend("late", partial(LateGroup, mode), devices=["cpu", "cuda"])
 
 
 def run_backward_in_thread() -> None:
