@@ -193,7 +193,7 @@ class ParallelConfig:
     """True keeps what FSDP2 shards in the CPU's memory (`CPUOffloadPolicy`): the frozen base, the adapters, their
     gradients and their optimizer's state. A unit's shard is copied to the accelerator as the unit is gathered.
 
-    Refused until it has run on a GPU.
+    Refused until it has run over NCCL.
     """
 
     compile: bool | Mapping[str, Any] = False
@@ -201,7 +201,7 @@ class ParallelConfig:
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "cpu_offload": "cpu_offload=True (fsdp_offload_params: true in an Accelerate file) is refused, because it has "
-        "not run on a GPU yet: leave it False.",
+        "not run over NCCL yet: leave it False.",
     }
     """Fields that may not be True yet, each with the error message.
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.torch_private import default_store, one_gloo_thread, set_timeout
 from tests import oracle
 from tests.cases import cases
@@ -160,6 +161,34 @@ def test_more_training_equals_one_process(own_pool, ranks, jobs):
     check(own_pool, ranks, jobs)
 
 
+def saved_and_resumed(mesh_text: str, folder: str) -> list[str]:
+    """Return the names of tensors that a run which is saved and resumed in another model has otherwise than before."""
+    from lora_parallel import load_checkpoint, parallelize, save_checkpoint
+
+    mesh, config = oracle.on_mesh(mesh_text)
+
+    def begun() -> tuple[Any, Any]:
+        model = parallelize(PLAIN.model(), mesh, config)
+        return model, torch.optim.AdamW(oracle.trained(model).values(), lr=1e-2)
+
+    model, optimizer = begun()
+    ids = PLAIN.batches()[0].chunk(dp_size(mesh))[dp_rank(mesh)]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, folder)
+    want = {name: oracle.full(p) for name, p in oracle.trained(model).items()}
+    again, optimizer = begun()
+    load_checkpoint(again, optimizer, folder)
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert len(moments) == len(want)
+    return oracle.differing({name: oracle.full(p) for name, p in oracle.trained(again).items()}, want)
+
+
+@in_lazy_mode
+def test_a_run_is_saved_and_resumed(own_pool, tmp_path):
+    assert own_pool.run(2, saved_and_resumed, "2x1", str(tmp_path / "checkpoint")) == [[], []]
+
+
 def without_tp_sum() -> AbstractContextManager[Any]:
     def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         return torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name)
@@ -219,6 +248,10 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[Any]]] = {
     "gather": (
         lambda given, out: dist.gather(given, None if dist.get_rank() else [*out], async_op=True),
         [[11, 11], [12, 12]],
+    ),
+    "scatter": (
+        lambda given, out: dist.scatter(out, None if dist.get_rank() else [given, given], async_op=True),
+        [11, 11],
     ),
     "recv": (lambda given, out: dist.isend(given, 0) if dist.get_rank() else dist.irecv(out, 1), [12, 12]),
 }

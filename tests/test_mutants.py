@@ -42,7 +42,8 @@ def test_each_names_a_test_that_make_test_runs(pytestconfig):
 
 def test_every_backward_is_broken_by_one():
     for path, text in TEXTS.items():
-        if "cost" in path.parts:  # a simulated step, which has no gradients
+        # A simulated step has no gradients; the kernel of dropout runs in Triton's interpreter, in the matrix.
+        if "cost" in path.parts or path.name == "dropout_kernel.py":
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef) and any("autograd.Function" in ast.unparse(base) for base in node.bases):

@@ -145,9 +145,15 @@ def _line_of(places: list[tuple[str, int]]) -> str | None:
     if any(path == "tests/oracle/late_group.py" for path, _ in named):
         return None
     ours = [place for place in named if place[0].startswith(PRODUCT)]
-    others = [(path.rpartition("-packages/")[2], line) for path, line in named if "/torch/" not in path]
+    others = [(_in_package(path), line) for path, line in named if "-packages/torch/" not in path]
     path, line = (ours or others or named)[0]
     return f"{path}:{line}"
+
+
+def _in_package(path: str) -> str:
+    """Return a file's name below the folder that Python imports it from."""
+    folder = max((each for each in sys.path if each and path.startswith(f"{each}/")), key=len, default="")
+    return path.removeprefix(f"{folder}/")
 
 
 # ---------------------------------------------------------------------- LoRA dropout

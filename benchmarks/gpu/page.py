@@ -61,7 +61,7 @@ def write_page(page: Path, planned: Sequence[Step], rows: Sequence[Record], abou
     head = page.read_text().partition(MARK)[0] if page.exists() else "# A run of `make gpu`\n\n"
     timings = timed(planned, rows)
     assets = page.parent / "assets" if page.parent.name == "docs" else page.parent
-    picture = assets / "gpu.svg"
+    picture = assets / "gpu.png"
     drawn = draw(timings, picture) if timings else False
     text = "\n".join(_lines(planned, rows, about, timings, os.path.relpath(picture, page.parent) if drawn else None))
     page.parent.mkdir(parents=True, exist_ok=True)

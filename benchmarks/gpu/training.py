@@ -71,7 +71,7 @@ PRECISIONS = {
 
 
 class UnprovenConfig(ParallelConfig):
-    """A config that takes cpu_offload, which `ParallelConfig` refuses until it has run on a GPU: here it does."""
+    """A config that takes cpu_offload, which `ParallelConfig` refuses until it has run over NCCL: here it does."""
 
     REFUSED: ClassVar = {name: why for name, why in ParallelConfig.REFUSED.items() if name != "cpu_offload"}
 

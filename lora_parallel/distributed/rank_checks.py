@@ -80,9 +80,9 @@ def begin_gather(numbers: list[int], what: str) -> Callable[[], Tensor]:
     A caller that reads the result after the next step does not wait for the device in between, where all messages of
     the process group go through the device, as under Lightning on GPUs.
     """
-    mine = torch.tensor([numbers], dtype=torch.int64, device=_device_of_messages())
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine.cpu
+        return lambda: torch.tensor([numbers], dtype=torch.int64)
+    mine = torch.tensor([numbers], dtype=torch.int64, device=_device_of_messages())
     everybody: Any = dist.group.WORLD
     everyone = [torch.empty_like(mine) for _ in range(everybody.size())]
     with not_profiled():  # a profiler may stop before the result is read

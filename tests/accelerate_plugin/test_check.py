@@ -86,7 +86,7 @@ REFUSED_LATER = {
         },
         "pure data parallelism",
     ),
-    "offload": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "has not run on a GPU yet"),
+    "offload": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "has not run over NCCL yet"),
 }
 
 SCRIPT = """

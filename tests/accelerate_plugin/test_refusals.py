@@ -155,7 +155,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     ),
     "offload": (
         lambda: with_environment(**{**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}),
-        ["fsdp_offload_params", "has not run on a GPU yet"],
+        ["fsdp_offload_params", "has not run over NCCL yet"],
     ),
     "offload by argument": (lambda: LoRAParallelPlugin(cpu_offload=True), ["cpu_offload=True"]),
     "wrapping by size": (

@@ -33,7 +33,7 @@ BAD = [
     ({"reduce_dtype": torch.int64}, TypeError, r"reduce_dtype=torch\.int64"),
     ({"param_dtype": torch.float16}, ValueError, "loss scaling.*bfloat16"),
     ({"loss_parallel": "auto"}, TypeError, "loss_parallel='auto': give True or False"),
-    ({"cpu_offload": True}, ValueError, "cpu_offload=True .*fsdp_offload_params.* has not run on a GPU yet"),
+    ({"cpu_offload": True}, ValueError, "cpu_offload=True .*fsdp_offload_params.* has not run over NCCL yet"),
     ({"cpu_offload": 1}, TypeError, "cpu_offload=1: give True or False"),
     ({"compile": "inductor"}, TypeError, "compile='inductor': give True, False or a mapping"),
     ({"compile": {"mode": "bogus"}}, ValueError, "'mode': 'bogus'.*torch.compile refuses it: Unrecognized mode"),

@@ -161,6 +161,15 @@ class LateGroup(dist.ProcessGroup):
             lambda values, sources: [self._gloo.gather([values] * len(outputs), sources, opts)],
         )
 
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> LateWork:
+        lists = inputs or [[]]  # only the root has a list
+        return self._issue(
+            "scatter",
+            outputs,
+            *lists,
+            lambda values, sources: [self._gloo.scatter(values, [sources] * len(inputs), opts)],
+        )
+
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> LateWork:
         poisoned = [
             part

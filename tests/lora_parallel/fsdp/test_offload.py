@@ -1,4 +1,4 @@
-"""Offloading to the CPU, refused until it has run on a GPU: that it is wired, and changes no number on a CPU."""
+"""Offloading to the CPU, refused until it has run over NCCL: that it is wired, and changes no number on a CPU."""
 
 from __future__ import annotations
 
