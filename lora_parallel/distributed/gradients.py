@@ -432,12 +432,13 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     if not counted:
         return torch.zeros(())
     infinite = norm_type == float("inf")
-    grads = [owner.grad for owner in counted if owner.grad is not None]
-    first = local(grads[0] if grads else counted[0])
+    # Each gradient with this rank's part of it.
+    parts = [(owner, owner.grad, local(owner.grad)) for owner in counted if owner.grad is not None]
+    first = parts[0][2] if parts else local(counted[0])
     dtype = torch.promote_types(first.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=first.device)
     for mesh in (None, *dict.fromkeys(stages.values())):
-        of_mesh = [owner.grad for owner in counted if owner.grad is not None and stages.get(owner) == mesh]
+        of_mesh = [(grad, shard) for owner, grad, shard in parts if not stages or stages.get(owner) == mesh]
         part = _total(of_mesh, norm_type, dtype, first.device)
         if mesh is not None:
             # The first gradients of two stages may have different dtypes.
@@ -447,35 +448,44 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         total = torch.maximum(total, part) if infinite else total + part
     norm = total if infinite else total ** (1 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    shards = [local(grad) for grad in grads]
-    for device in dict.fromkeys(shard.device for shard in shards):  # some may be offloaded
-        torch._foreach_mul_([shard for shard in shards if shard.device == device], scale.to(device))
+    by_device: dict[torch.device, list[Tensor]] = {}  # some may be offloaded
+    for _, _, shard in parts:
+        by_device.setdefault(shard.device, []).append(shard)
+    for device, shards in by_device.items():
+        torch._foreach_mul_(shards, scale.to(device))
     return norm
 
 
-def _total(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the sum of |x|^p over all elements, or the largest |x|. Collective over groups that shard gradients."""
+def _total(grads: list[tuple[Tensor, Tensor]], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the sum of |x|^p over all elements, or the largest |x|. Collective over groups that shard gradients.
+
+    Each of `grads` is a gradient and this rank's part of it.
+    """
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
+    alike: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = {}
+    for grad, shard in grads:
+        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (None, ())
+        alike.setdefault(key, []).append(shard)
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     groups: dict[str, tuple[ProcessGroup, str]] = {}
-    for (mesh, placements), alike in _by_placements(grads).items():
+    for (mesh, placements), shards in alike.items():
         names = []
         for axis, placement in enumerate(placements):
             assert mesh is not None
             if placement.is_partial():
                 raise ValueError(
-                    f"a gradient of shape {tuple(alike[0].shape)} is a partial sum ({placement}): call backward "
-                    "outside no_sync before clipping."
+                    f"a gradient with a part of shape {tuple(shards[0].shape)} here is a partial sum ({placement}): call "
+                    "backward outside no_sync before clipping."
                 )
             if not placement.is_replicate() and mesh.size(axis) > 1:
                 group = mesh.get_group(axis)
                 groups[group.group_name] = group, mesh.device_type
                 names.append(group.group_name)
-        by_groups.setdefault(tuple(names), []).extend(map(local, alike))
+        by_groups.setdefault(tuple(names), []).extend(shards)
     infinite = norm_type == float("inf")
     # In the parameters' order, which is the same on all ranks; that of the groups' names is not.
-    totals = {key: _power_sum(alike, norm_type, dtype, device) for key, alike in by_groups.items()}
+    totals = {key: _power_sum(shards, norm_type, dtype, device) for key, shards in by_groups.items()}
     for name, (group, device_type) in groups.items():
         keys = [key for key in totals if name in key]
         # Offloaded gradients are in the CPU's memory, and the group may have no backend for it.
@@ -484,14 +494,6 @@ def _total(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: to
         totals.update(zip(keys, part.to(device).unbind(), strict=True))
     total = torch.stack(list(totals.values()))
     return total.max() if infinite else total.sum()
-
-
-def _by_placements(grads: list[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]]:
-    alike: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = {}
-    for grad in grads:
-        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (None, ())
-        alike.setdefault(key, []).append(grad)
-    return alike
 
 
 def _power_sum(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
