@@ -475,8 +475,8 @@ def _total(grads: list[tuple[Tensor, Tensor]], norm_type: float, dtype: torch.dt
             assert mesh is not None
             if placement.is_partial():
                 raise ValueError(
-                    f"a gradient with a part of shape {tuple(shards[0].shape)} here is a partial sum ({placement}): call "
-                    "backward outside no_sync before clipping."
+                    f"a gradient whose part here has shape {tuple(shards[0].shape)} is a partial sum ({placement}): "
+                    "call backward outside no_sync before clipping."
                 )
             if not placement.is_replicate() and mesh.size(axis) > 1:
                 group = mesh.get_group(axis)
