@@ -42,6 +42,7 @@ from lora_parallel.distributed.dtensors import class_of, gather_on_rank_zero, lo
 from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import over_stages
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
+from lora_parallel.distributed.replicas import warn_of_unequal_replicas
 from lora_parallel.layers.layer_parameters import innermost
 from lora_parallel.lazy.files import opened_safetensors
 from lora_parallel.state import mesh_of
@@ -165,6 +166,7 @@ def gather_adapter(
     saved = {name: parameters[name] for name in keys.values() if name in parameters}
     with agreed():
         check_finite(saved)
+    warn_of_unequal_replicas(saved, mesh_of(model))
     gathered = gather_on_rank_zero(saved)
     base = innermost(holder)
     config: Any = copy.deepcopy(configs[adapter_name])

@@ -112,10 +112,10 @@ class _LocalRegion:
 def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return full copies of `tensors` on the CPU of rank 0, and an empty dict on other ranks. Collective.
 
-    Each rank announces which region of each tensor it holds, and sends this region; rank 0 puts the regions in place.
-    So any placement of FSDP2 and tensor parallelism is gathered in one message per bucket of tensors, where
-    `DTensor.full_tensor` takes one message per mesh axis and leaves the result on every rank. A tensor may be on some
-    of the ranks only, as those of a pipeline stage are: the others send nothing of it.
+    Each rank announces which region of each tensor it holds; the first rank that holds a region sends it, and rank 0
+    puts it in place. So any placement of FSDP2 and tensor parallelism is gathered in one message per bucket of
+    tensors, where `DTensor.full_tensor` takes one message per mesh axis and leaves the result on every rank. A tensor
+    may be on some of the ranks only, as those of a pipeline stage are: the others send nothing of it.
 
     Args:
         tensors: The tensors that this rank holds a part of, by name.
@@ -123,16 +123,17 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {name: local(tensor).to("cpu", copy=True) for name, tensor in detached.items()}
-    everyone = gather_objects({name: _local_region(tensor) for name, tensor in detached.items()})
+    everyone = _of_first_holders(gather_objects({name: _local_region(tensor) for name, tensor in detached.items()}))
+    mine = everyone[dist.get_rank()]
     union = {name: region for regions in everyone for name, region in regions.items()}
     gathered: dict[str, Tensor] = {}
     sizes = {name: region.whole_bytes for name, region in union.items()}
     progress = saving_bar("Saving", sum(sizes.values()))
     for bucket in _buckets(sizes):
-        parts = [_bytes_to_send(detached[name]) for name in bucket if name in detached]
-        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)
+        parts = [_bytes_to_send(detached[name]) for name in bucket if name in mine]
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=union[bucket[0]].device)
         counts = [sum(regions[name].bytes for name in bucket if name in regions) for regions in everyone]
-        padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
+        padded = torch.nn.functional.pad(sent, (0, max(counts) - sent.numel()))
         received = [torch.empty_like(padded) for _ in everyone] if dist.get_rank() == 0 else None
         dist.gather(padded, received, dst=0)
         if received is None:
@@ -148,6 +149,17 @@ def gather_on_rank_zero(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         progress.update(sum(sizes[name] for name in bucket))
     progress.close()
     return gathered
+
+
+def _of_first_holders(everyone: list[dict[str, _LocalRegion]]) -> list[dict[str, _LocalRegion]]:
+    """Return the regions of each rank that no rank before it holds too."""
+    held: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
+    first = []
+    for regions in everyone:
+        keys = {name: (name, tuple((part.start, part.stop) for part in each.region)) for name, each in regions.items()}
+        first.append({name: each for name, each in regions.items() if keys[name] not in held})
+        held.update(keys.values())
+    return first
 
 
 def _local_region(tensor: Tensor) -> _LocalRegion:

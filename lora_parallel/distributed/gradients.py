@@ -328,7 +328,8 @@ class PartialSums:
 
     `.grad` may have another part, which every rank has in full: the gradient of a loss term of the parameter itself.
     The partial part is therefore multiplied by the number of tp ranks where it is computed, and the mean over tp is
-    taken.
+    taken. So is that of gradients which every rank has in full alone: they differ by what kernels round otherwise, and
+    with their mean the parameters of all ranks stay equal.
     """
 
     def __init__(

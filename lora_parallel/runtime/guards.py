@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from math import prod
 from typing import Any
 from weakref import ref
 
@@ -17,8 +16,8 @@ from torch.optim import Optimizer
 from lora_parallel.adapters.base_fingerprint import base_fingerprints
 from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.dtensors import local
-from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
-from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_objects
+from lora_parallel.distributed.rank_checks import agreed, gather_objects
+from lora_parallel.distributed.replicas import unequal_replicas
 from lora_parallel.optimizers import check_optimizers
 from lora_parallel.state import ParallelState, Setup, parallelized, state_of
 
@@ -153,28 +152,14 @@ def _check_fresh(model: nn.Module, adapters: Iterable[str]) -> None:
 def _check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Check that ranks that hold the same shard of a trained parameter hold the same values."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
-    stage = stage_mesh(mesh)
-    names = stage.mesh_dim_names or ()
-    numbers = [fingerprint(local(p)) for p in parameters.values()]
-    everyone = gather_objects(numbers, stage_group(mesh))  # in the order of the stage's ranks
-    prints = torch.tensor(everyone, dtype=torch.int64)
-    alike: dict[frozenset[str], list[int]] = {}
-    for index, parameter in enumerate(parameters.values()):
-        alike.setdefault(sharded_axes(parameter), []).append(index)
+    found = unequal_replicas(parameters, mesh)
     with agreed():
-        for axes, indices in alike.items():
-            # ranks that hold the same shard of these parameters: [shards, ranks of each shard]
-            order = sorted(names, key=lambda name: name not in axes)
-            permuted = stage.mesh.permute([names.index(name) for name in order])
-            peers = permuted.reshape(prod(stage[name].size() for name in axes), -1)
-            same = prints[peers - int(stage.mesh.min())][:, :, indices]  # [shards, ranks that hold one, parameters]
-            differing = (same != same[:, :1]).any(dim=1).nonzero()
-            if len(differing):
-                shard, at = differing[0].tolist()
-                raise RuntimeError(
-                    f"{list(parameters)[indices[at]]} should be equal on ranks {peers[shard].tolist()}, which hold the "
-                    "same shard of it, and is not: something changed it on some ranks only."
-                )
+        if found:
+            name, ranks = next(iter(found.items()))
+            raise RuntimeError(
+                f"{name} should be equal on ranks {ranks}, which hold the same shard of it, and is not: something "
+                "changed it on some ranks only."
+            )
 
 
 def verify_result(setup: Setup) -> None:

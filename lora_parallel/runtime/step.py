@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import GradientFinisher, ParametersNotInGraph, PartialSums
-from lora_parallel.distributed.mesh import axis_size, same_batch_groups
+from lora_parallel.distributed.mesh import axis_size, same_batch_groups, sharded_axes
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.torch_private import backward_pass, in_backward, is_simulated, queue_after_backward
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
@@ -162,16 +162,20 @@ def hook_step(setup: Setup) -> None:
     state = ParallelState(mesh, setup.config, styles, gradients, setup.count, fresh, setup.materialize, setup.bare)
     setup.state = state
     # As sharded by now; those of adapters that are not active too.
-    partial = list(dict.fromkeys(p for owner, key in setup.partials if (p := owner._parameters[key]) is not None))
+    over_tp = dict.fromkeys(p for owner, key in setup.partials if (p := owner._parameters[key]) is not None)
+    if axis_size(mesh, "tp") > 1:
+        # Each tp rank computes the whole gradient of these, equal but for the rounding that its kernels choose: with
+        # the mean, which costs no message of its own, they stay equal.
+        over_tp |= dict.fromkeys(p for p in model.parameters() if p.requires_grad and "tp" not in sharded_axes(p))
     is_pipeline, is_unit = setup.stages is not None, isinstance(model, FSDPModule)
     unused = None
     finishing: list[GradientFinisher] = []
     if setup.order is not None:
-        unused = UnusedParameters(model, mesh, gradients, partial, setup.order, root_is_called=not is_pipeline)
+        unused = UnusedParameters(model, mesh, gradients, over_tp, setup.order, root_is_called=not is_pipeline)
         finishing.append(unused)  # first: it takes zeros away that FSDP2 was given, which the sums would take for parts
-    if partial:
-        finishing.append(PartialSums(gradients, partial, mesh.get_group("tp"), mesh.device_type))
-    trained = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]
+    if over_tp:
+        finishing.append(PartialSums(gradients, over_tp, mesh.get_group("tp"), mesh.device_type))
+    trained = [p for p in model.parameters() if p.requires_grad and (isinstance(p, DTensor) or p in over_tp)]
     gradients.finish_by(finishing, trained, meets_terms=not is_pipeline)
     if is_pipeline:
         unreached = ParametersNotInGraph(model, "a pipeline runs the backwards of micro-batches by itself")

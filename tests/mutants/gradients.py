@@ -9,6 +9,15 @@ CLIPPING = "tests/lora_parallel/distributed/test_gradients.py::test_clipping_equ
 
 BREAKAGES = [
     Mutant(
+        "pass",
+        "What each tp rank holds whole drifts apart, by what the kernels of its ranks round otherwise.",
+        f"{GRADIENTS}::test_tp_ranks_have_equal_gradients_of_what_each_has_whole",
+        """    if axis_size(mesh, "tp") > 1:
+        # Each""",
+        """    if False:
+        # Each""",
+    ),
+    Mutant(
         "backward",
         "Adapter factors that tp ranks share train on the mean of the ranks' parts instead of their sum.",
         FINISHED,

@@ -115,7 +115,7 @@ BREAKAGES = [
         "pass",
         "Adapter factors that tp ranks share train on each rank's own part of their gradient.",
         f"{ENGINE}/distributed/test_gradients.py::test_gradients_are_finished_when_backward_returns",
-        """    if partial:
+        """    if over_tp:
         finishing.append(PartialSums(""",
         """    if False:
         finishing.append(PartialSums(""",

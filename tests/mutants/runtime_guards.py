@@ -68,8 +68,10 @@ BREAKAGES = [
         "guard",
         "Ranks train copies of a factor that differ.",
         f"{GUARDS}::test_copies_that_differ_are_found",
-        """if len(differing):""",
-        """if False:""",
+        """if found:
+            name, ranks""",
+        """if False:
+            name, ranks""",
     ),
     Mutant(
         "guard",

@@ -4,8 +4,27 @@ from tests.mutants import Mutant
 
 ATOMIC = "tests/lora_parallel/storage/test_atomic.py"
 FOLDER = "tests/lora_parallel/adapters/test_adapter_folder.py"
+REPLICAS = (
+    "tests/lora_parallel/distributed/test_replicas.py::"
+    "test_what_differs_between_ranks_is_told_and_the_first_ranks_values_are_saved"
+)
 
 BREAKAGES = [
+    Mutant(
+        "guard",
+        "An adapter is saved without a word though ranks that should hold the same have trained it otherwise.",
+        REPLICAS,
+        """    warn_of_unequal_replicas(saved, mesh_of(model))
+""",
+        "",
+    ),
+    Mutant(
+        "guard",
+        "Of an adapter that ranks hold otherwise, some values are saved of one rank and some of another.",
+        REPLICAS,
+        """if keys[name] not in held})""",
+        """if True})""",
+    ),
     Mutant(
         "guard",
         "A save replaces a folder that the user did not ask to replace.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import cache
 
@@ -14,7 +15,18 @@ from lora_parallel import clip_grad_norm_, no_sync, parallelize
 from lora_parallel.distributed.gradients import clip_grad_value_
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from tests.cases import cases
-from tests.oracle import Case, full, half_sum_of_squares, mesh_of, on_mesh, ranks_of, relative_error, trained
+from tests.oracle import (
+    Case,
+    differing,
+    full,
+    half_sum_of_squares,
+    mesh_of,
+    on_mesh,
+    ranks_of,
+    reference,
+    relative_error,
+    trained,
+)
 from tests.oracle.workers import Failure, attempt
 
 PENALTY = 0
@@ -292,6 +304,41 @@ def test_clipping_equals_torchs_in_one_process(pool, mesh):
             if grads is not None:
                 for got, want in zip(grads, want_grads, strict=True):
                     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+ROUNDED = 1e-9  # by which the kernels of a tp rank may have rounded otherwise than those of its peer
+WITH_A_NORM = Case(steps=1, lora={"modules_to_save": ["norm"]})
+
+
+def of_ranks_that_round_otherwise(mesh_text: str, hooked: bool):
+    """The gradients after one pass in `no_sync` and one that is finished, and those that a user's hook was given."""
+    mesh, config = on_mesh(mesh_text)
+    model = parallelize(WITH_A_NORM.model(), mesh, config)
+    (norm,) = [module for name, module in model.named_modules() if name.endswith("model.norm.modules_to_save.default")]
+    factor = 1 + ROUNDED * mesh.get_local_rank("tp")
+    norm.register_full_backward_pre_hook(lambda module, grads: tuple(grad * factor for grad in grads))
+    seen = []
+    if hooked:
+        norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(full(p.grad)))
+    for part, batch in enumerate(WITH_A_NORM.batches()[0].chunk(2)):
+        mine = batch.chunk(dp_size(mesh))[dp_rank(mesh)]
+        with no_sync(model) if part == 0 else contextlib.nullcontext():
+            (model(input_ids=mine, labels=mine).loss / 2).backward()
+    gradients = {name: full(p.grad) for name, p in trained(model).items()}
+    return gradients, seen
+
+
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x2"]))
+def test_tp_ranks_have_equal_gradients_of_what_each_has_whole(pool, mesh):
+    want = reference(WITH_A_NORM).gradients
+    assert any("modules_to_save" in name for name in want)
+    hooked = mesh == "1x2"  # a gradient that FSDP2 reduces is not there in the first pass
+    found = pool.run(ranks_of(mesh), of_ranks_that_round_otherwise, mesh, hooked)
+    for gradients, seen in found:
+        assert not differing(gradients, found[0][0])
+        assert relative_error(gradients, want) < 1e-6
+        (gradient,) = (gradient for name, gradient in gradients.items() if ".model.norm." in name)
+        assert not hooked or [each.tolist() for each in seen] == [gradient.tolist()]
 
 
 def bad_clips():
