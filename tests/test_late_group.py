@@ -367,7 +367,7 @@ def refusals() -> list[str]:
         attempt(dist.all_reduce, tensor.to(torch.int16)),
         attempt(dist.broadcast, tensor.T, 0),
         attempt(dist.all_reduce, tensor.int(), dist.ReduceOp.BAND),
-        attempt(dist.scatter, tensor, [tensor, tensor] if dist.get_rank() == 0 else None),
+        attempt(dist.reduce, tensor, 0),
     ]
     return [failure.message for failure in failures]
 
