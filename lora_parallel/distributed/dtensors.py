@@ -25,6 +25,7 @@ from lora_parallel.distributed.torch_private import compute_for_dtensors, local_
 from lora_parallel.storage import saving_bar
 
 _BUCKET_BYTES = 64 * 2**20
+_COLUMNS = 4096
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,33 @@ def tensor_on(device: torch.device | str, data: Any, dtype: torch.dtype) -> Tens
     """Return a tensor of Python numbers on a device, without making the CPU wait for the device."""
     pinned = torch.device(device).type != "cpu"  # torch waits for copies from memory that is not
     return torch.tensor(data, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Return a 64-bit number that is equal for equal tensors and differs if the bytes or their order differ."""
+    return int(fingerprint_on_device(tensor))
+
+
+def fingerprint_on_device(tensor: Tensor) -> Tensor:
+    """Return `fingerprint` as an int64 tensor without dims, without waiting for the tensor's device."""
+    data = tensor.detach().contiguous().view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    if data.numel() == 0:
+        return total
+    raw = data.view(torch.uint8)
+    whole = raw.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+    weights = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=data.device) * -7046029254386353131 + 1
+    total += raw.numel()
+    if whole:
+        body = raw[:whole].clone() if raw.storage_offset() % 8 else raw[:whole]
+        table = body.view(torch.int64).view(-1, _COLUMNS)
+        rows = torch.arange(1, len(table) + 1, dtype=torch.int64, device=data.device) * -2401053089206453571 + 1
+        total += (table.sum(0) * weights).sum() + (table.sum(1) * rows).sum()
+    tail = raw[whole:].to(torch.int64)
+    if tail.numel():
+        places = torch.arange(1, tail.numel() + 1, dtype=torch.int64, device=data.device) * -4658895280553007687 + 1
+        total += (tail * places).sum()
+    return total
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from lora_parallel.distributed.dtensors import local
+from lora_parallel.distributed.dtensors import fingerprint, local
 from lora_parallel.distributed.mesh import sharded_axes, stage_group, stage_mesh
-from lora_parallel.distributed.rank_checks import fingerprint, gather_objects
+from lora_parallel.distributed.rank_checks import gather_objects
 
 log = logging.getLogger(__name__)
 

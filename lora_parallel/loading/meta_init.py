@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from lora_parallel.adapters.base_dependent import factors_in
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
-from lora_parallel.distributed.rank_checks import agreed, fingerprint, gather_objects
+from lora_parallel.distributed.dtensors import fingerprint
+from lora_parallel.distributed.rank_checks import agreed, gather_objects
 from lora_parallel.fsdp.wrapping import device_at_rest, move_to_device
 from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
 from lora_parallel.lazy.graph import Leaf

@@ -23,10 +23,10 @@ from torch.distributed import DeviceMesh
 from torch.utils._pytree import tree_flatten
 
 from lora_parallel.distributed.collectives import named
-from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.dtensors import fingerprint_on_device, tensors_in
 from lora_parallel.distributed.meetings import meet
 from lora_parallel.distributed.mesh import axis_size, dp_rank, same_batch_groups, same_batch_mesh, stage_mesh
-from lora_parallel.distributed.rank_checks import agreed, fingerprint_on_device
+from lora_parallel.distributed.rank_checks import agreed
 
 
 class SameBatch:

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from lora_parallel.distributed.rank_checks import agreed, begin_gather, fingerprint, gather_numbers
+from lora_parallel.distributed.dtensors import fingerprint
+from lora_parallel.distributed.rank_checks import agreed, begin_gather, gather_numbers
 from tests.oracle.workers import Failure, attempt
 
 
