@@ -175,10 +175,18 @@ def _leave_together() -> None:
 # ---------------------------------------------------------------------- around the ranks
 
 
+_given: set[int] = set()
+"""Ports of this command's steps, some of which may not have bound theirs yet."""
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def _wait(ranks: list[BaseProcess], scratch: Path, deadline: float) -> Ended:

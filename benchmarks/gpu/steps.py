@@ -156,7 +156,7 @@ def _on_one_gpu() -> list[Step]:
     """Meshes whose ranks share a GPU: what they compute is checked; what they cost says nothing."""
     steps = [
         *_oracle(["2x2"], PRECISIONS),
-        *_oracle(["1x2", "2x1", "1x1cp2"], ("float32",)),
+        *_oracle(["1x2", "2x1", "2x1x2", "1x1cp2"], ("float32",)),
         _check(
             "oracle 1x1pp2 float32",
             "checks:oracle",

@@ -2,7 +2,7 @@
 
 It is written in Triton (https://triton-lang.org). The functions of `dropout.py` say which elements these are, for any
 device; the kernel computes with the same 32-bit numbers, so that both drop the same. Backward runs it again on the
-gradient: between the two nothing is kept but the keys.
+gradient: between the two nothing is kept but the keys, and of chunks of tokens the places of these.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ from lora_parallel.checkpoint.states import (
 from lora_parallel.distributed.dtensors import reshard
 from lora_parallel.distributed.mesh import merged_over_stages, over_stages
 from lora_parallel.distributed.rank_checks import agreed
+from lora_parallel.distributed.replicas import warn_of_unequal_replicas
 from lora_parallel.distributed.torch_private import is_rectangle
 from lora_parallel.storage import (
     Scratch,
@@ -218,7 +219,9 @@ class _Save:
                 file = (gathered.folder(folder) / WEIGHTS).relative_to(self.folder)
                 start = f"{name}." if name else ""
                 parameters |= {f"{file}:{key}": f"{start}{parameter}" for key, parameter in gathered.names.items()}
-        tensors = {loose_key(name): p.detach() for name, p in loose_parameters(self._state.module).items()}
+        loose = loose_parameters(self._state.module)
+        warn_of_unequal_replicas(loose, mesh)
+        tensors = {loose_key(name): p.detach() for name, p in loose.items()}
         for name, optimizer in states.items():
             for parameter, values in optimizer.tensors.items():
                 tensors |= {optimizer_key(name, parameter, key): tensor for key, tensor in values.items()}

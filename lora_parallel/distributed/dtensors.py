@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def tensor_on(device: torch.device | str, data: Any, dtype: torch.dtype) -> Tensor:
     """Return a tensor of Python numbers on a device, without making the CPU wait for the device."""
-    pinned = torch.device(device).type != "cpu"  # torch waits for copies from memory that is not
+    pinned = torch.device(device).type not in ("cpu", "meta")  # torch waits for copies from memory that is not
     return torch.tensor(data, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 

@@ -60,6 +60,10 @@ class PostponedHooks:
                 registered.update(dict.fromkeys(registered, self._due.append))
         return bool(self._postponed)
 
+    def due(self) -> list[Tensor]:
+        """Return the parameters whose hooks are due so far."""
+        return [*self._due]
+
     def restore(self) -> list[Tensor]:
         """Put the hooks back that the user has not removed; return the parameters whose hooks are due, in order."""
         for registered, hooks in self._postponed:
@@ -230,6 +234,7 @@ class Gradients:
         self._unfinished: set[Tensor] = set()  # of all finishers
         self._runs = False
         self._hooks = PostponedHooks()
+        self._met: list[Tensor] = []  # parameters that loss terms of theirs alone have reached before the layers
         # the local tensor that each leaf was made of, and the leaf, by the parameter and whether it is a partial sum's
         self._leaves: dict[tuple[Tensor, bool], tuple[Tensor, Tensor]] = {}
 
@@ -261,6 +266,7 @@ class Gradients:
             return
         self._runs = True
         self._hooks.postpone(self._trained)
+        self._met = self._hooks.due()
         for finisher in self.finishers:
             finisher.prepare()
         queue_after_backward(self._end)
@@ -268,7 +274,11 @@ class Gradients:
     def _end(self) -> None:
         self._runs = False
         due = self._hooks.restore()
-        finished = [parameter for finisher in self.finishers for parameter in finisher.finish()]
+        finished: dict[Tensor, None] = {}
+        for finisher in self.finishers:
+            finished |= dict.fromkeys(finisher.finish())
+        if self.synchronise:  # what only a term of its own has reached, before the layers, no finisher has collected
+            finished |= dict.fromkeys(p for p in self._met if p in self._unfinished)
         self._hooks.call([*(parameter for parameter in due if parameter not in self._unfinished), *finished])
 
     def recover(self) -> None:

@@ -77,8 +77,8 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             timeout = timedelta(seconds=config.timeout_seconds)
             if device_type != "cpu":
                 # A launcher may show each process its own device only, whose index is then 0.
-                local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-                torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+                is_alone = torch.accelerator.device_count() == 1
+                torch.accelerator.set_device_index(0 if is_alone else int(os.environ.get("LOCAL_RANK", "0")))
             if "RANK" in os.environ:
                 dist.init_process_group(timeout=timeout)
             else:

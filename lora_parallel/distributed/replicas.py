@@ -17,6 +17,8 @@ from lora_parallel.distributed.rank_checks import gather_objects
 
 log = logging.getLogger(__name__)
 
+_PIECE = 2**20  # Elements that are compared at a time
+
 
 def unequal_replicas(parameters: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, list[int]]:
     """Return the names of parameters of which ranks hold the same shard with other values, and these ranks, for each.
@@ -46,21 +48,28 @@ def unequal_replicas(parameters: Mapping[str, Tensor], mesh: DeviceMesh) -> dict
 def warn_of_unequal_replicas(tensors: Mapping[str, Tensor], mesh: DeviceMesh | None) -> None:
     """Warn of parameters that are about to be saved, and differ between ranks that should hold the same. Collective.
 
-    Nothing is lost for that: what the first of these ranks holds is saved. The first rank of each stage warns.
+    Nothing is lost for that: what one of these ranks holds is saved. The first rank of each stage warns.
     """
     parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
     if mesh is None or mesh.size() == 1 or not (found := unequal_replicas(parameters, mesh)):
         return
     name, ranks = next(iter(found.items()))
-    values, first = gather_objects(local(parameters[name]).double().cpu(), stage_group(mesh)), _first_rank(mesh)
-    held = [values[rank - first] for rank in ranks]
-    apart = max((value - held[0]).abs().max().item() for value in held)
+    first, apart, largest = _first_rank(mesh), 0.0, 0.0
+    mine = local(parameters[name]).reshape(-1)
+    # In pieces: a whole vocabulary of every rank takes much memory. Their number is that of the rank with most.
+    for start in range(0, parameters[name].numel(), _PIECE):
+        values = gather_objects(mine[start : start + _PIECE].double().cpu(), stage_group(mesh))
+        held = [values[rank - first] for rank in ranks]
+        if not held[0].numel():
+            continue
+        apart = max(apart, *((value - held[0]).abs().max().item() for value in held))
+        largest = max(largest, held[0].abs().max().item())
     if dist.get_rank() == first:
         log.warning(
-            "%s%s should be equal on ranks %s, and differs by %.1e, where its largest value is %.1e: the values of "
-            "rank %d are saved. If it is more than rounding, something changed it on some ranks only.",
+            "%s%s should be equal on ranks %s, and differs by %.1e, where its largest value is %.1e: an adapter "
+            "folder gets the values of rank %d. If it is more than rounding, something changed it on some ranks only.",
             *(name, f" (and {len(found) - 1} more parameters)" if len(found) > 1 else "", ranks, apart),
-            *(held[0].abs().max().item(), ranks[0]),
+            *(largest, ranks[0]),
         )
 
 

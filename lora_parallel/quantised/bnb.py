@@ -50,12 +50,16 @@ class Linear4bit(bitsandbytes.nn.Linear4bit, QuantisedLayer):
         layer._code, layer._kind, layer._dtype = state.code, state.quant_type, state.dtype
         cls.replace_weight(layer, parts, {"weight_absmax": False}, state.blocksize)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # The code follows the layer to its device, in its own dtype: the host would wait for a copy in each forward.
+        self._code = self._code.to(fn(self._code).device)
+        return super()._apply(fn, recurse)
+
     def _state(self) -> QuantState:
-        self._code = self._code.to(self.weight.device)  # a copy from the CPU, which the host waits for: once
         return QuantState(
             absmax=self.weight_absmax.detach().view(torch.float32).flatten(),
             shape=torch.Size((self.weight.shape[0], 2 * self.weight.shape[1])),
-            code=self._code,
+            code=self._code.to(self.weight.device),
             blocksize=self.block,
             quant_type=self._kind,
             dtype=self._dtype,

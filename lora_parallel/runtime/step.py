@@ -24,6 +24,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import GradientFinisher, ParametersNotInGraph, PartialSums
 from lora_parallel.distributed.mesh import axis_size, same_batch_groups, sharded_axes
@@ -165,8 +166,10 @@ def hook_step(setup: Setup) -> None:
     over_tp = dict.fromkeys(p for owner, key in setup.partials if (p := owner._parameters[key]) is not None)
     if axis_size(mesh, "tp") > 1:
         # Each tp rank computes the whole gradient of these, equal but for the rounding that its kernels choose: with
-        # the mean, which costs no message of its own, they stay equal.
-        over_tp |= dict.fromkeys(p for p in model.parameters() if p.requires_grad and "tp" not in sharded_axes(p))
+        # the mean they stay equal.
+        adapters = {*adapter_parameters(model).values()}  # also of those that are not active
+        trains = (p for p in model.parameters() if p.requires_grad or p in adapters)
+        over_tp |= dict.fromkeys(p for p in trains if p.numel() and "tp" not in sharded_axes(p))
     is_pipeline, is_unit = setup.stages is not None, isinstance(model, FSDPModule)
     unused = None
     finishing: list[GradientFinisher] = []

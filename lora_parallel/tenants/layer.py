@@ -19,7 +19,7 @@ from lora_parallel.adapters.dropout import Keys, TopologyInvariantDropout
 from lora_parallel.adapters.injection import draw_adapter
 from lora_parallel.adapters.peft_private import activate, refuse_merge
 from lora_parallel.distributed.dtensors import tensor_on
-from lora_parallel.distributed.mesh import dp_rank
+from lora_parallel.distributed.mesh import dp_rank, sharded_axes
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.layers.layer_parameters import base_of, clean_names
 from lora_parallel.layers.wrapped_forward import Around, wrap_forward
@@ -193,11 +193,12 @@ def placed(layer: Any, tenant: str, shards: DeviceMesh | None) -> tuple[Factor, 
     def factor(role: str) -> Factor:
         module = getattr(layer, role)[tenant]
         parameter, rows, partial = on_tp.get(role, (module.weight, None, False))
+        whole = not partial and "tp" not in sharded_axes(parameter)
         if shards is None:
-            return Factor(parameter, rows, partial)
+            return Factor(parameter, rows, partial, whole)
         parameter, chunks = cut(parameter, shards)
         module._parameters["weight"] = parameter
-        return Factor(parameter, rows, partial, chunks)
+        return Factor(parameter, rows, partial, whole, chunks)
 
     return factor("lora_A"), factor("lora_B")
 

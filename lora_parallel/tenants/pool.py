@@ -56,15 +56,18 @@ def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
     sums: list[Tensor | None] = [None] * len(factors)
     for dtype in dict.fromkeys(factor.parameter.dtype for factor in factors):
         of_dtype = [index for index, factor in enumerate(factors) if factor.parameter.dtype == dtype]
-        # Gradients that are partial over tp come first: the front of the message is summed over tp, all of it over dp.
-        order = sorted(of_dtype, key=lambda index: not factors[index].partial)
+        # Gradients that are partial over tp come first, and those that each tp rank has whole, whose mean is taken: the
+        # front of the message is summed over tp, all of it over dp.
+        in_front = {index for index in of_dtype if factors[index].partial or factors[index].whole}
+        order = sorted(of_dtype, key=lambda index: index not in in_front)
         parts = [factors[i].zeros() if (gradient := gradients[i]) is None else gradient for i in order]
         here = [gradients[index] is not None for index in order]
         there = tensor_on(parts[0].device, here, dtype)
+        tp = mesh["tp"].size()
+        parts = [part / tp if factors[index].whole else part for index, part in zip(order, parts, strict=True)]
         flat = torch.cat([there, *(part.reshape(-1) for part in parts)])
-        partial = sum(part.numel() for index, part in zip(order, parts, strict=True) if factors[index].partial)
-        if mesh["tp"].size() > 1 and partial:
-            front = slice(len(there), len(there) + partial)
+        if tp > 1 and in_front:
+            front = slice(len(there), len(there) + sum(part.numel() for part in parts[: len(in_front)]))
             flat[front] = all_reduce(flat[front], mesh.get_group("tp"), "gradients", "tenants")
         for axis in ("dp_shard", "dp_replicate"):
             if mesh[axis].size() > 1:

@@ -36,6 +36,7 @@ class Factor:
     parameter: nn.Parameter  # the parameter that the optimizer gets
     rows: Tensor | None  # rows that this rank computes with, int64 [rows], of a factor that is stored whole; None: all
     partial: bool  # True if the gradient on one rank is a partial sum over tp
+    whole: bool  # True if each tp rank has the factor and its gradient whole, but for rounding
     cut: Cut | None = None  # layout of the chunks over dp_shard; None if it is not sharded over dp_shard
     # gathered copies that are still alive, for instance in the graph of a forward
     gathered: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)

@@ -20,6 +20,7 @@ from tests.oracle import (
     differing,
     full,
     half_sum_of_squares,
+    lora_config,
     mesh_of,
     on_mesh,
     ranks_of,
@@ -310,11 +311,15 @@ ROUNDED = 1e-9  # by which the kernels of a tp rank may have rounded otherwise t
 WITH_A_NORM = Case(steps=1, lora={"modules_to_save": ["norm"]})
 
 
-def of_ranks_that_round_otherwise(mesh_text: str, hooked: bool):
+def of_ranks_that_round_otherwise(mesh_text: str, hooked: bool, adapter: str):
     """The gradients after one pass in `no_sync` and one that is finished, and those that a user's hook was given."""
     mesh, config = on_mesh(mesh_text)
-    model = parallelize(WITH_A_NORM.model(), mesh, config)
-    (norm,) = [module for name, module in model.named_modules() if name.endswith("model.norm.modules_to_save.default")]
+    model = WITH_A_NORM.model()
+    model.add_adapter("other", lora_config(**WITH_A_NORM.lora))
+    model = parallelize(model.to(WITH_A_NORM.dtype), mesh, config)
+    model.set_adapter(adapter)
+    ending = f"model.norm.modules_to_save.{adapter}"
+    (norm,) = [module for name, module in model.named_modules() if name.endswith(ending)]
     factor = 1 + ROUNDED * mesh.get_local_rank("tp")
     norm.register_full_backward_pre_hook(lambda module, grads: tuple(grad * factor for grad in grads))
     seen = []
@@ -328,12 +333,18 @@ def of_ranks_that_round_otherwise(mesh_text: str, hooked: bool):
     return gradients, seen
 
 
+def test_a_second_adapters_gradients_are_equal_too(pool):
+    found = [gradients for gradients, _ in pool.run(2, of_ranks_that_round_otherwise, "1x2", False, "other")]
+    assert any(".model.norm.modules_to_save.other" in name for name in found[0])
+    assert not differing(*found)
+
+
 @pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x2"]))
 def test_tp_ranks_have_equal_gradients_of_what_each_has_whole(pool, mesh):
     want = reference(WITH_A_NORM).gradients
     assert any("modules_to_save" in name for name in want)
     hooked = mesh == "1x2"  # a gradient that FSDP2 reduces is not there in the first pass
-    found = pool.run(ranks_of(mesh), of_ranks_that_round_otherwise, mesh, hooked)
+    found = pool.run(ranks_of(mesh), of_ranks_that_round_otherwise, mesh, hooked, "default")
     for gradients, seen in found:
         assert not differing(gradients, found[0][0])
         assert relative_error(gradients, want) < 1e-6
