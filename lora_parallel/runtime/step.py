@@ -177,7 +177,7 @@ def hook_step(setup: Setup) -> None:
         unused = UnusedParameters(model, mesh, gradients, over_tp, setup.order, root_is_called=not is_pipeline)
         finishing.append(unused)  # first: it takes zeros away that FSDP2 was given, which the sums would take for parts
     if over_tp:
-        finishing.append(PartialSums(gradients, over_tp, mesh.get_group("tp"), mesh.device_type))
+        finishing.append(PartialSums(gradients, list(over_tp), mesh.get_group("tp"), mesh.device_type))
     trained = [p for p in model.parameters() if p.requires_grad and (isinstance(p, DTensor) or p in over_tp)]
     gradients.finish_by(finishing, trained, meets_terms=not is_pipeline)
     if is_pipeline:
