@@ -1,4 +1,4 @@
-"""What only a GPU shows: where the host waits for it, and what the kernel of LoRA dropout drops and takes."""
+"""Check what only a GPU shows: where the host waits for it, and what the kernel of LoRA dropout drops and takes."""
 
 from __future__ import annotations
 
@@ -185,7 +185,11 @@ def dropout(device: str, size: int) -> Figures:
     }
     own = nn.Dropout(0.05)
     times["torch's own dropout"] = _time(lambda: _there_and_back(own, x, grad), device)
-    return {"errors": {"elements that differ from torch's operators": [float(differ), 0.0]}, "dropout": times}
+    return {
+        "errors": {"elements that differ from torch's operators": [float(differ), 0.0]},
+        "dropout": times,
+        "size": size,
+    }
 
 
 def _each_way(device: str) -> Iterator[None]:

@@ -207,7 +207,8 @@ def _dropout(rows: Sequence[Record]) -> Iterator[str]:
     for row in rows:
         if "dropout" not in row.figures:
             continue
-        yield "### LoRA dropout, forward and backward, [4096, 4096] in bf16"
+        size = row.figures["size"]
+        yield f"### LoRA dropout, forward and backward, [{size}, {size}] in bf16"
         yield ""
         cells = [[name, *(f"{took[what]:.3f}" for what in took)] for name, took in row.figures["dropout"].items()]
         yield from _table(["milliseconds", "in all", "host", "kernels"], cells)

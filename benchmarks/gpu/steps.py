@@ -122,9 +122,9 @@ def _alone(*args: Any, **options: Any) -> Step:
     return replace(_check(*args, **options), alone=True)
 
 
-def _oracle(meshes: list[str], precisions: tuple[str, ...]) -> list[Step]:
+def _oracle(meshes: list[str], precisions: tuple[str, ...], **config: Any) -> list[Step]:
     return [
-        _check(f"oracle {mesh} {precision}", "checks:oracle", mesh=mesh, precision=precision, config={})
+        _check(f"oracle {mesh} {precision}", "checks:oracle", mesh=mesh, precision=precision, config=config)
         for mesh in meshes
         for precision in precisions
     ]
@@ -153,17 +153,11 @@ def _rest(mesh: str) -> list[Step]:
 
 
 def _on_one_gpu() -> list[Step]:
-    """Meshes whose ranks share a GPU: what they compute is checked; what they cost says nothing."""
+    """Return steps on meshes whose ranks share a GPU: what they compute is checked; what they cost says nothing."""
     steps = [
         *_oracle(["2x2"], PRECISIONS),
         *_oracle(["1x2", "2x1", "2x1x2", "1x1cp2"], ("float32",)),
-        _check(
-            "oracle 1x1pp2 float32",
-            "checks:oracle",
-            mesh="1x1pp2",
-            precision="float32",
-            config={"pp_microbatches": 4},
-        ),
+        *_oracle(["1x1pp2"], ("float32",), pp_microbatches=4),
         _check("host waits 2x2", "device_checks:waits", mesh="2x2"),
         *_features(["2x2"]),
         *_rest("2x2"),

@@ -138,9 +138,9 @@ class TopologyInvariantDropout(nn.Module):
     def drop(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         """Return `x` [rows, ..., features] with zeros for the elements that `keys` drop, and the rest scaled."""
         keys = self.keys() if keys is None else keys
-        rows, tokens = x.shape[:-1][:1].numel(), x.shape[1:-1].numel()
         if not self._in_one_kernel(x):
             return self.without(x, self.dropped(x.shape, x.device, keys))
+        rows, tokens = x.shape[:-1][:1].numel(), x.shape[1:-1].numel()
         places = self.chunk.places(rows, tokens, x.device, keys[3]) if self.chunk is not None else None
         if places is not None:
             return self.drop_at(x, *places, keys)
@@ -164,7 +164,7 @@ class TopologyInvariantDropout(nn.Module):
 
     @property
     def _threshold(self) -> int:
-        """A signed 32-bit number below which a random one is with probability `p`."""
+        """Return the signed 32-bit number below which a random one is with probability `p`."""
         return round(self.p * 2**32) - 2**31
 
     def check_counted(self) -> None:

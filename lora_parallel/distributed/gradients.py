@@ -449,7 +449,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     dtype = torch.promote_types(first.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=first.device)
     for mesh in (None, *dict.fromkeys(stages.values())):
-        of_mesh = [(grad, shard) for owner, grad, shard in parts if not stages or stages.get(owner) == mesh]
+        of_mesh = [(grad, shard) for owner, grad, shard in parts if stages.get(owner) == mesh]
         part = _total(of_mesh, norm_type, dtype, first.device)
         if mesh is not None:
             # The first gradients of two stages may have different dtypes.

@@ -27,7 +27,6 @@ from torch.autograd import Variable
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -436,6 +435,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 def _shard_integer_parameters() -> None:
     """Let FSDP2 of torch 2.11 shard integer weights as 2.12 does: frozen from the start, and in their own dtype."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
     nn, init_dtypes = torch.nn, _fsdp_param.FSDPParam.init_dtype_attrs
 
     def parameter(data: Tensor, requires_grad: bool = True) -> torch.nn.Parameter:

@@ -63,8 +63,8 @@ def _summed(factors: Sequence[Factor], mesh: DeviceMesh) -> list[Tensor | None]:
         parts = [factors[i].zeros() if (gradient := gradients[i]) is None else gradient for i in order]
         here = [gradients[index] is not None for index in order]
         there = tensor_on(parts[0].device, here, dtype)
-        tp = mesh["tp"].size()
-        parts = [part / tp if factors[index].whole else part for index, part in zip(order, parts, strict=True)]
+        if (tp := mesh["tp"].size()) > 1:
+            parts = [part / tp if factors[index].whole else part for index, part in zip(order, parts, strict=True)]
         flat = torch.cat([there, *(part.reshape(-1) for part in parts)])
         if tp > 1 and in_front:
             front = slice(len(there), len(there) + sum(part.numel() for part in parts[: len(in_front)]))

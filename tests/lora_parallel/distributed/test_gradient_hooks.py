@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from torch import nn
 
 from lora_parallel import no_sync, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
@@ -127,6 +128,36 @@ def test_hooks_are_called_once_where_the_loss_has_a_term_of_the_parameters(pool,
             assert {name: len(calls) for name, calls in seen.items()} == dict.fromkeys(want, 1), order
             assert relative_error({name: calls[0] for name, calls in seen.items()}, want) <= 1e-12, order
             assert relative_error(after, want) <= 1e-12, order
+
+
+class Scaled(nn.Module):
+    """A language model with a parameter outside of it."""
+
+    def __init__(self, lm):
+        super().__init__()
+        self.lm, self.config = lm, lm.config
+        self.scale = nn.Parameter(torch.ones(131, dtype=torch.float64))
+
+    def forward(self, ids):
+        return self.lm(input_ids=ids).logits * self.scale
+
+
+def met_by_its_own_term():
+    """How often the hook of a parameter is called that a term of the loss reaches, before or after all layers."""
+    mesh, config = on_mesh("1x2", require_adapters=False)
+    model, ids, calls = parallelize(Scaled(CASE.model()), mesh, config), CASE.batches()[0], []
+    model.scale.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad is not None))
+    for term_first in (False, True):
+        # What is computed last is first in backward.
+        term = half_sum_of_squares(model.scale) if not term_first else None
+        layers = model.lm(input_ids=ids).logits.square().mean()
+        term = half_sum_of_squares(model.scale) if term is None else term
+        (term + layers if term_first else layers + term).backward()
+    return calls
+
+
+def test_the_hook_of_a_parameter_that_only_its_own_term_reaches_is_called(pool):
+    assert pool.run(2, met_by_its_own_term) == [[True, True]] * 2
 
 
 def failing_hook(mesh_text):

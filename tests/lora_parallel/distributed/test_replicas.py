@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lora_parallel import parallelize, save_adapter
+from lora_parallel.distributed.dtensors import local
 from tests.cases import cases
 from tests.logs import listening
 from tests.oracle import Case, on_mesh, ranks_of, trained
@@ -24,9 +25,9 @@ def saved_with_a_drift(mesh_text: str, folder: str, drifts: bool) -> tuple[list[
     parameters = {name: p for name, p in trained(model).items() if ".model.norm." in name}
     with torch.no_grad(), listening("lora_parallel.distributed.replicas") as texts:
         for parameter in parameters.values() if drifts else ():
-            getattr(parameter, "_local_tensor", parameter).add_(DRIFT * mesh.get_local_rank("tp"))
+            local(parameter).add_(DRIFT * mesh.get_local_rank("tp"))
         save_adapter(model, folder)
-    return texts, {name: getattr(p, "_local_tensor", p).detach().clone() for name, p in parameters.items()}
+    return texts, {name: local(p).clone() for name, p in parameters.items()}
 
 
 @pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x2", "2x1x2"]))
