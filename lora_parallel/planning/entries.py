@@ -21,7 +21,7 @@ from lora_parallel.layers.layer_parameters import base_of, embeddings_of, innerm
 from lora_parallel.layers.styles import STYLES, RowPartition, Style, style_named
 from lora_parallel.tp.experts import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
-from lora_parallel.tracing.rank_simulation import LayerGroup
+from lora_parallel.tracing.layer_groups import LayerGroup
 from lora_parallel.tracing.tracer import traced_models
 
 _BERT = {

@@ -30,9 +30,9 @@ from lora_parallel.layers.styles import (
 )
 from lora_parallel.planning.entries import LayerPlan, PlanBuilder
 from lora_parallel.planning.plan_checks import check_widths, cut_as, leaves_a_rank_empty
+from lora_parallel.tracing.layer_groups import LayerGroup
 from lora_parallel.tracing.prove_feature_slices import Structure
 from lora_parallel.tracing.prove_token_chunks import find_sequence
-from lora_parallel.tracing.rank_simulation import LayerGroup
 
 NO_CONSUMER = "no layer takes slices of what it computes"
 

@@ -25,10 +25,6 @@ from lora_parallel.state import ForwardCount, Setup
 from lora_parallel.tp.context import Tokens
 
 
-class NoActivationsError(ValueError):
-    """Report that no argument of a block is activations [rows, tokens, features]."""
-
-
 @dataclass
 class Sequence:
     """List the places of a model where tokens are split among tp ranks and gathered."""
@@ -173,7 +169,7 @@ def first_activations(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
     for key, value in places:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
             return key, value
-    raise NoActivationsError("a block is fed no activations of shape [rows, tokens, features]")
+    raise ValueError("a block is fed no activations of shape [rows, tokens, features]")
 
 
 def with_activations(

@@ -28,35 +28,25 @@ from lora_parallel.layers.linear_classes import is_linear
 from lora_parallel.layers.styles import RowPartition
 from lora_parallel.tp.experts import holds_experts
 from lora_parallel.tracing.inputs import TraceError
-from lora_parallel.tracing.rank_simulation import LayerGroup, proven, sizes_on_a_rank, verify_ranks
+from lora_parallel.tracing.layer_groups import LayerGroup, proven, sizes_on_a_rank, verify_ranks
+from lora_parallel.tracing.rank_simulation import WholeRun
 from lora_parallel.tracing.repeated_blocks import RepeatedBlocks, repeated_blocks
-from lora_parallel.tracing.tracer import Call, Tracer, hooked
+from lora_parallel.tracing.tracer import Call, Tracer
 
 
-def layers_after(tracer: Tracer, blocks: list[nn.Module], trunk: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def layers_after(
+    tracer: Tracer, whole: WholeRun, blocks: list[nn.Module], trunk: nn.Module
+) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the linear layers that are called after the trunk, and the modules called between blocks and its end."""
     inside = {module for block in blocks for module in block.modules()}
-    ends: dict[nn.Module, None] = {}
-    layers: dict[str, None] = {}
-    phase = "blocks"
-
-    def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal phase
-        if module is blocks[-1]:
-            phase = "end of the trunk"
-        elif module is trunk:
-            phase = "after the trunk"
-        elif phase == "end of the trunk" and module not in inside:
-            ends[module] = None
-
-    def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        if phase == "after the trunk":
-            layers[call.layer] = None
-        return call.output()
-
-    with hooked(module.register_forward_hook(returned) for module in tracer.twin.modules()):
-        tracer.run_again(stand_in)
-    return [tracer.real_of[tracer.modules[name]] for name in layers], [tracer.real_of[module] for module in ends]
+    (last, end), *_ = whole.pairs(blocks[-1], trunk)
+    layers = {call.layer: None for call, event in zip(tracer.calls, whole.calls, strict=True) if event > end.end}
+    ends = [
+        tracer.real_of[module]
+        for module, visits in whole.visits.items()
+        if module not in inside and any(last.end < visit.end < end.end for visit in visits)
+    ]
+    return [tracer.real_of[tracer.modules[name]] for name in layers], ends
 
 
 def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Collection[nn.Module]) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import Parameter, signature
 from itertools import takewhile
 from typing import Any
@@ -28,32 +29,21 @@ from lora_parallel.cp.attention import (
     with_repeated_heads,
     wrap_registry,
 )
-from lora_parallel.cp.regions import (
-    Places,
-    changed_arguments,
-    first_output,
-    has_tokens,
-    refuse_outputs,
-    with_first_output,
-)
+from lora_parallel.cp.regions import Places, has_tokens, refuse_outputs
 from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.distributed.mesh import axis_size
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.layer_parameters import block_of, clean_names, innermost
 from lora_parallel.state import Setup
 from lora_parallel.tp.context import Tokens
-from lora_parallel.tp.sequence import (
-    NoActivationsError,
-    Sequence,
-    block_output,
-    first_activations,
-    with_activations,
-    with_output,
-)
+from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.inputs import FailedError, TraceError
+from lora_parallel.tracing.layer_groups import LayerGroup
 from lora_parallel.tracing.prove_feature_slices import Structure, layers_after, replicated_layers
-from lora_parallel.tracing.rank_simulation import LayerGroup, same, same_outputs
-from lora_parallel.tracing.tracer import Call, Tracer, check_outside, hooked, refuse_flows, tracer_of
+from lora_parallel.tracing.rank_simulation import Part, RankTable, WholeRun, all_of, run_as_rank, same
+from lora_parallel.tracing.tracer import Call, Tracer, check_outside, refuse_flows, tracer_of
+
+_WANTED = "the same by a chunk of the tokens as by all"
 
 
 def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int) -> Sequence:
@@ -89,9 +79,10 @@ def find_sequence(structure: Structure, layer_groups: list[LayerGroup], tp: int)
         for key, parameter in real_of[module]._parameters.items():
             if parameter is not None and parameter.requires_grad and id(module._parameters[key]) in outside:
                 raise ValueError(f"{paths[module]}.{key} trains, and is used on all tokens elsewhere")
-    problem = _verify(tracer, sequence, layer_groups, tp)
-    if problem is not None:
-        raise ValueError(f"run on a chunk of them, it does not compute the same ({problem})")
+    try:
+        _verify(tracer, sequence, layer_groups, tp)
+    except TraceError as error:
+        raise ValueError(f"run on a chunk of them, it does not compute the same ({error})") from error
     return Sequence(
         {real_of[first]: real_of[last] for first, last in sequence.stacks.items()},
         list(repeated.modules_of_all(real_of[module] for module in sequence.modules)),
@@ -108,81 +99,37 @@ def _home(paths: list[str]) -> str:
     return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 
 
-def _verify(tracer: Tracer, sequence: Sequence, layer_groups: list[LayerGroup], tp: int) -> str | None:
-    """Run the model as each rank, with a chunk of the tokens between layer groups; return the first problem, if any."""
+def _verify(tracer: Tracer, sequence: Sequence, layer_groups: list[LayerGroup], tp: int) -> None:
+    """Run the model as each rank, with a chunk of the tokens between layer groups; raise a TraceError for a problem."""
     producers = {name for layer_group in layer_groups for name in layer_group.producers}
-    # What blocks and modules are fed, and what last blocks return, on all tokens, in the order of their calls.
-    whole: dict[nn.Module, list[Tensor]] = {}
+    whole = WholeRun(tracer, [*sequence.stacks, *sequence.modules], sequence.stacks.values())
+    spans = [
+        (begin.begin, end.end) for first, last in sequence.stacks.items() for begin, end in whole.pairs(first, last)
+    ]
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        whole.setdefault(module, []).append(first_activations(args, kwargs)[1])
-        if module in sequence.stacks.values():
-            whole[module].append(block_output(output))
+    def is_inside(event: int) -> bool:
+        return any(begin <= event <= end for begin, end in spans)
 
-    watched = [*sequence.stacks, *sequence.stacks.values(), *sequence.modules]
-    try:
-        with hooked(module.register_forward_hook(note, with_kwargs=True) for module in dict.fromkeys(watched)):
-            tracer.run_again(lambda index, call, fed: call.output())
-    except (TraceError, NoActivationsError) as error:
-        return str(error)
-    problems = (_verify_rank(tracer, sequence, producers, whole, TokenChunks(tp, rank).mine) for rank in range(tp))
-    return next((problem for problem in problems if problem is not None), None)
-
-
-def _verify_rank(
-    tracer: Tracer,
-    sequence: Sequence,
-    producers: set[str],
-    of_all_tokens: dict[nn.Module, list[Tensor]],
-    chunk: Callable[[Tensor], Tensor],
-) -> str | None:
-    whole = {module: list(tensors) for module, tensors in of_all_tokens.items()}
-    others = producers | sequence.consumers
-
-    def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        gave = call.output()
-        in_chunks = state["inside"] and call.layer not in others
-        want = chunk(call.fed) if in_chunks or (state["inside"] and call.layer in sequence.layers) else call.fed
-        if not same(fed, want):
-            raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
-        return chunk(gave) if in_chunks or (state["inside"] and call.layer in sequence.consumers) else gave
-
-    state = {"inside": False}
-
-    def inside_only(module: nn.Module, _: Any) -> None:
-        if not state["inside"] and any(p.requires_grad for p in tracer.real_of[module].parameters(recurse=False)):
+    for module in sequence.inside:
+        trains = any(p.requires_grad for p in tracer.real_of[module].parameters(recurse=False))
+        if trains and not all(is_inside(visit.begin) for visit in whole.of(module)):
             raise TraceError(f"{type(module).__name__} trains, and is used on all tokens elsewhere")
+    for rank in range(tp):
+        chunk = TokenChunks(tp, rank).mine
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state["inside"] = True
-        return with_activations(args, kwargs, chunk)
+        def parts(index: int, call: Call, chunk: Part = chunk) -> tuple[Part, Part]:
+            if not is_inside(whole.calls[index]):
+                return all_of, all_of
+            if call.layer in sequence.consumers:
+                return all_of, chunk
+            if call.layer in producers:
+                return chunk if call.layer in sequence.layers else all_of, all_of
+            return chunk, chunk
 
-    def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        all_tokens = whole[module].pop(0)
-        if not same(first_activations(args, kwargs)[1], chunk(all_tokens)):
-            raise TraceError(f"{type(module).__name__} is not fed a chunk of the tokens")
-        return with_activations(args, kwargs, lambda _: all_tokens)
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        state["inside"] = False
-        whole[module].pop(0)
-        all_tokens = whole[module].pop(0)
-        if not same(block_output(output), chunk(all_tokens)):
-            raise TraceError(f"{type(module).__name__} does not give a chunk of the tokens")
-        return with_output(output, all_tokens)
-
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in sequence.stacks]
-    hooks += [module.register_forward_pre_hook(inside_only) for module in sequence.inside - {*sequence.stacks}]
-    hooks += [module.register_forward_pre_hook(feed, with_kwargs=True) for module in sequence.modules]
-    hooks += [module.register_forward_hook(leave) for module in sequence.stacks.values()]
-    try:
-        with hooked(hooks):
-            outputs = tracer.run_again(stand_in)
-    except (TraceError, NoActivationsError) as error:
-        return str(error)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None if same_outputs(tracer, outputs) else "what the model returns changes"
+        enter: dict[nn.Module, tuple[Part, Part]] = dict.fromkeys(sequence.stacks, (all_of, chunk))
+        enter |= dict.fromkeys(sequence.modules, (chunk, all_of))
+        leave = dict.fromkeys(sequence.stacks.values(), (chunk, all_of))
+        run_as_rank(tracer, RankTable(_WANTED, parts, enter, leave), whole)
 
 
 _RANKS = 3  # Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one
@@ -203,7 +150,7 @@ def find_places(setup: Setup) -> None:
             check_method(getattr(getattr(tracer.model, "config", None), "_attn_implementation", None))
         check_outside(model, tracer)
         setup.places = _Proof(tracer, cp, mesh["tp"].size(), method).places()
-    except (TraceError, NoActivationsError) as error:
+    except TraceError as error:
         raise ValueError(
             f"cp={cp}: the tokens of {type(innermost(model)).__name__} cannot be cut: {error}. Use cp=1, with tp, "
             "sequence_parallel or activation_checkpointing for the memory."
@@ -220,27 +167,25 @@ class _Proof:
         # Computations of attention on all tokens, and their outputs [rows, tokens, heads, features].
         self._calls: list[tuple[AttentionCall, Tensor]] = []
         self._cut: dict[nn.Module, set[str]] = {}  # Names of the arguments of each block that are cut
-        self._inputs: dict[nn.Module, Tensor] = {}
-        self._trunk_output: Tensor | None = None
-        self._last_output: Tensor | None = None
 
     def places(self) -> Places:
         """Return the places, with the model's own modules."""
         wrap_registry()
-        self._note_attention()
+        with self._attention_by(self._note):
+            WholeRun(self._tracer)
         blocks, trunk = self._stack()
         if self._method == "ulysses":
             for call, _ in self._calls:
                 check_heads(call.heads // self._tp if call.heads % self._tp == 0 else call.heads, self._cp)
-        self._note_outputs(blocks, trunk)
-        problem = self._on_chunks(blocks, trunk, norm_on_chunks=True)
+        whole = WholeRun(self._tracer, blocks[:1], [blocks[-1], trunk])
+        problem = self._on_chunks(whole, blocks, trunk, norm_on_chunks=True)
         norm_on_chunks = problem is None
         if problem is not None:
-            problem = self._on_chunks(blocks, trunk, norm_on_chunks=False)
+            problem = self._on_chunks(whole, blocks, trunk, norm_on_chunks=False)
         if problem is not None:
             raise TraceError(problem)
         tracer, real_of = self._tracer, self._tracer.real_of
-        after, ends = layers_after(tracer, blocks, trunk)
+        after, ends = layers_after(tracer, whole, blocks, trunk)
         return Places(
             [real_of[block] for block in blocks],
             {real_of[block]: _positional(block) for block in blocks},
@@ -252,23 +197,19 @@ class _Proof:
             replicated_layers(tracer, {real_of[block] for block in blocks}, {*after, *ends}),
         )
 
-    # -------------------------------------------------------------------- the run on all tokens
-
-    def _note_attention(self) -> None:
-        def note(kernel: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = AttentionCall.of(kernel, module, *args, **kwargs)
-            output = call.compute()
-            self._calls.append((call, output.clone()))
-            return output, None
-
-        with self._attention_by(note):
-            self._tracer.run_again(lambda index, call, fed: call.output())
-        if not self._calls:
-            raise TraceError("its attention does not go through transformers' registry of attention functions")
+    def _note(
+        self, kernel: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = AttentionCall.of(kernel, module, *args, **kwargs)
+        output = call.compute()
+        self._calls.append((call, output.clone()))
+        return output, None
 
     def _stack(self) -> tuple[list[nn.Module], nn.Module]:
         """Return the blocks of the stack that computes the last attention, and the module around the stack."""
         tracer = self._tracer
+        if not self._calls:
+            raise TraceError("its attention does not go through transformers' registry of attention functions")
         last = tracer.paths[self._calls[-1][0].module]
         block = block_of(last)
         path = block.rpartition(".")[0]
@@ -279,109 +220,67 @@ class _Proof:
         self._calls = [each for each in self._calls if each[0].module in inside]
         return blocks, tracer.twin.get_submodule(path.rpartition(".")[0])
 
-    def _note_outputs(self, blocks: list[nn.Module], trunk: nn.Module) -> None:
-        """Note what the first block is fed, and what the last block and the trunk return."""
-
-        def fed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inputs[module] = first_activations(args, kwargs)[1]
-
-        def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if module is trunk:
-                self._trunk_output = first_output(output)
-            else:
-                self._last_output = block_output(output)
-
-        hooks = [blocks[0].register_forward_pre_hook(fed, with_kwargs=True)]
-        hooks += [module.register_forward_hook(returned) for module in (blocks[-1], trunk)]
-        with hooked(hooks):
-            self._tracer.run_again(lambda index, call, fed: call.output())
-        hidden, output = self._inputs.get(blocks[0]), self._trunk_output
-        if hidden is None or output is None or self._last_output is None:
-            raise TraceError("its blocks are not called one after the other")
-        if not isinstance(output, Tensor) or output.shape[:2] != hidden.shape[:2]:
-            raise TraceError(f"{self._tracer.paths[trunk] or 'it'} does not return activations of all tokens")
-
-    # -------------------------------------------------------------------- the runs on chunks
-
-    def _on_chunks(self, blocks: list[nn.Module], trunk: nn.Module, norm_on_chunks: bool) -> str | None:
+    def _on_chunks(
+        self, whole: WholeRun, blocks: list[nn.Module], trunk: nn.Module, norm_on_chunks: bool
+    ) -> str | None:
         """Run the model as each of some ranks, and return the first problem, or None."""
+        spans = [(visit.begin, visit.end) for block in blocks for visit in whole.of(block)]
+        if norm_on_chunks:
+            spans += [(last.end, end.end) for last, end in whole.pairs(blocks[-1], trunk)]
+        inside = [any(begin < event < end for begin, end in spans) for event in whole.calls]
+        for start, end in whole.pairs(blocks[0], trunk):
+            if start.fed is None or end.gave is None or end.gave.shape[:2] != start.fed.shape[:2]:
+                raise TraceError(f"{self._tracer.paths[trunk] or 'it'} does not return activations of all tokens")
+            rows, tokens = start.fed.shape[:2]
         for rank in range(_RANKS):
+            chunks = TokenChunks(_RANKS, rank)
+            chunk = partial(_chunk, chunks, rows, tokens)
+            table = RankTable(
+                _WANTED,
+                lambda index, call, chunk=chunk: (chunk, chunk) if inside[index] else (all_of, all_of),  # type: ignore[misc]
+                {},
+                {
+                    blocks[-1]: (chunks.mine, chunks.mine if norm_on_chunks else all_of),
+                    trunk: (chunks.mine if norm_on_chunks else all_of, all_of),
+                },
+                {block: (_positional(block), partial(self._argument, chunks, tokens, block)) for block in blocks},
+            )
             try:
-                self._as_rank(TokenChunks(_RANKS, rank), blocks, trunk, norm_on_chunks)
+                with self._attention_by(partial(self._attend, chunks, tokens, iter(self._calls))):
+                    run_as_rank(self._tracer, table, whole)
             except FailedError as error:
                 return f"its own code fails on a chunk of them ({error}), as if it mixed tokens outside of attention"
-            except (TraceError, NoActivationsError) as error:
+            except TraceError as error:
                 return str(error)
         return None
 
-    def _as_rank(self, chunks: TokenChunks, blocks: list[nn.Module], trunk: nn.Module, norm_on_chunks: bool) -> None:
-        tracer, remaining = self._tracer, iter(self._calls)
-        rows, tokens = self._inputs[blocks[0]].shape[:2]
-        inside = {"block": False, "trunk": False}
+    def _argument(self, chunks: TokenChunks, tokens: int, block: nn.Module, name: str, x: Tensor) -> Tensor:
+        if not has_tokens(name, x, tokens):
+            return x
+        self._cut.setdefault(block, set()).add(name)
+        return chunks.mine(x)
 
-        def chunk(x: Tensor) -> Tensor:
-            """Return the chunk of activations [rows, ..., tokens, features] or [rows * tokens, features]."""
-            if x.dim() == 2 and x.shape[0] == rows * tokens and x.is_floating_point():
-                return chunks.mine(x.unflatten(0, (rows, tokens))).flatten(0, 1)
-            dim = next((dim for dim in range(1, x.dim()) if x.shape[dim] == tokens), None)
-            return x if dim is None else chunks.mine(x, dim)
-
-        def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-            in_chunks = inside["block"] or inside["trunk"]
-            if not same(fed, chunk(call.fed) if in_chunks else call.fed):
-                raise TraceError(f"{call.layer} is not fed the same by a chunk of the tokens as by all")
-            return chunk(call.output()) if in_chunks else call.output()
-
-        def attend(
-            kernel: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any
-        ) -> Any:
-            call, output = next(remaining, (None, None))
-            name = tracer.paths[module]
-            if call is None or output is None or call.module is not module:
-                raise TraceError(f"the attention of {name} was computed out of turn, as in a model of several stacks")
-            for got, want in zip(args[:3], call.tensors, strict=True):
-                if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
-                    raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
-            if chunks.rank == 0:
-                self._check_attention(call, output)
-            return chunks.mine(output), None
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            inside["block"] = True
-
-            def change(name: str, x: Tensor) -> Tensor:
-                if not has_tokens(name, x, tokens):
-                    return x
-                self._cut.setdefault(module, set()).add(name)
-                return chunks.mine(x)
-
-            return changed_arguments(_positional(module), args, kwargs, change)
-
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            inside["block"] = False
-            if module is not blocks[-1]:
-                return None
-            assert self._last_output is not None
-            if not same(block_output(output), chunks.mine(self._last_output)):
-                raise TraceError(f"{tracer.paths[module]} does not return a chunk of the tokens")
-            inside["trunk"] = norm_on_chunks
-            return None if norm_on_chunks else with_output(output, self._last_output)
-
-        def leave_trunk(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            inside["trunk"] = False
-            assert self._trunk_output is not None
-            want = chunks.mine(self._trunk_output) if norm_on_chunks else self._trunk_output
-            if not same(first_output(output), want):
-                raise TraceError(f"{tracer.paths[module] or 'it'} does not return a chunk of the tokens")
-            return with_first_output(output, self._trunk_output)
-
-        hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
-        hooks += [block.register_forward_hook(leave) for block in blocks]
-        hooks.append(trunk.register_forward_hook(leave_trunk))
-        with hooked(hooks), self._attention_by(attend):
-            outputs = tracer.run_again(stand_in)
-        if not same_outputs(tracer, outputs):
-            raise TraceError("what the model returns changes")
+    def _attend(
+        self,
+        chunks: TokenChunks,
+        tokens: int,
+        remaining: Iterator[tuple[AttentionCall, Tensor]],
+        kernel: Callable[..., Any],
+        implementation: str,
+        module: nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        call, output = next(remaining, (None, None))
+        name = self._tracer.paths[module]
+        if call is None or output is None or call.module is not module:
+            raise TraceError(f"the attention of {name} was computed out of turn, as in a model of several stacks")
+        for got, want in zip(args[:3], call.tensors, strict=True):
+            if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
+                raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
+        if chunks.rank == 0:
+            self._check_attention(call, output)
+        return chunks.mine(output), None
 
     def _check_attention(self, call: AttentionCall, output: Tensor) -> None:
         """Check that attention can be computed as the ranks of the cp axis will."""
@@ -410,6 +309,14 @@ class _Proof:
         finally:
             for module in modules:
                 del module.__dict__[ATTENTION]
+
+
+def _chunk(chunks: TokenChunks, rows: int, tokens: int, x: Tensor) -> Tensor:
+    """Return the chunk of activations [rows, ..., tokens, features] or [rows * tokens, features]."""
+    if x.dim() == 2 and x.shape[0] == rows * tokens and x.is_floating_point():
+        return chunks.mine(x.unflatten(0, (rows, tokens))).flatten(0, 1)
+    dim = next((dim for dim in range(1, x.dim()) if x.shape[dim] == tokens), None)
+    return x if dim is None else chunks.mine(x, dim)
 
 
 def _positional(block: nn.Module) -> list[str]:

@@ -1,205 +1,170 @@
-"""Prove that layer groups can be cut: run the model as each tp rank would, and compare the input of every layer.
+"""Run a copy of a model once in whole and then as ranks would run it, and compare what its layers are fed.
 
-The input of a consumer must be the rank's slice of its input in the whole model. The input of every other layer, and
-the model's output, must be the same as in the whole model.
+A table says for layers and modules what a rank has of what enters and of what leaves them: a slice of the features
+(tp), a chunk of the tokens (sequence and context parallelism), or all, of some of the layers (pp). In the run of a rank
+each layer must be fed that part of what it is fed in the whole model, and the model must return the same.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lora_parallel.distributed.collectives import chunk_bounds
-from lora_parallel.layers.layer_parameters import without_block_numbers
-from lora_parallel.layers.styles import RowPartition
-from lora_parallel.tracing.inputs import ConfigView, FailedError, TraceError, viewed_with
-from lora_parallel.tracing.tracer import Call, Tracer
+from lora_parallel.cp.regions import changed_arguments, first_output, with_first_output
+from lora_parallel.tp.sequence import first_activations, with_activations
+from lora_parallel.tracing.inputs import TraceError
+from lora_parallel.tracing.tracer import Call, Tracer, hooked
+
+Part = Callable[[Tensor], Tensor]  # Returns what a rank has of an activation of the whole model
+
+
+def all_of(x: Tensor) -> Tensor:
+    """Return an activation that each rank has in whole."""
+    return x
+
+
+# ---------------------------------------------------------------------- the whole model
 
 
 @dataclass(eq=False)
-class LayerGroup:
-    """Hold colwise producers and the rowwise consumers of their output: between them each rank computes a slice."""
+class Visit:
+    """Record one call of a module in the run of the whole model."""
 
-    consumers: dict[str, None]  # Names of the rowwise layers, in order; the values are None
-    # Output features that each rank computes, for each layer that feeds the consumers, by its name.
-    producers: dict[str, RowPartition]
-    width: int  # Number of features of a consumer's whole input
-    # Parameters that act on slices (a norm of each head), by module and name in it. The value is the dim that is cut
-    # and the rows of each rank, or None if the parameter stays whole.
-    between: dict[tuple[nn.Module, str], tuple[int, RowPartition] | None] = field(default_factory=dict)
-    # Sizes that modules keep (`num_heads`) as they are on a rank, by module and attribute name. The value for a
-    # module's config is a `ConfigView`.
-    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def layers(self) -> Iterator[str]:
-        """Yield the names of all layers, producers first."""
-        yield from self.producers
-        yield from self.consumers
+    module: nn.Module
+    begin: int  # Number of events before it: modules that began or ended, and layers that were called
+    first: Tensor | None  # Its first argument that is a tensor, on meta
+    fed: Tensor | None  # Its first activations [rows, tokens, features], if the run was asked to keep them
+    end: int = -1  # Number of events before its end
+    outputs: int | None = None  # Number of values that it returned in a tuple
+    gave: Tensor | None = None  # The tensor that it returned, on meta, or the first one if the run keeps it
 
 
-_HEADS = re.compile(r"^(num_|n_|n)?(attention_|attn_|q_|query_|encoder_attention_|decoder_attention_)?heads?$")
-_KV_HEADS = re.compile(
-    r"^(num_|n_)?(key_value_|kv_|k_|key_)heads$|^kv_n_heads$|^n_head_kv$|^num_key_value_head$|^multi_query_group_num$"
-)
-_HEAD_SIZE = re.compile(r"^(attention_)?head_(dim|size)$|^d_head$|^dim_head$|^key_value_proj_dim$|^d_kv$|^kv_channels$")
-_GROUPS = re.compile(r"^(num_|n_)?(key_value_|kv_)groups$|^n_rep$")
-_NOT_A_WIDTH = re.compile(r"head_dim|head_size|max|vocab|position|layer|idx|window|rank")
+class WholeRun:
+    """Run the copy of a model, and note when each of its modules is called, with what, and what it returns."""
+
+    def __init__(self, tracer: Tracer, fed_of: Collection[nn.Module] = (), gave_of: Collection[nn.Module] = ()) -> None:
+        # `fed_of` and `gave_of`: the modules whose activations are kept.
+        self.visits: dict[nn.Module, list[Visit]] = {}  # By module, in the order of their first calls
+        self.calls: list[int] = []  # Number of events before each call of a layer
+        self._fed_of, self._gave_of = {*fed_of}, {*gave_of}
+        self._running, self._events = list[Visit](), 0
+        modules = list(tracer.twin.modules())
+        hooks = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in modules]
+        hooks += [module.register_forward_hook(self._leave) for module in modules]
+        with hooked(hooks):
+            tracer.run_again(self._stand_in)
+
+    def _next_event(self) -> int:
+        self._events += 1
+        return self._events
+
+    def _stand_in(self, index: int, call: Call, fed: Tensor) -> Tensor:
+        self.calls.append(self._next_event())
+        return call.output()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        fed = first_activations(args, kwargs)[1].clone() if module in self._fed_of else None
+        visit = Visit(module, self._next_event(), None if first is None else first.to("meta"), fed)
+        self.visits.setdefault(module, []).append(visit)
+        self._running.append(visit)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        while (visit := self._running.pop()).module is not module:
+            pass  # a module that raised an error, which the one around it caught
+        visit.end = self._next_event()
+        visit.outputs = len(output) if isinstance(output, (tuple, list)) else None
+        if module in self._gave_of:
+            visit.gave = first_output(output).clone()
+        elif isinstance(output, Tensor):
+            visit.gave = output.to("meta")
+
+    def of(self, module: nn.Module) -> list[Visit]:
+        """Return the calls of a module, in order."""
+        return self.visits.get(module, [])
+
+    def pairs(self, first: nn.Module, last: nn.Module) -> Iterator[tuple[Visit, Visit]]:
+        """Yield the calls of two modules that are called equally often, such as the first and the last block.
+
+        Raises:
+            TraceError: They are not called equally often, or not at all.
+        """
+        firsts, lasts = self.of(first), self.of(last)
+        if not firsts or len(firsts) != len(lasts):
+            raise TraceError("its blocks are not called one after the other")
+        yield from zip(firsts, lasts, strict=True)
 
 
-def sizes_on_a_rank(
-    tracer: Tracer, layer_group: LayerGroup, tp: int, heads: bool, widths: bool, configs: bool
-) -> dict[nn.Module, dict[str, Any]]:
-    """Return new values for the attributes that hold a layer group's sizes, as they are on a rank."""
-    # `heads`: numbers of attention heads. `widths`: other ints that equal the width of a consumer's input or of a
-    # producer's output. `configs`: numbers of heads in a module's config too.
-    width = layer_group.width
-    producers = reversed(layer_group.producers.values())
-    narrower = {producer.size: producer.width for producer in producers} | {width: width // tp} if widths else {}
-    sizes_of: dict[nn.Module, dict[str, Any]] = {}
-    for module in _around(tracer, layer_group.layers):
-        of_module, shared = _ints(module), _ints(getattr(module, "config", None))
-        sizes = [*of_module, *shared]
-        counts = (value for key, value in sizes if _HEADS.match(key) and value > 1 and width % value == 0)
-        by_size = (width // v for key, v in sizes if _HEAD_SIZE.match(key) and v > 0 and width % v == 0)
-        count = next(counts, None) or next(by_size, None)
-        kv = next((value for key, value in sizes if _KV_HEADS.match(key)), None)
-        fewer = partial(_fewer_heads, count=count if heads else None, kv=kv, layer_group=layer_group, tp=tp)
-        changes: dict[str, Any] = {}
-        for key, value in of_module:
-            new = fewer(key, value)
-            if new is None and not _NOT_A_WIDTH.search(key):
-                new = narrower.get(value)
-            if new not in (None, value):
-                changes[key] = new
-        in_config = {key: new for key, value in shared if (new := fewer(key, value)) not in (None, value)}
-        if configs and in_config:
-            changes["config"] = ConfigView(in_config)
-        if changes:
-            sizes_of[module] = changes
-    return sizes_of
+# ---------------------------------------------------------------------- a rank
 
 
-def _ints(holder: Any) -> list[tuple[str, int]]:
-    values = getattr(holder, "__dict__", {})
-    return [(key, value) for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)]
+@dataclass
+class RankTable:
+    """Say what a rank has of what enters and leaves layers and modules in the whole model."""
+
+    wanted: str  # What each layer should be fed, in words
+    # Parts of the input and of the output of a layer, by the index of its call.
+    layers: Callable[[int, Call], tuple[Part, Part]] = lambda index, call: (all_of, all_of)
+    # Parts of a module's first activations: what a rank comes with, which is checked, and what it goes on with.
+    enter: Mapping[nn.Module, tuple[Part, Part]] = field(default_factory=dict)
+    leave: Mapping[nn.Module, tuple[Part, Part]] = field(default_factory=dict)  # The same of what a module returns
+    # Parts of all arguments of a module, by their names; positional arguments have the names of the list.
+    arguments: Mapping[nn.Module, tuple[list[str], Callable[[str, Tensor], Tensor]]] = field(default_factory=dict)
 
 
-def _fewer_heads(
-    key: str, value: int, count: int | None, kv: int | None, layer_group: LayerGroup, tp: int
-) -> int | None:
-    if count is None:
-        return None
-    mine = count // tp
-    if _HEADS.match(key) and value == count:
-        return mine if count % tp == 0 else None
-    kv_mine = _kv_heads(count, kv, layer_group, tp)
-    if _KV_HEADS.match(key):
-        return kv_mine
-    return mine // kv_mine if _GROUPS.match(key) and kv_mine else None
+def run_as_rank(
+    tracer: Tracer, table: RankTable, whole: WholeRun | None = None, calls: Iterable[Call] | None = None
+) -> None:
+    """Run the copy of a model as a rank that has the parts of `table`, and calls the layers of `calls` alone.
 
+    Raises:
+        TraceError: The rank computes something else than its part of the whole model, or the model's code fails.
+    """
 
-def _kv_heads(count: int, kv: int | None, layer_group: LayerGroup, tp: int) -> int | None:
-    """Return the number of key-value heads on a rank, from the producers' row partitions, or None if it is unknown."""
-    if not kv:
-        return None
-    head = layer_group.width // count
-    for partition in layer_group.producers.values():
-        if partition.size == kv * head:
-            return partition.width // head
-        if partition.size == (count + 2 * kv) * head:  # a fused query-key-value projection
-            return (partition.width // head - count // tp) // 2
-    return None
+    def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
+        of_input, of_output = table.layers(index, call)
+        if not same(fed, of_input(call.fed)):
+            raise TraceError(f"{call.layer} is not fed {table.wanted}")
+        return of_output(call.output())
 
+    visits = {
+        side: {module: iter(whole.of(module)) if whole else iter(()) for module in at}
+        for side, at in (("enter", table.enter), ("leave", table.leave))
+    }
 
-def _around(tracer: Tracer, layers: Iterable[str]) -> list[nn.Module]:
-    """Return the modules around the layers: the smallest that holds all of them, and those in it that hold one."""
-    chosen = [tracer.paths[tracer.modules[layer]].split(".") for layer in layers]
-    shared = 0
-    while all(len(path) > shared + 1 and path[: shared + 1] == chosen[0][: shared + 1] for path in chosen):
-        shared += 1
-    inside = {".".join(path[:depth]): None for path in chosen for depth in range(shared, len(path))}
-    return [tracer.twin.get_submodule(path) for path in inside]
+    def part(module: nn.Module, side: str, has: Part, gets: Part, got: Tensor) -> Tensor:
+        visit = next(visits[side][module], None)
+        noted = None if visit is None else visit.fed if side == "enter" else visit.gave
+        if noted is None or not same(got, has(noted)):
+            does = "is not fed" if side == "enter" else "does not return"
+            raise TraceError(f"{tracer.paths[module] or 'it'} {does} a chunk of the tokens")
+        return gets(noted).clone()
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_activations(args, kwargs, lambda x: part(module, "enter", *table.enter[module], x))
+
+    def change(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names, argument = table.arguments[module]
+        return changed_arguments(names, args, kwargs, argument)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return with_first_output(output, part(module, "leave", *table.leave[module], first_output(output)))
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in table.enter]
+    hooks += [module.register_forward_pre_hook(change, with_kwargs=True) for module in table.arguments]
+    hooks += [module.register_forward_hook(leave) for module in table.leave]
+    with hooked(hooks):
+        outputs = tracer.run_again(stand_in, calls)
+    if len(outputs) != len(tracer.outputs) or not all(map(same, outputs, tracer.outputs)):
+        raise TraceError("what the model returns changes")
 
 
 # Largest relative difference from rounding, in float32. A mistake makes a difference of the order of 1.
 _TOLERANCE = 1e-4
-
-
-def verify_ranks(
-    tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, ranks: Iterable[int], until: LayerGroup | None = None
-) -> str | None:
-    """Run the model (`until` a group is done) as each rank would; return the first problem, or None if all is right."""
-    problems = (_verify_rank(tracer, layer_groups, tp, rank, until) for rank in ranks)
-    return next((problem for problem in problems if problem is not None), None)
-
-
-def proven(
-    tracer: Tracer, layer_groups: list[LayerGroup], tp: int, ranks: Collection[int], rejected: dict[str, str]
-) -> list[LayerGroup]:
-    """Return the layer groups that the model can be cut by; note in `rejected` why other layers cannot be."""
-    # If all together fail, kinds of groups (equal names but for numbers) are added one after the other.
-    if verify_ranks(tracer, layer_groups, tp, ranks) is None:
-        return layer_groups
-    kinds: dict[tuple[str, ...], list[LayerGroup]] = {}
-    for layer_group in layer_groups:
-        kinds.setdefault(tuple(without_block_numbers(name) for name in layer_group.layers), []).append(layer_group)
-    kept: list[LayerGroup] = []
-    for group in kinds.values():
-        problem = verify_ranks(tracer, [*kept, *group], tp, ranks)
-        if problem is None:
-            kept += group
-        else:
-            rejected.update({name: problem for layer_group in group for name in layer_group.layers})
-    return kept
-
-
-class _EnoughError(TraceError):
-    """End a run early, since everything that was to be checked has been checked."""
-
-
-def _verify_rank(
-    tracer: Tracer, layer_groups: Sequence[LayerGroup], tp: int, rank: int, until: LayerGroup | None
-) -> str | None:
-    consumers = {name for layer_group in layer_groups for name in layer_group.consumers}
-    producers = {
-        name: partition.ranks[rank] for layer_group in layer_groups for name, partition in layer_group.producers.items()
-    }
-    last = -1 if until is None else max(index for index, call in enumerate(tracer.calls) if call.layer in until.layers)
-
-    def stand_in(index: int, call: Call, fed: Tensor) -> Tensor:
-        if until is not None and index > last:
-            raise _EnoughError
-        want = call.fed
-        if call.layer in consumers:
-            start, stop = chunk_bounds(want.shape[-1], tp, rank)
-            want = want[..., start:stop]
-        if not same(fed, want):
-            raise TraceError(f"{call.layer} is not fed what it should be by a rank's share of the features")
-        return call.output(producers.get(call.layer))
-
-    with _cut_to(layer_groups, rank):
-        try:
-            outputs = tracer.run_again(stand_in)
-        except _EnoughError:
-            return None
-        except FailedError as error:
-            return f"with a rank's share of the features the code around it fails ({error})"
-        except TraceError as error:
-            return str(error)
-    return None if same_outputs(tracer, outputs) else "what the model returns changes"
-
-
-def same_outputs(tracer: Tracer, outputs: Sequence[Tensor]) -> bool:
-    """Return True if a run returns what the noted run returned."""
-    return len(outputs) == len(tracer.outputs) and all(map(same, outputs, tracer.outputs))
 
 
 def same(got: Tensor, want: Tensor) -> bool:
@@ -216,26 +181,3 @@ def same(got: Tensor, want: Tensor) -> bool:
     if not largest.isfinite():
         return torch.equal(got.isfinite(), want.isfinite())
     return bool((got - want).abs().max() <= _TOLERANCE * largest.clamp_min(1e-6))
-
-
-@contextmanager
-def _cut_to(layer_groups: Iterable[LayerGroup], rank: int) -> Iterator[None]:
-    """Cut the parameters and sizes of the tracer's copy of the model to those of a rank, within the context."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for layer_group in layer_groups:
-            for module, values in layer_group.attributes.items():
-                for key, value in values.items():
-                    undo.append((module.__dict__, key, module.__dict__[key]))
-                    module.__dict__[key] = viewed_with(module.__dict__[key], value)
-            for (module, key), cut in layer_group.between.items():
-                if cut is not None:
-                    dim, partition = cut
-                    parameter: Any = module._parameters[key]
-                    undo.append((module._parameters, key, parameter))
-                    part = parameter.detach().index_select(dim, partition.rows(rank))
-                    module._parameters[key] = nn.Parameter(part)
-        yield
-    finally:
-        for attributes, key, value in reversed(undo):
-            attributes[key] = value

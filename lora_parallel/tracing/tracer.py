@@ -249,7 +249,7 @@ class Tracer:
         self.outputs = [output.detach() for output in self.outputs]
 
     def run_again(
-        self, stand_in: Callable[[int, Call, Tensor], Tensor], calls: Sequence[Call] | None = None
+        self, stand_in: Callable[[int, Call, Tensor], Tensor], calls: Iterable[Call] | None = None
     ) -> list[Tensor]:
         """Run the copy on the inputs of the noted run again, and return the floating-point tensors that it returns."""
         remaining = iter(enumerate(self.calls if calls is None else calls))

@@ -18,8 +18,8 @@ from lora_parallel.layers.styles import STYLES, RowPartition
 from lora_parallel.planning import plan
 from lora_parallel.runtime import step
 from lora_parallel.tp import context
+from lora_parallel.tracing.layer_groups import verify_ranks
 from lora_parallel.tracing.prove_feature_slices import find_structure
-from lora_parallel.tracing.rank_simulation import verify_ranks
 from tests.oracle import Case, causal_lm, on_mesh, reference, relative_error, sharded
 from tests.oracle.workers import Failure, attempt
 
