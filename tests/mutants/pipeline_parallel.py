@@ -101,9 +101,9 @@ BREAKAGES = [
         "A model that hands more than hidden states from block to block loses it between stages.",
         f"{PP}/test_guards.py::test_stages_are_proven_in_training_too",
         """            self._tracer.run_otherwise()
-            if dict(self._note()""",
+            if self._run_whole()""",
         """            return
-            if dict(self._note()""",
+            if self._run_whole()""",
     ),
     Mutant(
         "guard",
