@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import PretrainedConfig
 from accelerate_plugin import launch
 from accelerate_plugin.config_file import mesh_sections
 from accelerate_plugin.parallelism import requested_parallelism
-from lora_parallel import MemoryPlan, MeshCost, plan_memory
+from lora_parallel import MemoryPlan, MeshCost, ParallelConfig, plan_memory
 from lora_parallel.integration import (
     SetUpIsPossible,
     axes_text,
@@ -272,8 +273,12 @@ def cost_text(cost: MeshCost) -> list[str]:
     return [mesh, *map(_gib, sizes), sent, f"{cost.seconds:.1f}" if cost.seconds >= 10 else f"{cost.seconds:.2f}"]
 
 
+_DEFAULTS = {field.name: field.default for field in fields(ParallelConfig)}
+
+
 def _options_text(options: Mapping[str, Any]) -> str:
-    return ", ".join({"activation_checkpointing": "recompute"}.get(name, name) for name, on in options.items() if on)
+    words = {"activation_checkpointing": "recompute", "shard_base": "base whole"}
+    return ", ".join(words.get(name, name) for name, value in options.items() if value != _DEFAULTS[name])
 
 
 def _gib(size: float) -> str:
@@ -287,7 +292,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     """Return what to write for the recommended mesh: options, a file and Python, each under its title."""
     best = plan.recommended
     assert best is not None
-    sizes, options = best.sizes, {name: value for name, value in best.options.items() if value}
+    sizes, options = best.sizes, {name: value for name, value in best.options.items() if value != _DEFAULTS[name]}
     batch, accumulation = best.rows, best.microbatches
     pipeline = {"pp_size": sizes["pp"], "pp_microbatches": best.microbatches} if sizes["pp"] > 1 else {}
     if pipeline:
@@ -295,12 +300,14 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
     machines = max(1, plan.gpus // plan.hardware.gpus_per_node)
     python = _python(plan, best, machines, options, accumulation)
     recompute = options.pop("activation_checkpointing", False)
+    whole_base = {"shard_base": options.pop("shard_base")} if "shard_base" in options else {}
     flags = f"accelerate-lora config --config_file mesh.yaml --num_processes {plan.gpus} --num_machines {machines}"
     flags += f" --tp_size {sizes['tp']} --dp_replicate_size {sizes['dp_replicate']} --mixed_precision no"
     flags += f" --cp_size {sizes['cp']}" if sizes["cp"] > 1 else ""
     flags += "".join(f" --{name} {value}" for name, value in pipeline.items())
     flags += f" --activation_checkpointing {'yes' if recompute else 'no'}"
     flags += " --require_adapters no" if plan.trains_all else ""
+    flags += " --shard_base no" if whole_base else ""
     if machines > 1:
         flags += "".join(f" --{name} {value}" for name, value in _MEETING.items()) + f"   # rank 0..{machines - 1}"
     if options:  # which no key of the file stands for
@@ -314,7 +321,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
         "num_machines": machines,
         **({**_MEETING, "rdzv_backend": "static", "same_network": True} if machines > 1 else {}),
         "num_processes": plan.gpus,
-        **mesh_sections(sizes, pipeline, bool(recompute), not plan.trains_all),
+        **mesh_sections(sizes, {**pipeline, **whole_base}, bool(recompute), not plan.trains_all),
     }
     return {
         "Commands": f"{flags}\naccelerate-lora launch --config_file mesh.yaml train.py {trainer}",

@@ -216,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), help="precision to compute in")
     parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
     parser.add_argument("--require_adapters", choices=("yes", "no"), help="refuse to train what is no adapter (yes)")
+    parser.add_argument("--shard_base", choices=("yes", "no"), default="yes", help="shard the base too (not asked)")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     return parser
 
@@ -237,7 +238,10 @@ def _write(path: Path, options: argparse.Namespace) -> None:
         **machines,
         **mesh_sections(
             sizes,
-            pipeline if options.pp_size > 1 else {},
+            {
+                **(pipeline if options.pp_size > 1 else {}),
+                **({"shard_base": False} if options.shard_base == "no" else {}),
+            },
             options.activation_checkpointing == "yes",
             options.require_adapters == "yes",
         ),

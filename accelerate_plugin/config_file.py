@@ -105,6 +105,7 @@ OWN_KEYS: dict[str, Callable[[str, object], Any]] = {
     "parallelism_config_pp_schedule": lambda name, value: str(value),  # `check_schedule` checks it with the sizes
     "parallelism_config_pp_stages_per_rank": whole,
     "parallelism_config_require_adapters": flag,
+    "parallelism_config_shard_base": flag,
     "parallelism_config_tp_plan": plan_of_styles,
 }
 """Map the keys that `accelerate launch` does not know and drops to the function that converts their value.
@@ -147,15 +148,15 @@ _SECTIONS = {"fsdp_config": "fsdp", "dynamo_config": "dynamo", "parallelism_conf
 
 
 def mesh_sections(
-    sizes: Mapping[str, int], pipeline: Mapping[str, Any], recompute: bool, adapters: bool
+    sizes: Mapping[str, int], more: Mapping[str, Any], recompute: bool, adapters: bool
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration file that ask for a mesh.
 
-    `pipeline` has "pp_size" and other options of a pipeline, and is empty without a pp axis.
+    `more` has further keys of the mesh: "pp_size" and other options of a pipeline, "shard_base".
     """
     mesh: dict[str, Any] = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
     mesh |= {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}
-    mesh |= pipeline if adapters else {**pipeline, "require_adapters": False}
+    mesh |= more if adapters else {**more, "require_adapters": False}
     return {
         "fsdp_config": {
             "fsdp_version": 2,

@@ -51,6 +51,8 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         pp_schedule: Literal["1f1b", "gpipe", "interleaved"] | None = None,
         pp_stages_per_rank: int | None = None,
         pp_split: Literal["auto"] | Sequence[str] = "auto",
+        shard_base: bool | None = None,
+        prefetch_blocks: int = 0,
     ) -> None:
         """Keep the settings; no process group or mesh is made yet.
 
@@ -89,12 +91,14 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "pp_schedule": pp_schedule,
             "pp_stages_per_rank": pp_stages_per_rank,
             "require_adapters": require_adapters,
+            "shard_base": shard_base,
             "tp_plan": tp_plan,
         }
         self._chosen = {name: value for name, value in configurable.items() if value is not None}
         self._options: dict[str, Any] = {
             **self._chosen,
             "pp_split": pp_split,
+            "prefetch_blocks": prefetch_blocks,
             "sequence_parallel": sequence_parallel,
             "loss_parallel": loss_parallel,
             "block_classes": block_classes or self.transformer_cls_names_to_wrap or "auto",

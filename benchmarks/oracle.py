@@ -29,7 +29,7 @@ from tqdm import tqdm
 from tests.oracle.rows import Cell, Row, compare, one_process, rows
 from tests.oracle.workers import Failure, WorkerPool, attempt
 
-MESHES = ["2x1", "1x2", "2x2", "1x4", "2x2x2", "1x1cp2", "1x2cp2", "2x1cp2", "1x1cp4", "2x2cp2"]
+MESHES = ["2x1", "1x2", "2x2", "2x2 whole", "1x4", "2x2x2", "1x1cp2", "1x2cp2", "2x1cp2", "1x1cp4", "2x2cp2"]
 STAGES = [
     "1x1pp2",
     "1x1pp2 gpipe 2",
@@ -138,7 +138,8 @@ def main() -> int:
         "--meshes",
         nargs="+",
         default=[*MESHES, *STAGES],
-        help="dp_shard x tp, or dp_replicate in front; cp2 for a cp axis, pp2 for a pp axis ('1x1pp2 gpipe 4')",
+        help="dp_shard x tp, or dp_replicate in front; cp2 for a cp axis, pp2 for a pp axis ('1x1pp2 gpipe 4'); whole: "
+        "shard_base=False",
     )
     parser.add_argument("--output", type=Path, default=PAGE, help="the page to write")
     args = parser.parse_args()

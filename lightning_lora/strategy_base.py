@@ -127,6 +127,8 @@ class BaseLogic:
         pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b",
         pipeline_stages_per_rank: int = 1,
         pipeline_split: Literal["auto"] | list[str] = "auto",
+        shard_base: bool = True,
+        prefetch_blocks: int = 0,
     ) -> None:
         """Check and keep the options, which `lora_parallel.ParallelConfig` documents; processes are started later.
 
@@ -173,6 +175,8 @@ class BaseLogic:
             "loss_parallel": loss_parallel,
             "block_classes": block_classes,
             "reshard_after_forward": reshard_after_forward,
+            "shard_base": shard_base,
+            "prefetch_blocks": prefetch_blocks,
             "activation_checkpointing": activation_checkpointing,
             "compile": compile,
             "require_adapters": require_adapters,

@@ -165,6 +165,19 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """True frees a unit's gathered weights after its forward and gathers them again in backward."""
 
+    prefetch_blocks: int = 0
+    """Number of blocks whose weights are gathered ahead of the block that runs, in forward and in backward.
+
+    0 leaves it to FSDP2, which gathers the next block's as the host comes to that block (forward), or one ahead
+    (backward). 1 serves where the host is slower than the GPU; more hide slower networks. Each takes a block's memory.
+    """
+
+    shard_base: bool = True
+    """False keeps the base whole, or this tp rank's slice of it, on every data-parallel rank.
+
+    FSDP2 then shards what trains alone, as one unit: a forward gathers the adapters once, and no base weight.
+    """
+
     activation_checkpointing: bool = False
     """True recomputes each block's activations in backward."""
 
@@ -213,10 +226,12 @@ class ParallelConfig:
         for name in ("tp", "cp", "dp_replicate", "timeout_seconds", "pp", "pp_microbatches", "pp_stages_per_rank"):
             check_positive(name, getattr(self, name))
         check_positive("dp_shard", self.dp_shard, also="auto")
+        if self.prefetch_blocks != 0:
+            check_positive("prefetch_blocks", self.prefetch_blocks, also="0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
         flags = ("reshard_after_forward", "activation_checkpointing", "require_adapters", "sequence_parallel")
-        for name in (*flags, "cpu_offload", "loss_parallel"):
+        for name in (*flags, "cpu_offload", "loss_parallel", "shard_base"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if self.cp_method not in ("ulysses", "all_gather"):

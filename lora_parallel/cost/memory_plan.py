@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_parallel.config import ParallelConfig, check_positive
-from lora_parallel.cost.mesh_cost import GPUS, Hardware, MeshCost, possible_meshes, with_cost
+from lora_parallel.cost.mesh_cost import GPUS, Hardware, MeshCost, fits, possible_meshes, with_cost
 from lora_parallel.cost.simulated_step import StepCost
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.distributed.mesh import mesh_sizes
@@ -187,7 +187,8 @@ def plan_memory(
         model: A folder with a config.json, that file, a name on the model hub (where there is a network), a config, or
             a model that has one. A causal language model of transformers.
         config: The one mesh to look at, with its options. None looks at every mesh of `gpus` GPUs, each with and
-            without recomputation, and with `loss_parallel` and `sequence_parallel` where it does not fit without.
+            without recomputation, with `shard_base=False` where there is room, and with `loss_parallel` and
+            `sequence_parallel` where it does not fit without.
         gpus: Number of GPUs.
         sequence_length: Tokens of a row.
         batch_size: Rows of a step, over all ranks; `gpus` if None.
@@ -289,9 +290,18 @@ class _Planner:
                 f"batch_size that is a multiple of {self.gpus * self.rows} rows."
             )
         costs = self._at(candidates)
+        costs += self._at([*self._with_whole_base(costs)])
         if not any(cost.fits for cost in costs):
             costs += self._at([smaller for candidate in candidates for smaller in _with_less_memory(*candidate)])
         return costs
+
+    def _with_whole_base(self, costs: list[MeshCost]) -> Iterator[_Candidate]:
+        """Yield the meshes on which a rank has room for the base of all of its shards."""
+        for cost in costs:
+            shards = cost.sizes["dp_shard"] * cost.sizes["cp"]
+            more = cost.weights * (shards - 1)
+            if self.files["lora"] and shards > 1 and fits(cost.total + more, self.hardware) and not cost.refused:
+                yield cost.sizes, {**cost.options, "shard_base": False}
 
     def _at(self, candidates: list[_Candidate]) -> list[MeshCost]:
         answers = self.simulations.answers([self._job(*candidate) for candidate in candidates])

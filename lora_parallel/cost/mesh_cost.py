@@ -127,6 +127,11 @@ class MeshCost:
     """The error with which `parallelize` refuses this mesh; empty if it does not."""
 
 
+def fits(total: float, hardware: Hardware) -> bool:
+    """Return True if so many bytes fit a GPU's memory, of which 8 % are left free."""
+    return total <= (1 - _RESERVED) * hardware.gpu_memory * 2**30
+
+
 def with_cost(
     mesh: MeshCost,
     step: StepCost,
@@ -150,7 +155,8 @@ def with_cost(
         if pp > 1:
             in_flight = min(pp - index, microbatches)  # 1F1B
             sent_bytes = microbatches * (hidden_bytes * (1 if ends[0] else 2) + logits_bytes * ends[1])
-        parts.append(_stage(step, bounds, ends, in_flight - 1, sent_bytes, shards, step_shards))
+        whole_base = not mesh.options.get("shard_base", True)
+        parts.append(_stage(step, bounds, ends, in_flight - 1, sent_bytes, shards, step_shards, whole_base))
     largest = max(parts, key=lambda part: part["total"])
     busiest = max(parts, key=lambda part: part["flops"])
     sent = {axis: microbatches * busiest.get(f"sent {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
@@ -172,7 +178,7 @@ def with_cost(
         messages={axis: round(count) for axis, count in messages.items() if count},
         sent={axis: round(size) for axis, size in sent.items() if size},
         seconds=predicted_seconds(hardware, sizes, microbatches * busiest["flops"], sent, messages, microbatches),
-        fits=largest["total"] <= (1 - _RESERVED) * hardware.gpu_memory * 2**30,
+        fits=fits(largest["total"], hardware),
     )
 
 
@@ -184,22 +190,26 @@ def _stage(
     sent_bytes: int,
     shards: int,
     step_shards: int,
+    whole_base: bool,
 ) -> Numbers:
     """Return what a stage takes, which keeps the activations of `more_in_flight` micro-batches besides those of one.
 
     `ends` say whether it is the first and the last stage. `sent_bytes` are kept until the end of the step: hidden
     states and gradients that are sent, and logits. (The peak of `step` is in the backward of the head, for which it
-    holds no logits.)
+    holds no logits.) With `whole_base` no shard of the base is smaller for more shards, and nothing of it is gathered.
     """
     total = step.total(*bounds)
     is_first, is_last = ends
     elsewhere = (0.0 if is_first else total["embedding"]) + (0.0 if is_last else total["head"])
-    gathered = elsewhere * (step_shards if step_shards > 1 else 0)  # the weights around the blocks, in every phase
+    gathered = elsewhere * (
+        step_shards if step_shards > 1 and not whole_base else 0
+    )  # the weights around the blocks, in every phase
     kept = more_in_flight * sum(block.get("peak head", 0.0) for block in step.blocks[slice(*bounds)]) + sent_bytes
     peaks = {phase: total[f"peak {phase}"] - gathered + kept for phase in PHASES if phase != "head" or is_last}
     ratio = step_shards / shards
+    base_ratio = 1.0 if whole_base else ratio
     frozen = total["base"] / (total["base"] + total["trained"])
-    stored = {"base": total["base"] * ratio - elsewhere * ratio * frozen}
+    stored = {"base": total["base"] * base_ratio - elsewhere * base_ratio * frozen}
     for name in ("trained", "states"):
         stored[name] = total[name] * ratio - elsewhere * ratio * (1 - frozen) * total[name] / total["trained"]
     peaks["optimizer"] = stored["trained"] * max(1.0, total["peak optimizer"] / max(1.0, total["trained"]))

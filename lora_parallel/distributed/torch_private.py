@@ -371,6 +371,11 @@ def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
     return [gathered for state in states if (gathered := getattr(state, "_unsharded_param", None)) is not None]
 
 
+def is_being_gathered(unit: FSDPModule) -> bool:
+    """Return True if FSDP2 has begun to gather the parameters of `unit`, and nothing has waited for them yet."""
+    return any(group._all_gather_result is not None for group in _groups_of(unit))
+
+
 def reduces_gradients(unit: FSDPModule) -> bool:
     """Return True if FSDP2 finishes the gradients of `unit` in a backward pass; there is no public way to ask."""
     return all(group.reduce_grads and group.all_reduce_grads for group in _groups_of(unit))

@@ -9,7 +9,7 @@ file gather the weights for such a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,10 +22,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
 from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size, stage_mesh
-from lora_parallel.distributed.torch_private import drop_gathered_gradients, in_backward, make_root
+from lora_parallel.distributed.torch_private import (
+    drop_gathered_gradients,
+    in_backward,
+    is_being_gathered,
+    make_root,
+)
 from lora_parallel.fsdp.unit_order import install_order_check
 from lora_parallel.layers.layer_parameters import innermost, shared_parameters
 from lora_parallel.state import Setup
@@ -36,13 +42,16 @@ def is_at_rest(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names != ("tp",)
 
 
-def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module]) -> None:
-    """Gather the root unit's weights around calls of a module in it by itself; refuse such calls of `tied` layers."""
+def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module], blocks: Collection[nn.Module]) -> None:
+    """Gather the root unit's weights around calls of a module in it by itself; refuse such calls of `tied` layers.
+
+    Of `blocks` that are no units, calls of a whole block are what can be gathered for.
+    """
     root = _Root(model)
     names = {module: name for name, module in model.named_modules()}
     for layer in tied:  # FSDP2 gathers and shards the weights of such a unit for one forward of all its layers
         layer.register_forward_pre_hook(partial(root.refuse, names[layer]), prepend=True)
-    for name, module in below(model):
+    for name, module in below(model, blocks):
         if module in tied:
             continue
         if isinstance(module, FSDPModule):
@@ -53,12 +62,12 @@ def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module]) -> None:
             module.register_forward_hook(call.after, always_call=True)
 
 
-def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and modules below `module` down to the FSDP units, whose own submodules are left out."""
+def below(module: nn.Module, blocks: Collection[nn.Module] = (), prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules below `module` down to FSDP units and `blocks`, whose submodules are left out."""
     for key, child in module.named_children():
         yield f"{prefix}{key}", child
-        if not isinstance(child, FSDPModule):
-            yield from below(child, f"{prefix}{key}.")
+        if not isinstance(child, FSDPModule) and child not in blocks:
+            yield from below(child, blocks, f"{prefix}{key}.")
 
 
 def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
@@ -80,6 +89,8 @@ class Units:
     def begin_forward(self, *call: Any) -> None:
         """Shard all weights: what is gathered may be older than the last step of the optimizer."""
         for unit in self._units:
+            if is_being_gathered(unit):  # ahead of a block that has not run since
+                unit.unshard()
             unit.reshard()
 
     def end_forward(self) -> None:
@@ -211,8 +222,33 @@ def check_scalars(model: nn.Module) -> None:
             )
 
 
+def check_whole_base(model: nn.Module, config: ParallelConfig) -> None:
+    """Raise ValueError if `shard_base=False` leaves a weight in another dtype than the one to compute in."""
+    if config.shard_base or config.param_dtype is None:
+        return
+    for name, parameter in _base_parameters(model, config).items():
+        if parameter.is_floating_point() and parameter.dtype != config.param_dtype:
+            raise ValueError(
+                f"shard_base=False: {name} is {parameter.dtype}, and the dtype to compute in is {config.param_dtype}, "
+                "to which FSDP2 casts only what it shards. Load the model in that dtype "
+                f"(from_pretrained(..., dtype={config.param_dtype})), or leave shard_base=True."
+            )
+
+
+def _base_parameters(model: nn.Module, config: ParallelConfig) -> dict[str, nn.Parameter]:
+    """Map names to the parameters that `shard_base=False` leaves whole: those that cannot train."""
+    adapters = adapter_parameters(model)
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name not in adapters and (config.require_adapters or not parameter.requires_grad)
+    }
+
+
 def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig) -> list[nn.Module]:
     """Make each block an FSDP unit, and the rest another one; return the layers tied to layers of other blocks.
+
+    Without `config.shard_base` one unit holds what trains, and the base is in none.
 
     At dp_shard 2 and tp 2, with 64 features and r 8, a rank then has of
 
@@ -235,6 +271,9 @@ def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, conf
         # FSDP2 cannot shard a scalar. A frozen one (a temperature) stays whole on every rank.
         "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},
     }
+    if not config.shard_base:
+        sharding["ignored_params"] |= {*_base_parameters(model, config).values()}
+        blocks = []
     tied = _tied_across(model, blocks)
     for layers in tied:
         fully_shard(layers, reshard_after_forward=False, **sharding)  # in use from the first of the layers to the last
@@ -244,6 +283,7 @@ def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, conf
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
     # The root's weights (embedding, head) are needed again as backward starts: they stay gathered until its end.
     fully_shard(model, reshard_after_forward=False, **sharding)
+    _prefetch(blocks, config.prefetch_blocks)
     if axis_size(mesh, "cp") > 1:
         # Each rank has the gradient of its tokens: over cp they are added up, over dp averaged.
         for unit in model.modules():
@@ -251,6 +291,14 @@ def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, conf
                 unit.set_gradient_divide_factor(dp_size(mesh))
                 unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     return inside
+
+
+def _prefetch(blocks: Sequence[nn.Module], count: int) -> None:
+    """Let each block that is a unit gather the weights of the next ones in forward, and of those before in backward."""
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for index, unit in enumerate(units if count else ()):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
 
 
 def _tied_across(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
@@ -336,4 +384,4 @@ def shard_over_dp(setup: Setup) -> None:
     if wants_fsdp(setup.mesh, setup.config):
         setup.tied_across = make_units(setup.model, setup.blocks, setup.mesh, setup.config)
         setup.order = install_order_check(setup.model, stage_mesh(setup.mesh), setup.gradients)
-        gather_for_calls(setup.model, setup.tied_across)
+        gather_for_calls(setup.model, setup.tied_across, () if setup.config.shard_base else {*setup.blocks})

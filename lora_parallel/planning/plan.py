@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from lora_parallel.adapters.peft_private import keep_factored
-from lora_parallel.fsdp.wrapping import check_scalars, wants_fsdp
+from lora_parallel.fsdp.wrapping import check_scalars, check_whole_base, wants_fsdp
 from lora_parallel.layers.layer_parameters import clean_names, innermost
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition, Style, style_named
 from lora_parallel.lazy.tracking import check_fresh
@@ -185,6 +185,7 @@ def plan_layers(setup: Setup) -> None:
     check_fresh(setup.model)
     if wants_fsdp(setup.mesh, setup.config):
         check_scalars(setup.model)
+        check_whole_base(setup.model, setup.config)
     keep_factored(setup.model)  # the plan is made of what is computed on a mesh
     config, tp = setup.config, setup.mesh["tp"].size()
     globs = None if isinstance(config.tp_plan, str) else config.tp_plan

@@ -42,6 +42,12 @@ ENDS = [*SEVEN, "embed_tokens", "lm_head"]
 KINDS = {
     "checkpointed": (Case(steps=2), {"activation_checkpointing": True}),
     "kept gathered": (Case(steps=2), {"reshard_after_forward": False}),
+    "prefetched": (Case(steps=2, sizes={"num_hidden_layers": 4}), {"prefetch_blocks": 2}),
+    "base not sharded": (Case(steps=2, lora={"modules_to_save": ["lm_head"]}), {"shard_base": False}),
+    "base not sharded, all train": (
+        Case(steps=2, adapters=False, clip=0.5),
+        {"require_adapters": False, "shard_base": False},
+    ),
     "phi3": (Case(family="phi3", steps=2, lora={"target_modules": PHI3}), {}),
     "embedding and head": (Case(steps=2, lora={"target_modules": ENDS, "r": 4}), {}),
     "rslora, ranks": (Case(steps=2, lora={"use_rslora": True, "rank_pattern": {"q_proj": 5}, "r": 2}), {}),
@@ -58,7 +64,7 @@ KINDS = {
     ),
     "biases": (Case(steps=2, lora={"bias": "all"}, sizes={"attention_bias": True, "mlp_bias": True}), {}),
 }
-CUT_TWICE = ["kept gathered", "embedding and head", "all train, qwen3, tied"]
+CUT_TWICE = ["kept gathered", "prefetched", "base not sharded", "embedding and head", "all train, qwen3, tied"]
 """Kinds that `make test` has on four ranks: tensors of their own that tp and FSDP2 both cut."""
 
 oracle = cache(lambda kind: reference(KINDS[kind][0]))

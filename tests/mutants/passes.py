@@ -7,6 +7,28 @@ RUNTIME = f"{ENGINE}/runtime"
 
 BREAKAGES = [
     Mutant(
+        "guard",
+        "With shard_base=False a base in another dtype than the one to compute in is not cast, and computes as it is.",
+        f"{ENGINE}/fsdp/test_whole_base.py::test_what_would_be_wrong_is_refused",
+        """    check_whole_base(setup.model, setup.config)\n""",
+        """    pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "With shard_base=False each block gathers its adapters by itself.",
+        f"{ENGINE}/fsdp/test_whole_base.py::test_one_gather_of_what_trains_and_none_of_the_base",
+        """        blocks = []\n""",
+        """        pass\n""",
+    ),
+    Mutant(
+        "pass",
+        "A block trains on weights that were gathered for it before the last step, and were not used then.",
+        f"{ENGINE}/fsdp/test_prefetch.py::"
+        "test_what_was_gathered_for_a_block_that_did_not_run_is_not_that_of_the_next_step",
+        """if is_being_gathered(unit):  # ahead""",
+        """if False:  # ahead""",
+    ),
+    Mutant(
         "pass",
         "Ranks of an unseeded job train slices of different models.",
         f"{ENGINE}/loading/test_sync_module_states.py::test_unseeded_models_become_those_of_rank_zero",
@@ -101,7 +123,7 @@ BREAKAGES = [
         "pass",
         "A part of the model that is called by itself computes with a shard of its weights.",
         f"{ENGINE}/fsdp/test_submodule_calls.py::test_what_is_called_by_itself_computes_as_in_one_process",
-        """gather_for_calls(setup.model, setup.tied_across)""",
+        """gather_for_calls(setup.model, setup.tied_across, () if setup.config.shard_base else {*setup.blocks})""",
         """pass""",
     ),
     Mutant(

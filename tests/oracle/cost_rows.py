@@ -70,6 +70,7 @@ KINDS = {
     "LoRA": Run(LLAMA),
     "LoRA, float32": Run(LLAMA, dtype="float32"),
     "LoRA, recomputed": Run(LLAMA, options={"activation_checkpointing": True}),
+    "LoRA, base whole": Run(LLAMA, options={"shard_base": False}),
     "full": Run(LLAMA, lora=False),
     "QLoRA": Run(LLAMA, quantization=FOUR_BITS),
     "experts": Run(MIXTURE),

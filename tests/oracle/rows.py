@@ -575,7 +575,9 @@ def mesh_in(column: str) -> str:
 
 
 def options_in(column: str) -> dict[str, Any]:
-    """What `ParallelConfig` is told beside the mesh: after it stand a schedule and a number of micro-batches."""
+    """What `ParallelConfig` is told beside the mesh, after which stand a schedule and micro-batches, or "whole"."""
+    if column.endswith(" whole"):  # the base is not sharded
+        return {"shard_base": False}
     if "pp" not in column:
         return {}
     _, schedule, microbatches = [*column.split(), *("1f1b", "4")[len(column.split()) - 1 :]]
