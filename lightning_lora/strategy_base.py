@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -60,6 +63,29 @@ class _Gather(torch.autograd.Function):
         total = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None
+
+
+_PATIENCE = 10.0  # seconds in which processes may end by themselves, once the one that started them has failed
+
+
+def end_after_an_error(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let an error that ends this process end the processes that it started, too.
+
+    Lightning's launcher ends all of them if one that it started fails, and none if the process that started them does.
+    Over gloo they notice that a peer is lost. Over NCCL they wait for it until the timeout of their collectives.
+    """
+    own_hook = sys.excepthook
+
+    def end(*error: Any) -> None:
+        own_hook(*error)
+        deadline = time.monotonic() + _PATIENCE
+        for process in processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    sys.excepthook = end
 
 
 @contextmanager
@@ -239,6 +265,8 @@ class BaseLogic:
         self.set_world_ranks()
         if self._mesh is not None:
             return
+        if started := getattr(self._launcher, "procs", []):
+            end_after_an_error(started)
         self.lightning.init_dist_connection(
             self.cluster_environment,
             self._process_group_backend or self.lightning.default_backend(self.root_device),

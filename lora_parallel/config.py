@@ -92,8 +92,10 @@ def _arguments(kind: type, last: type) -> list[str]:
 
 
 def _meant(name: str, taken: Iterable[str]) -> str:
-    same = [synonym for names in _SAME if name in names for synonym in names if synonym in taken]
-    near = same or get_close_matches(name, list(taken), 1)
+    synonyms = [synonym for names in _SAME if name in names for synonym in names]
+    near = [synonym for synonym in synonyms if synonym in taken] or (
+        [] if synonyms else get_close_matches(name, list(taken), 1)
+    )
     return f"did you mean {near[0]}? " if near else ""
 
 

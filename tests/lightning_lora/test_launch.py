@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import Subset
 
+from lightning_lora import strategy_base
 from tests.cases import cases
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import Tokens, fit, tidy, tuner
@@ -138,6 +140,65 @@ def test_one_flag(tmp_path, flag, tp):
     assert one["logged"] == pytest.approx(want.losses[-1], abs=1e-6)
     saved = PeftModel.from_pretrained(m.plain().double(), Path(one["checkpoint"]) / "adapter")
     assert relative_error(adapter(saved), {n.removeprefix("model."): t for n, t in want.adapters.items()}) <= 1e-10
+
+
+# Where a peer is lost, a rank that waits over NCCL waits on: nothing reaches it. Here it sleeps.
+FAILING = """
+import sys, time
+import lightning as L
+import lightning_lora
+import torch
+from tests.lightning_lora import modules as m
+from tests.lightning_lora.harness import Tokens
+
+torch.set_num_threads(1)
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = m.adapted()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            if self.trainer.global_rank == int(sys.argv[2]):
+                time.sleep(1)  # so that the other one waits
+                raise ValueError("this rank is lost")
+            time.sleep(1000)
+        return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+if __name__ == "__main__":
+    trainer = L.Trainer(
+        strategy="lora_fsdp2_tp", accelerator="cpu", devices=2, max_steps=4, default_root_dir=sys.argv[1],
+        enable_checkpointing=False, logger=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Tokens(24), batch_size=4))
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.processes
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_ends_the_other_one(tmp_path, lost):
+    """Lightning ends all if a process that it started is lost, and not if the one that started them is."""
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    with pytest.raises(AssertionError, match="this rank is lost"):
+        launch(script, str(tmp_path), str(lost))
+
+
+def test_an_error_is_told_before_it_ends_the_processes_that_were_started(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append((error[1], waiting.poll())))
+    monkeypatch.setattr(strategy_base, "_PATIENCE", 0.2)
+    ending, waiting = (subprocess.Popen(["sleep", seconds]) for seconds in ("0.01", "100"))
+    strategy_base.end_after_an_error([ending, waiting])
+    error = ValueError("this rank is lost")
+    sys.excepthook(ValueError, error, None)
+    assert told == [(error, None)]
+    assert (ending.wait(5), waiting.wait(5)) == (0, -signal.SIGKILL)
 
 
 def flat(nested: list[list]) -> list:

@@ -11,6 +11,13 @@ FABRIC_VALUES = f"{FOLDER}/test_fabric_loop.py::test_data_and_communication_are_
 REPLICAS = f"{FOLDER}/test_fabric_loop.py::test_each_shard_of_each_replica_counts_as_one_data_parallel_rank"
 
 BREAKAGES = [
+    Mutant(
+        "guard",
+        "Where the process that started the others fails, they wait for it over NCCL until the timeout.",
+        "tests/lightning_lora/test_launch.py::test_an_error_is_told_before_it_ends_the_processes_that_were_started",
+        """                process.kill()""",
+        """                pass""",
+    ),
     # values of all ranks
     Mutant(
         "backward",
