@@ -290,6 +290,17 @@ class ParallelConfig:
                 f"compile={dict(self.compile)!r}: torch.compile has no argument "
                 f"{', '.join(map(repr, unknown))}; it has {', '.join(known)}."
             )
+        options = self.compile.get("options") or {}
+        if (
+            self.compile.get("mode") in ("reduce-overhead", "max-autotune")
+            or self.compile.get("backend") == "cudagraphs"
+            or options.get("triton.cudagraphs")
+        ):
+            raise ValueError(
+                f"compile={dict(self.compile)!r} asks for CUDA graphs, which replay a step on the memory of the first, "
+                "and have not run with weights that FSDP2 gathers into new memory in each: use compile=True or "
+                '{"mode": "max-autotune-no-cudagraphs"}.'
+            )
         try:
             torch.compile(lambda: None, **self.compile)  # which checks its arguments, and compiles nothing yet
         except Exception as error:  # of many types, those of the backend too

@@ -20,7 +20,7 @@ from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.meetings import collective_call, limit_waiting
 from lora_parallel.distributed.rank_checks import T, gather_objects
 from lora_parallel.distributed.torch_private import (
-    finish_gloo,
+    finish_groups,
     flatten_axes,
     one_gloo_thread,
     set_timeout,
@@ -98,8 +98,8 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
                 flatten_axes(mesh, parts, name, "gloo" if gloo else None)
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
-    atexit.unregister(finish_gloo)
-    atexit.register(finish_gloo)
+    atexit.unregister(finish_groups)
+    atexit.register(finish_groups)
     return mesh
 
 

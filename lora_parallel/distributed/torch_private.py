@@ -325,8 +325,8 @@ def not_profiled() -> Iterator[None]:
 _NOTHING = torch.empty(0)
 
 
-def finish_gloo() -> None:
-    """Wait, at exit, until gloo's threads have let go of all tensors; not at all if an error has ended the process."""
+def finish_groups() -> None:
+    """End process groups at exit, unless an error has ended the process: gloo's threads let go of all tensors first."""
     # A thread of gloo that frees a tensor while Python ends aborts the process (docs/upstream/gloo_exit.md). An all-
     # reduce of no elements waits for no peer, but comes after messages whose peers an error may keep away.
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
@@ -337,6 +337,8 @@ def finish_gloo() -> None:
             work = dist.all_reduce(_NOTHING, group=group, async_op=True)
             with suppress(RuntimeError):  # a timeout
                 work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+    if any("nccl" in dist.get_backend_config(group) for group in process_groups()):
+        dist.destroy_process_group()  # which NCCL wants, and a process group of gloo alone does without
 
 
 def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:

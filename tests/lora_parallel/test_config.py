@@ -38,6 +38,8 @@ BAD = [
     ({"compile": "inductor"}, TypeError, "compile='inductor': give True, False or a mapping"),
     ({"compile": {"mode": "bogus"}}, ValueError, "'mode': 'bogus'.*torch.compile refuses it: Unrecognized mode"),
     ({"compile": {"backend": "bogus"}}, ValueError, "torch.compile refuses it: Invalid backend"),
+    ({"compile": {"mode": "reduce-overhead"}}, ValueError, "asks for CUDA graphs.*max-autotune-no-cudagraphs"),
+    ({"compile": {"options": {"triton.cudagraphs": True}}}, ValueError, "asks for CUDA graphs"),
     ({"compile": {"back": "inductor"}}, ValueError, "torch.compile has no argument 'back'; it has fullgraph, dynamic"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,5 +71,23 @@ def of_no_elements():
 
 
 def test_an_all_reduce_of_no_elements_waits_for_no_peer(pool):
-    """Check what `finish_gloo` relies on."""
+    """Check what `finish_groups` relies on."""
     assert pool.run(2, of_no_elements) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("backends", "failed", "ended"),
+    [("cpu:gloo,cuda:nccl", False, True), ("cpu:gloo,cuda:nccl", True, False), ("cpu:gloo", False, False)],
+)
+def test_groups_with_nccl_are_destroyed_at_a_good_end(monkeypatch, backends, failed, ended):
+    """NCCL's communicators are then closed by all ranks; after an error peers may never come."""
+    destroyed: list[bool] = []
+    monkeypatch.setattr(torch_private, "process_groups", lambda: ["a group"])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: SimpleNamespace(wait=lambda timeout: True))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
+    if failed:
+        monkeypatch.setattr(sys, "last_value", ValueError("lost"), raising=False)
+    torch_private.finish_groups()
+    assert bool(destroyed) is ended
