@@ -120,6 +120,7 @@ class Setup:
     lack: ValueError | None = None  # error about a model without adapters that is only evaluated
     # The parameters by name, before any is replaced; weak, as the memory of full ones is to be freed.
     before: dict[str, ref[nn.Parameter]] = field(default_factory=dict)
+    adapters: frozenset[str] = frozenset()  # names of the adapters' parameters
     blocks: list[nn.Module] = field(default_factory=list)  # that become an FSDP unit each
     late: Any = None  # adapters.injection.LateAdapter of a model on meta
     bare: nn.Module | Exception | None = None  # as in `ParallelState`

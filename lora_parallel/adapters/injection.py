@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.adapters.inspection import peft_configs
+from lora_parallel.adapters.inspection import adapter_parameters, peft_configs
 from lora_parallel.adapters.peft_private import check_base, from_base, observe_layers
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local
@@ -222,6 +222,7 @@ def add_adapter(setup: Setup) -> None:
         setup.late = LateAdapter(setup.model, setup.lora_config, setup.autocast_adapter_dtype)
     elif setup.lora_config is not None:
         inject_adapter(setup.model, setup.lora_config, setup.config.seed, setup.autocast_adapter_dtype)
+    setup.adapters = frozenset(adapter_parameters(setup.model))
 
 
 def share_random_numbers(setup: Setup) -> None:

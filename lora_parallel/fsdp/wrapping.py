@@ -22,7 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
 from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size, stage_mesh
@@ -222,11 +221,12 @@ def check_scalars(model: nn.Module) -> None:
             )
 
 
-def check_whole_base(model: nn.Module, config: ParallelConfig) -> None:
+def check_whole_base(setup: Setup) -> None:
     """Raise ValueError if `shard_base=False` leaves a weight in another dtype than the one to compute in."""
+    config = setup.config
     if config.shard_base or config.param_dtype is None:
         return
-    for name, parameter in _base_parameters(model, config).items():
+    for name, parameter in _base_parameters(setup).items():
         if parameter.is_floating_point() and parameter.dtype != config.param_dtype:
             raise ValueError(
                 f"shard_base=False: {name} is {parameter.dtype}, and the dtype to compute in is {config.param_dtype}, "
@@ -235,17 +235,16 @@ def check_whole_base(model: nn.Module, config: ParallelConfig) -> None:
             )
 
 
-def _base_parameters(model: nn.Module, config: ParallelConfig) -> dict[str, nn.Parameter]:
+def _base_parameters(setup: Setup) -> dict[str, nn.Parameter]:
     """Map names to the parameters that `shard_base=False` leaves whole: those that cannot train."""
-    adapters = adapter_parameters(model)
     return {
         name: parameter
-        for name, parameter in model.named_parameters()
-        if name not in adapters and (config.require_adapters or not parameter.requires_grad)
+        for name, parameter in setup.model.named_parameters()
+        if name not in setup.adapters and (setup.config.require_adapters or not parameter.requires_grad)
     }
 
 
-def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig) -> list[nn.Module]:
+def make_units(setup: Setup) -> list[nn.Module]:
     """Make each block an FSDP unit, and the rest another one; return the layers tied to layers of other blocks.
 
     Without `config.shard_base` one unit holds what trains, and the base is in none.
@@ -261,6 +260,7 @@ def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, conf
     | its lora_A [8, 64] | (Shard(0), Shard(1)) | [8, 32] | [4, 32] |
     | its lora_B [64, 8] | (Shard(0), Replicate) | [64, 8] | [32, 8] |
     """
+    model, blocks, mesh, config = setup.model, setup.blocks, setup.mesh, setup.config
     # One policy holds for a whole unit. Memory is pinned for copies that overlap with an accelerator's compute.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     sharding: dict[str, Any] = {
@@ -272,7 +272,7 @@ def make_units(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, conf
         "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},
     }
     if not config.shard_base:
-        sharding["ignored_params"] |= {*_base_parameters(model, config).values()}
+        sharding["ignored_params"] |= {*_base_parameters(setup).values()}
         blocks = []
     tied = _tied_across(model, blocks)
     for layers in tied:
@@ -382,6 +382,6 @@ def fit_parameters(setup: Setup) -> None:
 def shard_over_dp(setup: Setup) -> None:
     """Apply FSDP2, if it has work, with the guards that it needs."""
     if wants_fsdp(setup.mesh, setup.config):
-        setup.tied_across = make_units(setup.model, setup.blocks, setup.mesh, setup.config)
+        setup.tied_across = make_units(setup)
         setup.order = install_order_check(setup.model, stage_mesh(setup.mesh), setup.gradients)
         gather_for_calls(setup.model, setup.tied_across, () if setup.config.shard_base else {*setup.blocks})

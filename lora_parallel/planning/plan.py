@@ -185,7 +185,7 @@ def plan_layers(setup: Setup) -> None:
     check_fresh(setup.model)
     if wants_fsdp(setup.mesh, setup.config):
         check_scalars(setup.model)
-        check_whole_base(setup.model, setup.config)
+        check_whole_base(setup)
     keep_factored(setup.model)  # the plan is made of what is computed on a mesh
     config, tp = setup.config, setup.mesh["tp"].size()
     globs = None if isinstance(config.tp_plan, str) else config.tp_plan

@@ -10,7 +10,7 @@ BREAKAGES = [
         "guard",
         "With shard_base=False a base in another dtype than the one to compute in is not cast, and computes as it is.",
         f"{ENGINE}/fsdp/test_whole_base.py::test_what_would_be_wrong_is_refused",
-        """    check_whole_base(setup.model, setup.config)\n""",
+        """    check_whole_base(setup)\n""",
         """    pass\n""",
     ),
     Mutant(
