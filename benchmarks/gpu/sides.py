@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.gpu.outcomes import NotInstalled, NotSupported
 from benchmarks.gpu.training import place
 from lora_parallel import clip_grad_norm_, parallelize
-from tests.oracle import SEVEN
+from tests.oracle import SEVEN, parse_mesh
 
 Shape = Mapping[str, int]
 
@@ -26,6 +26,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, compile": {"compile": True},
     "ours, compile, loss_parallel": {"compile": True, "loss_parallel": True},
+    "ours, compile, base whole": {"compile": True, "shard_base": False},
 }
 """Our sides, with their options of `ParallelConfig`."""
 
@@ -83,6 +84,8 @@ def sides(
     if peer is not None and peer in _PREPARED:
         _PREPARED[peer]()  # nothing is measured without the peer
     for name, options in OURS.items():
+        if "shard_base" in options and parse_mesh(mesh)["dp_shard"] == 1:
+            continue
         try:
             where, config = place(mesh, device, options)
         except NotSupported as refusal:

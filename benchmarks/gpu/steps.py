@@ -14,7 +14,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"activation_checkpointing": True},
     "sequence parallel": {"sequence_parallel": True},
     "cpu_offload": {"cpu_offload": True},
+    "base whole": {"shard_base": False},
+    "prefetch": {"prefetch_blocks": 1},
 }
+_OF_SEVERAL_RANKS = ("sequence parallel", "base whole", "prefetch")
 LLAMA_8B = {
     "hidden": 4096,
     "intermediate": 14336,
@@ -136,7 +139,7 @@ def _features(meshes: list[str]) -> list[Step]:
         for mesh in meshes
         for name, config in FEATURES.items()
         for precision in (("float32", "bf16") if name == "compile" else ("float32",))
-        if mesh != "1x1" or name != "sequence parallel"
+        if mesh != "1x1" or name not in _OF_SEVERAL_RANKS
     ]
 
 
