@@ -155,12 +155,13 @@ STYLES = {"*.q_proj": "colwise_gather_output", "lm_head": "replicate"}
 
 def test_what_trains_and_how_layers_are_cut_are_handed_on(tmp_path, monkeypatch):
     """By the file, and as `accelerate-lora launch` writes them to the environment; the plugin may say the same."""
-    mine = {"parallelism_config_require_adapters": False, "parallelism_config_tp_plan": STYLES}
+    want = {"require_adapters": False, "shard_base": False, "tp_plan": STYLES}
+    mine = {f"parallelism_config_{key}": value for key, value in want.items()}
     path = written(tmp_path, parallelism_config={"parallelism_config_tp_size": 2, **mine})
     monkeypatch.setattr(config_file, "_launched_with", lambda: path)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setattr(config_file, "check_config_file", config_file.check_config_file.__wrapped__)
-    assert config_file.own_settings() == {"require_adapters": False, "tp_plan": STYLES}
+    assert config_file.own_settings() == want
     monkeypatch.setattr(cli, "launch_command", lambda options: None)
     for key in mine:
         monkeypatch.setenv(key.upper(), "")
@@ -170,9 +171,9 @@ def test_what_trains_and_how_layers_are_cut_are_handed_on(tmp_path, monkeypatch)
     cli.launch(["--config_file", str(path), str(script)])
     monkeypatch.setattr(config_file, "_launched_with", lambda: None)
     settings = config_file.own_settings()
-    assert settings == {"require_adapters": False, "tp_plan": STYLES}
+    assert settings == want
     config = LoRAParallelPlugin().parallel_config({"tp": 2}, "no", configured=settings)
-    assert (config.require_adapters, config.tp_plan) == (False, STYLES)
+    assert (config.require_adapters, config.shard_base, config.tp_plan) == (False, False, STYLES)
     with pytest.raises(ValueError, match="require_adapters is True by LoRAParallelPlugin and False by the config"):
         LoRAParallelPlugin(require_adapters=True).parallel_config({"tp": 2}, "no", configured=settings)
 
@@ -213,8 +214,10 @@ def test_config_writes_that_something_else_trains(tmp_path):
     path = written(tmp_path)
     assert "parallelism_config_require_adapters" not in yaml.safe_load(path.read_text())["parallelism_config"]
     options = ["--num_machines", "1", "--tp_size", "1", "--dp_replicate_size", "1", *REST]
-    cli.config(["--config_file", str(path), "--force", "--num_processes", "2", *options, "--require_adapters", "no"])
-    assert yaml.safe_load(path.read_text())["parallelism_config"]["parallelism_config_require_adapters"] is False
+    more = ["--require_adapters", "no", "--shard_base", "no"]
+    cli.config(["--config_file", str(path), "--force", "--num_processes", "2", *options, *more])
+    found = yaml.safe_load(path.read_text())["parallelism_config"]
+    assert found["parallelism_config_require_adapters"] is found["parallelism_config_shard_base"] is False
     assert config_file.check_config(path)
 
 

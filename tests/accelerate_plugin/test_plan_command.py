@@ -65,7 +65,8 @@ def test_no_mesh_fits_is_said_with_remedies(capsys):
 @pytest.mark.parametrize("pipeline", [True, False])
 def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     """Without a pipeline all parameters train."""
-    cost = COST if pipeline else replace(COST, sizes={**SIZES, "pp": 1}, options={"activation_checkpointing": False})
+    whole = replace(COST, options={**COST.options, "shard_base": False})
+    cost = whole if pipeline else replace(COST, sizes={**SIZES, "pp": 1}, options={"activation_checkpointing": False})
     plan = planned(cost) if pipeline else replace(planned(cost), training="all parameters")
     texts = check_and_plan.snippets(plan)
     path = tmp_path / "mesh.yaml"
@@ -89,6 +90,8 @@ def test_what_it_says_to_write_is_taken(pipeline, tmp_path):
     assert isinstance(trainer["strategy"], LoRAParallelStrategy)
     assert trainer["strategy"]._options["require_adapters"] is pipeline
     assert (" --require_adapters no" in texts["Commands"]) is not pipeline
+    assert trainer["strategy"]._options["shard_base"] is not pipeline
+    assert ("parallelism_config_shard_base" in written["parallelism_config"]) is pipeline
     assert trainer.get("accumulate_grad_batches", 1) == (1 if pipeline else 4)
 
 
