@@ -148,6 +148,7 @@ def with_cost(
     """
     sizes, microbatches = mesh.sizes, mesh.microbatches
     pp, shards = sizes["pp"], sizes["dp_shard"] * sizes["cp"]
+    whole_base = not mesh.options.get("shard_base", True)
     parts = []
     for index, bounds in enumerate(stages):
         ends = (index == 0, index == len(stages) - 1)
@@ -155,7 +156,6 @@ def with_cost(
         if pp > 1:
             in_flight = min(pp - index, microbatches)  # 1F1B
             sent_bytes = microbatches * (hidden_bytes * (1 if ends[0] else 2) + logits_bytes * ends[1])
-        whole_base = not mesh.options.get("shard_base", True)
         parts.append(_stage(step, bounds, ends, in_flight - 1, sent_bytes, shards, step_shards, whole_base))
     largest = max(parts, key=lambda part: part["total"])
     busiest = max(parts, key=lambda part: part["flops"])
@@ -163,7 +163,7 @@ def with_cost(
     messages = {axis: microbatches * busiest.get(f"messages {axis}", 0.0) for axis in ("tp", "cp", "dp_shard")}
     if (copies := sizes["dp_replicate"]) > 1:
         sent["dp_replicate"] = 2 * largest["trained"] * (copies - 1) / copies
-        messages["dp_replicate"] = len(step.blocks) / pp + 1
+        messages["dp_replicate"] = 1 if whole_base else len(step.blocks) / pp + 1
     if pp > 1:
         sent["pp"], messages["pp"] = 2.0 * microbatches * hidden_bytes, 2.0 * microbatches
     return replace(
