@@ -172,6 +172,7 @@ class ParallelConfig:
 
     0 leaves it to FSDP2, which gathers the next block's as the host comes to that block (forward), or one ahead
     (backward). 1 serves where the host is slower than the GPU; more hide slower networks. Each takes a block's memory.
+    It has no effect with `shard_base=False`, where blocks have nothing to gather.
     """
 
     shard_base: bool = True
@@ -290,6 +291,10 @@ class ParallelConfig:
                 f"compile={dict(self.compile)!r}: torch.compile has no argument "
                 f"{', '.join(map(repr, unknown))}; it has {', '.join(known)}."
             )
+        try:
+            torch.compile(lambda: None, **self.compile)  # which checks its arguments, and compiles nothing yet
+        except Exception as error:  # of many types, those of the backend too
+            raise ValueError(f"compile={dict(self.compile)!r}: torch.compile refuses it: {error}") from error
         options = self.compile.get("options") or {}
         if (
             self.compile.get("mode") in ("reduce-overhead", "max-autotune")
@@ -301,10 +306,6 @@ class ParallelConfig:
                 "and have not run with weights that FSDP2 gathers into new memory in each: use compile=True or "
                 '{"mode": "max-autotune-no-cudagraphs"}.'
             )
-        try:
-            torch.compile(lambda: None, **self.compile)  # which checks its arguments, and compiles nothing yet
-        except Exception as error:  # of many types, those of the backend too
-            raise ValueError(f"compile={dict(self.compile)!r}: torch.compile refuses it: {error}") from error
 
     @property
     def compile_arguments(self) -> Mapping[str, Any] | None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lora_parallel.adapters.peft_private import refuse_adapters
+from lora_parallel.adapters.peft_private import refuse_adapters, refuse_merge
 from lora_parallel.distributed.dtensors import local, reshard
 from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import dp_size, share_random_state
@@ -293,6 +293,10 @@ def guard_calls(setup: Setup) -> None:
         allow_generate(model, innermost(model), mesh)
     else:
         refuse_generate(model, innermost(model))
+    if not setup.config.shard_base and isinstance(model, FSDPModule):
+        for name, layer in model.named_modules():
+            if isinstance(layer, BaseTunerLayer):
+                refuse_merge(layer, name, "with shard_base=False")
     seal(model, mesh.size())
     if mesh.size() > 1:
         model.__dict__["compile"] = refuse_whole_compile

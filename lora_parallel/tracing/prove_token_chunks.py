@@ -178,6 +178,8 @@ class _Proof:
             for call, _ in self._calls:
                 check_heads(call.heads // self._tp if call.heads % self._tp == 0 else call.heads, self._cp)
         whole = WholeRun(self._tracer, blocks[:1], [blocks[-1], trunk])
+        if len([*whole.pairs(blocks[0], trunk)]) > 1:  # what is called after one of them is before another
+            raise TraceError(f"a forward calls {self._tracer.paths[trunk] or 'it'} more than once")
         problem = self._on_chunks(whole, blocks, trunk, norm_on_chunks=True)
         norm_on_chunks = problem is None
         if problem is not None:

@@ -40,6 +40,7 @@ BAD = [
     ({"compile": {"backend": "bogus"}}, ValueError, "torch.compile refuses it: Invalid backend"),
     ({"compile": {"mode": "reduce-overhead"}}, ValueError, "asks for CUDA graphs.*max-autotune-no-cudagraphs"),
     ({"compile": {"options": {"triton.cudagraphs": True}}}, ValueError, "asks for CUDA graphs"),
+    ({"compile": {"options": "x"}}, ValueError, "torch.compile refuses it"),
     ({"compile": {"back": "inductor"}}, ValueError, "torch.compile has no argument 'back'; it has fullgraph, dynamic"),
 ]
 

@@ -107,6 +107,20 @@ BREAKAGES = [
     ),
     Mutant(
         "guard",
+        "Under cp a model that calls its trunk twice trains on a part of its gradients.",
+        "tests/lora_parallel/tracing/test_token_chunks.py::test_a_trunk_that_is_called_twice_is_refused",
+        """if len([*whole.pairs(blocks[0], trunk)]) > 1:""",
+        """if False:""",
+    ),
+    Mutant(
+        "guard",
+        "With shard_base=False merge_adapter adds a shard of a difference to a whole weight.",
+        "tests/lora_parallel/fsdp/test_whole_base.py::test_what_would_be_wrong_is_refused",
+        """refuse_merge(layer, name, "with shard_base=False")""",
+        """pass""",
+    ),
+    Mutant(
+        "guard",
         "Under cp what mixes tokens outside of attention computes on chunks of them.",
         "tests/lora_parallel/cp/test_context_parallel.py::test_what_would_be_wrong_is_refused",
         """            raise TraceError(problem)

@@ -163,6 +163,7 @@ def refusals() -> dict[str, Any]:
     model: Any = parallelize(CASE.model(), mesh, config)
     model.get_base_model().model.norm.weight.requires_grad_(True)
     ids = torch.arange(12).view(1, 12)
+    found["merge"] = attempt(model.merge_adapter)
     return {**found, "unfrozen": attempt(model, input_ids=ids, labels=ids)}
 
 
@@ -171,5 +172,7 @@ def test_what_would_be_wrong_is_refused(pool):
     for found in pool.run(2, refusals):
         assert isinstance(found["dtype"], Failure)
         assert "shard_base=False: base_model.model.model.embed_tokens.weight is torch.float64" in found["dtype"].message
+        assert isinstance(found["merge"], Failure)
+        assert "q_proj cannot be merged with shard_base=False: save the adapter" in found["merge"].message
         assert isinstance(found["unfrozen"], Failure)
         assert "was frozen when the model was parallelized" in found["unfrozen"].message
