@@ -54,9 +54,9 @@ compute them over their shares, through `lora_parallel.parallelize` with its def
 tiny, in float64, with random weights everywhere (norms, biases, both LoRA factors, magnitudes) and an adapter on every
 linear layer of the blocks. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp; after it stand the sizes of cp and
 pp, and for pp the schedule (1f1b if none is named) and the number of micro-batches (4 if none is named). On meshes with
-pp the models have eight blocks, on all others two. "whole" is `shard_base=False`. A micro-batch has two rows or more: plain PEFT in one process that
+pp the models have eight blocks, on all others two. A micro-batch has two rows or more: plain PEFT in one process that
 computes the eight rows one by one differs from itself by 1e-7 in GPT-J's attention and 1e-6 in Llama 4's router, which
-compute in float32 and round a single row in another way.
+compute in float32 and round a single row in another way. "whole" is `shard_base=False`.
 
 A cell is one of
 
