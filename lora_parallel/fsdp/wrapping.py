@@ -9,6 +9,7 @@ file gather the weights for such a call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -272,8 +273,9 @@ def make_units(setup: Setup) -> list[nn.Module]:
         "ignored_params": {p for p in model.parameters() if p.dim() == 0 and not p.requires_grad},
     }
     if not config.shard_base:
-        sharding["ignored_params"] |= {*_base_parameters(setup).values()}
-        blocks = []
+        base = {*_base_parameters(setup).values()}
+        sharding["ignored_params"] |= base
+        blocks = _of_other_dtypes([p for p in model.parameters() if p not in base], model)
     tied = _tied_across(model, blocks)
     for layers in tied:
         fully_shard(layers, reshard_after_forward=False, **sharding)  # in use from the first of the layers to the last
@@ -291,6 +293,17 @@ def make_units(setup: Setup) -> list[nn.Module]:
                 unit.set_gradient_divide_factor(dp_size(mesh))
                 unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     return inside
+
+
+def _of_other_dtypes(sharded: list[nn.Parameter], model: nn.Module) -> list[nn.Module]:
+    """Return the layers whose parameters have another dtype than most that is sharded: FSDP2 gathers one in a unit."""
+    # Such as a saved head in bfloat16 beside adapters in float32.
+    sizes = Counter[torch.dtype]()
+    for parameter in sharded:
+        sizes[parameter.dtype] += parameter.numel()
+    most = max(sizes, key=sizes.__getitem__, default=None)
+    others = {parameter for parameter in sharded if parameter.dtype != most}
+    return [m for m in model.modules() if any(p in others for p in m._parameters.values() if p is not None)]
 
 
 def _prefetch(blocks: Sequence[nn.Module], count: int) -> None:
