@@ -222,7 +222,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write(path: Path, options: argparse.Namespace) -> None:
-    pipeline = {name: getattr(options, name) for name in ("pp_size", *_OF_A_PIPELINE)}
+    names = ("pp_size", *_OF_A_PIPELINE) if options.pp_size > 1 else ()
+    more = {name: getattr(options, name) for name in names}
+    more |= {"shard_base": False} if options.shard_base == "no" else {}
     sizes = {axis: getattr(options, f"{axis}_size") for axis in ("dp_replicate", "cp", "tp")}
     sizes["dp_shard"] = _shards(options, options.dp_replicate_size)
     machines: dict[str, Any] = {"num_machines": options.num_machines, "same_network": True}
@@ -238,10 +240,7 @@ def _write(path: Path, options: argparse.Namespace) -> None:
         **machines,
         **mesh_sections(
             sizes,
-            {
-                **(pipeline if options.pp_size > 1 else {}),
-                **({"shard_base": False} if options.shard_base == "no" else {}),
-            },
+            more,
             options.activation_checkpointing == "yes",
             options.require_adapters == "yes",
         ),

@@ -82,14 +82,15 @@ def _first_at_rest(module: nn.Module) -> tuple[nn.Module, str] | None:
 class Units:
     """Shard weights again that a forward has left gathered, and let FSDP2 go on after a step that failed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, prefetches: bool) -> None:
         self._model: Any = model
+        self._prefetches = prefetches
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def begin_forward(self, *call: Any) -> None:
         """Shard all weights: what is gathered may be older than the last step of the optimizer."""
         for unit in self._units:
-            if is_being_gathered(unit):  # ahead of a block that has not run since
+            if self._prefetches and is_being_gathered(unit):  # ahead of a block that has not run since
                 unit.unshard()
             unit.reshard()
 
@@ -248,7 +249,7 @@ def _base_parameters(setup: Setup) -> dict[str, nn.Parameter]:
 def make_units(setup: Setup) -> list[nn.Module]:
     """Make each block an FSDP unit, and the rest another one; return the layers tied to layers of other blocks.
 
-    Without `config.shard_base` one unit holds what trains, and the base is in none.
+    Without `config.shard_base` one unit holds what trains, but for layers of another dtype, and the base is in none.
 
     At dp_shard 2 and tp 2, with 64 features and r 8, a rank then has of
 
@@ -397,4 +398,4 @@ def shard_over_dp(setup: Setup) -> None:
     if wants_fsdp(setup.mesh, setup.config):
         setup.tied_across = make_units(setup)
         setup.order = install_order_check(setup.model, stage_mesh(setup.mesh), setup.gradients)
-        gather_for_calls(setup.model, setup.tied_across, () if setup.config.shard_base else {*setup.blocks})
+        gather_for_calls(setup.model, setup.tied_across, {*setup.blocks})

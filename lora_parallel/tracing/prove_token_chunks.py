@@ -166,6 +166,7 @@ class _Proof:
         self._tracer, self._cp, self._tp, self._method = tracer, cp, tp, method
         # Computations of attention on all tokens, and their outputs [rows, tokens, heads, features].
         self._calls: list[tuple[AttentionCall, Tensor]] = []
+        self._rows = self._tokens = 0  # Of the hidden states that the first block is fed
         self._cut: dict[nn.Module, set[str]] = {}  # Names of the arguments of each block that are cut
 
     def places(self) -> Places:
@@ -178,8 +179,13 @@ class _Proof:
             for call, _ in self._calls:
                 check_heads(call.heads // self._tp if call.heads % self._tp == 0 else call.heads, self._cp)
         whole = WholeRun(self._tracer, blocks[:1], [blocks[-1], trunk])
-        if len([*whole.pairs(blocks[0], trunk)]) > 1:  # what is called after one of them is before another
-            raise TraceError(f"a forward calls {self._tracer.paths[trunk] or 'it'} more than once")
+        (start, end), *more = whole.pairs(blocks[0], trunk)
+        name = self._tracer.paths[trunk] or "it"
+        if more:  # what is called after one of them is before another
+            raise TraceError(f"a forward calls {name} more than once")
+        if start.fed is None or end.gave is None or end.gave.shape[:2] != start.fed.shape[:2]:
+            raise TraceError(f"{name} does not return activations of all tokens")
+        self._rows, self._tokens = start.fed.shape[:2]
         problem = self._on_chunks(whole, blocks, trunk, norm_on_chunks=True)
         norm_on_chunks = problem is None
         if problem is not None:
@@ -230,13 +236,9 @@ class _Proof:
         if norm_on_chunks:
             spans += [(last.end, end.end) for last, end in whole.pairs(blocks[-1], trunk)]
         inside = [any(begin < event < end for begin, end in spans) for event in whole.calls]
-        for start, end in whole.pairs(blocks[0], trunk):
-            if start.fed is None or end.gave is None or end.gave.shape[:2] != start.fed.shape[:2]:
-                raise TraceError(f"{self._tracer.paths[trunk] or 'it'} does not return activations of all tokens")
-            rows, tokens = start.fed.shape[:2]
         for rank in range(_RANKS):
             chunks = TokenChunks(_RANKS, rank)
-            chunk = partial(_chunk, chunks, rows, tokens)
+            chunk = partial(_chunk, chunks, self._rows, self._tokens)
             table = RankTable(
                 _WANTED,
                 lambda index, call, chunk=chunk: (chunk, chunk) if inside[index] else (all_of, all_of),  # type: ignore[misc]
@@ -245,10 +247,10 @@ class _Proof:
                     blocks[-1]: (chunks.mine, chunks.mine if norm_on_chunks else all_of),
                     trunk: (chunks.mine if norm_on_chunks else all_of, all_of),
                 },
-                {block: (_positional(block), partial(self._argument, chunks, tokens, block)) for block in blocks},
+                {block: (_positional(block), partial(self._argument, chunks, block)) for block in blocks},
             )
             try:
-                with self._attention_by(partial(self._attend, chunks, tokens, iter(self._calls))):
+                with self._attention_by(partial(self._attend, chunks, iter(self._calls))):
                     run_as_rank(self._tracer, table, whole)
             except FailedError as error:
                 return f"its own code fails on a chunk of them ({error}), as if it mixed tokens outside of attention"
@@ -256,8 +258,8 @@ class _Proof:
                 return str(error)
         return None
 
-    def _argument(self, chunks: TokenChunks, tokens: int, block: nn.Module, name: str, x: Tensor) -> Tensor:
-        if not has_tokens(name, x, tokens):
+    def _argument(self, chunks: TokenChunks, block: nn.Module, name: str, x: Tensor) -> Tensor:
+        if not has_tokens(name, x, self._tokens):
             return x
         self._cut.setdefault(block, set()).add(name)
         return chunks.mine(x)
@@ -265,7 +267,6 @@ class _Proof:
     def _attend(
         self,
         chunks: TokenChunks,
-        tokens: int,
         remaining: Iterator[tuple[AttentionCall, Tensor]],
         kernel: Callable[..., Any],
         implementation: str,
@@ -278,7 +279,7 @@ class _Proof:
         if call is None or output is None or call.module is not module:
             raise TraceError(f"the attention of {name} was computed out of turn, as in a model of several stacks")
         for got, want in zip(args[:3], call.tensors, strict=True):
-            if want.dim() != 4 or want.shape[2] != tokens or not same(got, chunks.mine(want, 2)):
+            if want.dim() != 4 or want.shape[2] != self._tokens or not same(got, chunks.mine(want, 2)):
                 raise TraceError(f"the attention of {name} is not given a chunk of the tokens")
         if chunks.rank == 0:
             self._check_attention(call, output)

@@ -575,7 +575,7 @@ def mesh_in(column: str) -> str:
 
 
 def options_in(column: str) -> dict[str, Any]:
-    """What `ParallelConfig` is told beside the mesh, after which stand a schedule and micro-batches, or "whole"."""
+    """Return what `ParallelConfig` is told beside the mesh: after it stand a schedule and micro-batches, or "whole"."""
     if column.endswith(" whole"):  # the base is not sharded
         return {"shard_base": False}
     if "pp" not in column:

@@ -143,7 +143,7 @@ class Scaled(nn.Module):
 
 
 def met_by_its_own_term():
-    """How often the hook of a parameter is called that a term of the loss reaches, before or after all layers."""
+    """Count the calls of the hook of a parameter that a term of the loss reaches, before or after all layers."""
     mesh, config = on_mesh("1x2", require_adapters=False)
     model, ids, calls = parallelize(Scaled(CASE.model()), mesh, config), CASE.batches()[0], []
     model.scale.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad is not None))

@@ -17,7 +17,7 @@ CASE = Case(steps=2, sizes={"num_hidden_layers": 4})
 
 
 def order_of_gathers(prefetch_blocks: int) -> list[str]:
-    """What happens in the forward and the backward of a step: gathers of blocks, and blocks that begin."""
+    """Return what happens in the forward and the backward of a step: gathers of blocks, and blocks that begin."""
     mesh, config = on_mesh("2x1", prefetch_blocks=prefetch_blocks)
     model: Any = parallelize(CASE.model(), mesh, config)
     found: list[str] = []

@@ -156,9 +156,9 @@ def test_a_checkpoint_knows_nothing_of_it(pool, tmp_path):
     assert relative_error(got, {name: sharded_later[2][name] for name in got}) < 1e-15
 
 
-def with_a_head_in_bfloat16() -> dict[str, torch.Tensor]:
-    """Adapters in float32, as PEFT has them on a base in bfloat16, beside a saved head in the base's dtype."""
-    mesh, config = on_mesh("2x1", shard_base=False)
+def with_a_head_in_bfloat16(shard_base: bool) -> dict[str, torch.Tensor]:
+    """Train adapters in float32, as PEFT has them on a base in bfloat16, beside a saved head in the base's dtype."""
+    mesh, config = on_mesh("2x1", shard_base=shard_base)
     model: Any = causal_lm(dtype=torch.bfloat16)
     model = parallelize(get_peft_model(model, lora_config(modules_to_save=["lm_head"])), mesh, config)
     batch = torch.arange(24).view(2, 12)[dp_rank(mesh)][None]
@@ -167,7 +167,10 @@ def with_a_head_in_bfloat16() -> dict[str, torch.Tensor]:
 
 
 def test_what_trains_in_two_dtypes(pool):
-    first, second = pool.run(2, with_a_head_in_bfloat16)
+    first, second = pool.run(2, with_a_head_in_bfloat16, False)
+    for sharded in pool.run(2, with_a_head_in_bfloat16, True):
+        assert sharded.keys() == first.keys()
+        assert all(torch.equal(sharded[name], tensor) for name, tensor in first.items())
     assert {tensor.dtype for tensor in first.values()} == {torch.bfloat16, torch.float32}
     assert all(
         torch.equal(second[name], tensor) and tensor.any() for name, tensor in first.items() if "lora_A" not in name

@@ -1,4 +1,4 @@
-"""What a proof on chunks of the tokens refuses, without ranks."""
+"""Refuse what a proof on chunks of the tokens cannot hold, without ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TwoPasses(LlamaForCausalLM):
 
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])
 def test_a_trunk_that_is_called_twice_is_refused(method):
-    """What is called after the first time is before the second one, and its gradients would be divided by cp."""
+    """Divide no gradients by cp of what is called after the first time, and so before the second one."""
     model = get_peft_model(TwoPasses(LlamaConfig(**SIZES)), lora_config())
     proof = _Proof(tracer_of(model, clean_names(model)), 2, 1, method)
     with pytest.raises(TraceError, match="a forward calls model more than once"):
