@@ -251,8 +251,8 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
     if best is None:
         least = min(cost.total for cost in costs)
         console.print(
-            f"No mesh fits. The smallest needs {_gib(least)} GiB of {memory:g} GiB, of which 8 % are left free: take "
-            "more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
+            f"No mesh fits. The smallest needs {_gib(least)} GiB of {memory:g} GiB, of which 8 % or more stay free: "
+            "take more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
         )
         return
     console.print(f"\nRecommended: {_mesh_text(best.sizes)} {_options_text(best.options)}".rstrip(), style="bold")

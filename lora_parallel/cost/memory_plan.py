@@ -300,7 +300,8 @@ class _Planner:
         for cost in costs:
             shards = cost.sizes["dp_shard"] * cost.sizes["cp"]
             more = cost.weights * (shards - 1)
-            if self.files["lora"] and shards > 1 and fits(cost.total + more, self.hardware) and not cost.refused:
+            has_room = fits(cost.total + more, cost.sizes, self.hardware)
+            if self.files["lora"] and shards > 1 and has_room and not cost.refused:
                 yield cost.sizes, {**cost.options, "shard_base": False}
 
     def _at(self, candidates: list[_Candidate]) -> list[MeshCost]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_parallel.cost.simulated_step import PHASES, Numbers, StepCost
+from lora_parallel.distributed.mesh import communicators
 from lora_parallel.metrics import PEAKS
 
 
@@ -72,6 +73,7 @@ def predicted_seconds(
 
 
 _RESERVED = 0.08  # of a GPU's memory, for CUDA's context, NCCL's buffers and what the allocator cannot use
+_COMMUNICATOR = 0.7  # GiB, of a group of GPUs with NVLink: https://github.com/NVIDIA/nccl/issues/964 measured 688 MiB
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,26 @@ class MeshCost:
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes that the rank sends in a step, for each axis."""
 
+    communicators: int = 0
+    """Communicators that NCCL keeps buffers for, besides those of a pipeline's neighbours."""
+
     seconds: float = 0.0
     """Predicted seconds of a step."""
 
     fits: bool = False
-    """True if `total` fits the GPU's memory, of which 8 % are left free."""
+    """True if `total` fits the GPU's memory, of which `fits` leaves a part free."""
 
     refused: str = ""
     """The error with which `parallelize` refuses this mesh; empty if it does not."""
 
 
-def fits(total: float, hardware: Hardware) -> bool:
-    """Return True if so many bytes fit a GPU's memory, of which 8 % are left free."""
-    return total <= (1 - _RESERVED) * hardware.gpu_memory * 2**30
+def fits(total: float, sizes: Mapping[str, int], hardware: Hardware) -> bool:
+    """Return True if so many bytes fit the memory of a GPU of this mesh.
+
+    8 % of the memory are left free, or 0.7 GiB for each communicator if that is more.
+    """
+    free = max(_RESERVED * hardware.gpu_memory, _COMMUNICATOR * communicators(sizes))
+    return total <= (hardware.gpu_memory - free) * 2**30
 
 
 def with_cost(
@@ -178,7 +187,8 @@ def with_cost(
         messages={axis: round(count) for axis, count in messages.items() if count},
         sent={axis: round(size) for axis, size in sent.items() if size},
         seconds=predicted_seconds(hardware, sizes, microbatches * busiest["flops"], sent, messages, microbatches),
-        fits=fits(largest["total"], hardware),
+        communicators=communicators(sizes),
+        fits=fits(largest["total"], sizes, hardware),
     )
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -92,15 +93,30 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Device
             backends: Any = dict.fromkeys(axes, "gloo") if gloo else None
             sizes, names = tuple(axes.values()), tuple(axes)
             mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backends)
-            joined = [name for name in _JOINED if ("pp" if name == _STAGE else "cp") in axes]
-            for name in joined:
-                parts = tuple(axis for axis in _JOINED[name] if axis in axes)
+            joined = _joined_axes(axes)
+            for name, parts in joined.items():
                 flatten_axes(mesh, parts, name, "gloo" if gloo else None)
     for axis in (*axes, *joined):
         set_timeout(sub_mesh(mesh, (axis,)).get_group(), config.timeout_seconds)
     atexit.unregister(finish_groups)
     atexit.register(finish_groups)
     return mesh
+
+
+def _joined_axes(axes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Return the axes of a mesh that are made by flattening others, with those others."""
+    names = [name for name in _JOINED if ("pp" if name == _STAGE else "cp") in axes]
+    return {name: tuple(axis for axis in _JOINED[name] if axis in axes) for name in names}
+
+
+def communicators(sizes: Mapping[str, int]) -> int:
+    """Return how many process groups of several ranks a rank of a mesh of these sizes is in.
+
+    NCCL has a communicator with buffers of its own for each. (A pipeline's messages take one more for each neighbour.)
+    """
+    axes, world = mesh_axes(sizes), prod(sizes.values())
+    ranks = [*axes.values(), *(prod(axes[part] for part in parts) for parts in _joined_axes(axes).values())]
+    return (world > 1) + sum(1 < count < world for count in ranks)  # DeviceMesh takes the default group for all ranks
 
 
 def check_restarts(environment: Mapping[str, str] = os.environ) -> None:

@@ -77,23 +77,38 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def begin_gather(numbers: list[int], what: str) -> Callable[[], Tensor]:
     """Begin `gather_numbers`, and return a function that waits for its result. Collective.
 
-    A caller that reads the result after the next step does not wait for the device in between, where all messages of
-    the process group go through the device, as under Lightning on GPUs.
+    A caller that reads the result after the next step does not wait for what its device computes in that step, where
+    all messages of the process group go through the device, as under Lightning on GPUs.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda: torch.tensor([numbers], dtype=torch.int64)
-    mine = torch.tensor([numbers], dtype=torch.int64, device=_device_of_messages())
+    device = _device_of_messages()
+    on_cpu = torch.tensor([numbers], dtype=torch.int64, pin_memory=device != "cpu")
+    mine = on_cpu.to(device, non_blocking=True)
     everybody: Any = dist.group.WORLD
     everyone = [torch.empty_like(mine) for _ in range(everybody.size())]
     with not_profiled():  # a profiler may stop before the result is read
         work = dist.all_gather(everyone, mine, async_op=True)
+    if device == "cpu":
 
-    def result() -> Tensor:
-        with named("numbers", what, everybody):
-            work.wait()
-        return torch.cat(everyone).cpu()
+        def result() -> Tensor:
+            with named("numbers", what, everybody):
+                work.wait()
+            return torch.cat(everyone)
 
-    return result
+        return result
+    # In the caller's stream the copy would come after all that is queued there until the result is read.
+    with torch.Stream(mine.device) as stream:
+        work.wait()
+        copied = torch.cat(everyone).to("cpu", non_blocking=True)
+        event = stream.record_event()
+
+    def copied_result() -> Tensor:
+        event.synchronize()
+        del everyone[:]  # until here: memory that is free may be used again before the copy has run
+        return copied
+
+    return copied_result
 
 
 def _device_of_messages() -> str:

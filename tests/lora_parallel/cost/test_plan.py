@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, Lla
 
 from lora_parallel import ParallelConfig, plan_memory
 from lora_parallel.cost.described_model import DescribedModel, find_stack, shorten
-from lora_parallel.cost.mesh_cost import GPUS, Hardware, possible_meshes, predicted_seconds
+from lora_parallel.cost.mesh_cost import GPUS, Hardware, fits, possible_meshes, predicted_seconds
 from lora_parallel.cost.simulated_step import cost_of_a_step
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.loading.meta_init import meta_init
+from lora_parallel.sizes import AXES
 from tests.cases import cases
 from tests.oracle.cost_rows import KINDS, LLAMA, LORA, MESHES, RANKS, ROWS, TOKENS, measure
 
@@ -223,6 +224,14 @@ def test_meshes_are_those_that_can_be():
         assert copies == 1 or shards * cp * tp == 8
         assert copies == 1 or shards > 1  # which Accelerate refuses under tp and cp
         assert pp == 1 or 16 // (copies * shards) >= pp
+
+
+def test_a_gpu_leaves_room_for_each_communicator():
+    few, many = dict.fromkeys(AXES, 1) | {"dp_shard": 8}, dict.fromkeys(AXES, 1) | {"dp_shard": 2, "cp": 2, "tp": 2}
+    large, small = Hardware(80, 1, 1), Hardware(24, 1, 1)
+    for sizes, hardware, free in [(few, large, 6.4), (many, large, 6.4), (few, small, 1.92), (many, small, 6 * 0.7)]:
+        assert fits((hardware.gpu_memory - free - 0.01) * 2**30, sizes, hardware)
+        assert not fits((hardware.gpu_memory - free + 0.01) * 2**30, sizes, hardware)
 
 
 def test_seconds_follow_from_the_hardware():

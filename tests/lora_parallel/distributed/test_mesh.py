@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from lora_parallel import ParallelConfig, build_mesh
-from lora_parallel.distributed.mesh import axis_rank, dp_mesh, dp_rank, dp_size, mesh_sizes, same_batch_mesh
+from lora_parallel.distributed.mesh import (
+    axis_rank,
+    communicators,
+    dp_mesh,
+    dp_rank,
+    dp_size,
+    mesh_sizes,
+    same_batch_mesh,
+)
+from lora_parallel.distributed.torch_private import fake_process_group
 from lora_parallel.sizes import AXES, mesh_axes
 from tests.oracle import mesh_of
 from tests.oracle.workers import Failure, attempt
@@ -27,6 +39,26 @@ def test_auto_takes_what_the_others_leave():
     assert mesh_axes(mesh_sizes(ParallelConfig(cp=2), 2)) == {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
     assert "pp" not in mesh_axes(mesh_sizes(ParallelConfig(), 2))
     assert "cp" not in mesh_axes(mesh_sizes(ParallelConfig(), 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({}, 0),
+        ({"dp_shard": 4}, 1),
+        ({"dp_shard": 2, "tp": 2}, 3),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 4),
+        ({"dp_shard": 2, "cp": 2, "tp": 2}, 6),
+        ({"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2}, 8),
+    ],
+)
+def test_communicators_are_the_groups_that_a_rank_is_in(sizes, count):
+    config = ParallelConfig(**sizes)
+    with fake_process_group(prod(sizes.values()), 0):
+        build_mesh(config, "cpu")
+        groups = {group for group in _world.pg_names if isinstance(group, dist.ProcessGroup)}
+        assert sum(group.size() > 1 for group in groups) == count
+    assert communicators(mesh_sizes(config, prod(sizes.values()))) == count
 
 
 @pytest.mark.parametrize(
