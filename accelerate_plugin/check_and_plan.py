@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from accelerate.utils import DistributedType, prepare_multi_gpu_env
+from accelerate.utils import DistributedType
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from accelerate_plugin import launch
 from accelerate_plugin.config_file import mesh_sections
+from accelerate_plugin.launch_options import environment_of
 from accelerate_plugin.parallelism import requested_parallelism
 from lora_parallel import MemoryPlan, MeshCost, ParallelConfig, plan_memory
 from lora_parallel.integration import (
@@ -67,13 +68,9 @@ def check_set_up(options: argparse.Namespace, script: list[str], sequence_length
 
 def _become_rank_zero(options: argparse.Namespace) -> None:
     """Put into this process's environment what `accelerate launch` would put into that of rank 0."""
-    # It is private, and the only way to learn what a file means but to launch a process.
-    from accelerate.commands.launch import _validate_launch_command
-
-    options, _, _ = _validate_launch_command(options)
-    options.main_process_port = 0  # nothing listens, and a port that is taken at the moment is no matter
+    environment = environment_of(options)
     world, local = str(options.num_processes), str(int(options.num_processes) // int(options.num_machines or 1))
-    os.environ.update(prepare_multi_gpu_env(options), RANK="0", LOCAL_RANK="0", WORLD_SIZE=world)
+    os.environ.update(environment, RANK="0", LOCAL_RANK="0", WORLD_SIZE=world)
     os.environ.update(LOCAL_WORLD_SIZE=local, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.main_process_port))
 
 

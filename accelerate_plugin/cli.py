@@ -10,30 +10,24 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from accelerate.commands.config.config_args import ClusterConfig, default_config_file
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command
 from accelerate.utils import ComputeEnvironment, DistributedType
 
 from accelerate_plugin.check_and_plan import check_set_up, plan
 from accelerate_plugin.config_file import (
     CONFIG_FILES,
-    LAUNCHERS,
-    check_file,
     check_machines,
     check_share,
-    config_file_of,
     mesh_sections,
     one_of,
-    own_keys,
     whole,
 )
+from accelerate_plugin.launch_options import launch_options
 from lora_parallel import ParallelConfig
 
 
@@ -50,25 +44,11 @@ def main(command: str, arguments: list[str]) -> None:
 
 def launch(arguments: list[str]) -> None:
     """Run `accelerate launch` with these arguments for a script that `accelerate_plugin.launch` runs."""
-    options = _launch_options(arguments)
+    options = launch_options(arguments)
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
     launch_command(options)
-
-
-def _instead(command: str, arguments: list[str]) -> str:
-    """Return the end of an error message: the module to launch in place of a console script, if that is what it is."""
-    # The commands of a package that launch processes, such as `trl sft`, have modules for what they launch.
-    for entry in entry_points(group="console_scripts", name=command):
-        module = entry.module
-        if module.startswith(LAUNCHERS):
-            return f" ({command} is a command that launches processes: launch the script or module that trains itself)"
-        with suppress(ModuleNotFoundError):
-            inner = f"{module.split('.')[0]}.scripts.{arguments[0]}" if arguments else ""
-            module = inner if inner and find_spec(inner) is not None else module
-        return f" ({command} is a command: launch its module, -m {module})"
-    return ""
 
 
 def check(arguments: list[str]) -> None:
@@ -77,7 +57,7 @@ def check(arguments: list[str]) -> None:
     words = ["--config_file", options.config_file] if options.config_file is not None else []
     words += ["--num_processes", str(options.num_processes)] if options.num_processes is not None else []
     script = [*(["-m"] if options.module else []), options.target, *options.rest]
-    check_set_up(_launch_options([*words, *script]), script if options.script else [], options.seq)
+    check_set_up(launch_options([*words, *script]), script if options.script else [], options.seq)
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -105,36 +85,6 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         if options.rest or options.config_file is not None or options.seq is not None:
             parser.error(f"{options.target} is a configuration file, which is checked with --num_processes alone.")
         options.script, options.config_file = "", options.target
-    return options
-
-
-def _launch_options(arguments: list[str]) -> argparse.Namespace:
-    """Return the options of `accelerate launch`, and put the keys that it drops into the environment."""
-    options = launch_command_parser().parse_args(arguments)
-    script = options.training_script
-    if script.endswith(CONFIG_FILES) and not options.module and options.config_file != script:
-        raise ValueError(f"{script} is no script, but a configuration file: give it as --config_file {script}.")
-    path = config_file_of(arguments)
-    if path is None:
-        raise FileNotFoundError(
-            f"{options.config_file or default_config_file} is not there: write it with `accelerate-lora config`, or "
-            "pass --config_file."
-        )
-    if options.cpu:
-        raise ValueError(
-            "--cpu starts one process and drops fsdp_config and parallelism_config: leave it out. On a machine without "
-            "accelerators distributed_type: FSDP runs on the CPU, over gloo."
-        )
-    names = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision")
-    said = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
-    said |= {name: getattr(options, name) for name in getattr(options, "nondefault", ())}
-    content = check_file(path, said)
-    if not options.module and not Path(script).is_file():
-        raise FileNotFoundError(f"{script} is not there{_instead(script, options.training_script_args)}.")
-    if content.get("mixed_precision") is False and options.mixed_precision is None:
-        options.mixed_precision = "no"  # YAML reads an unquoted no as false, which Accelerate cannot handle
-    for key, value in own_keys(content).items():
-        os.environ.setdefault(key.upper(), value)
     return options
 
 
