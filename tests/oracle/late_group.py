@@ -24,13 +24,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 MODES = ("lazy", "eager", "blocking")
@@ -71,7 +72,8 @@ class LateWork(dist.Work):
             raise RuntimeError(f"late: {self._name} failed, or has not run within {timeout}: {error!r}") from error
         values, self._values = self._values, []  # a second wait must not undo what was written since
         for output, value in values:
-            output.copy_(value)
+            with _writing_to([output]):
+                output.copy_(value)
             if value.is_cuda:  # it may be freed, and its memory used again, before the copy has run
                 value.record_stream(torch.cuda.current_stream())
         return True
@@ -116,6 +118,8 @@ class LateGroup(dist.ProcessGroup):
             poisoned: The outputs or parts of outputs that have no value until `wait()`; None for all.
             pair: The two ranks in whose queue the operation runs; empty for the group's queue.
         """
+        # Torch asks a tensor of another class for its values before a backend of its own has it, as it does not here.
+        inputs = [tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone() for tensor in inputs]
         for tensor in (*outputs, *inputs):
             kind = f"late: {name} of a tensor {list(tensor.shape)} of {tensor.dtype}"
             if tensor.dtype not in _DTYPES:
@@ -126,8 +130,9 @@ class LateGroup(dist.ProcessGroup):
                 raise ValueError(f"{kind} by {reduction}: NCCL has no such reduction.")
         sources = [tensor.data.clone() if _overlaps(tensor, outputs) else tensor.data for tensor in inputs]
         values = [tensor.data.clone() for tensor in outputs]
-        for tensor in outputs if poisoned is None else poisoned:
-            _poison(tensor.data)
+        with _writing_to(outputs):
+            for tensor in outputs if poisoned is None else poisoned:
+                _poison(tensor.data)
         issued = _present((*outputs, *inputs))
         future = self._queues[pair].submit(_run_late, run, values, sources, issued)
         if self._mode == "blocking" and not pair:
@@ -240,8 +245,9 @@ class LateGroup(dist.ProcessGroup):
 def _run_late(run: Run, values: Tensors, sources: Tensors, issued: torch.cuda.Event | None) -> None:
     time.sleep(DELAY)
     if issued is None:
-        for work in run(values, sources):
-            work.wait()
+        with _writing_to(values):
+            for work in run(values, sources):
+                work.wait()
         return
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_event(issued)
@@ -265,6 +271,11 @@ def _present(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
 def _overlaps(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     """Return True if `tensor` shares its storage with one of the others."""
     return tensor.untyped_storage().data_ptr() in {other.untyped_storage().data_ptr() for other in others}
+
+
+def _writing_to(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Let torch write to tensors that were made in inference mode, which it refuses elsewhere; NCCL does not ask."""
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()
 
 
 def _poison(tensor: Tensor) -> None:
@@ -296,3 +307,9 @@ def run_backward_in_thread() -> None:
         return engine(*args, **kwargs) if within else thread.submit(engine, *args, **kwargs).result()
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
+
+
+def prepare(mode: str) -> None:
+    """Make this process a rank whose results come late, in one of `MODES`: what a `WorkerPool` calls first."""
+    register(mode)
+    run_backward_in_thread()
