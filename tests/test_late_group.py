@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -51,6 +51,8 @@ TWO_RANKS: dict[str, Job] = {
     "tp": (PLAIN, "1x2", {}),
     "sequence parallel": (PLAIN, "1x2", {"sequence_parallel": True}),
     "dp": (TWICE, "2x1", {}),
+    "dp, base whole": (TWICE, "2x1", {"shard_base": False}),
+    "dp, gathered ahead": (DEEP, "2x1", {"prefetch_blocks": 2}),
     "replicas": (PLAIN, "2x1x1", {}),
     "accumulation and clipping": (CLIPPED, "2x1", {}),
     "cp": (PLAIN, "1x1cp2", {}),
@@ -73,17 +75,15 @@ FOUR_RANKS: dict[str, Job] = {
         "2x2",
         {"sequence_parallel": True, "loss_parallel": True, "activation_checkpointing": True},
     ),
+    "dp and tp, base whole": (CLIPPED, "2x2", {"shard_base": False}),
+    "dp and tp, gathered ahead": (replace(DEEP, steps=2), "2x2", {"prefetch_blocks": 2}),
     "replicas and tp": (PLAIN, "2x1x2", {}),
     "dp and cp": (PLAIN, "2x1cp2", {}),
     "tp and pp": (DEEP, "1x2pp2", {"pp_microbatches": 4}),
+    "dp and pp, base whole": (TWICE, "2x1pp2", {"pp_microbatches": 2, "shard_base": False}),
     "pp 1f1b": (DEEP, "1x1pp4", {"pp_microbatches": 8}),
     "pp gpipe": (DEEP, "1x1pp4", {"pp_microbatches": 8, "pp_schedule": "gpipe"}),
 }
-
-
-def prepare(mode: str) -> None:
-    late_group.register(mode)
-    late_group.run_backward_in_thread()
 
 
 @pytest.fixture(scope="module", params=late_group.MODES)
@@ -93,7 +93,7 @@ def mode(request) -> str:
 
 @pytest.fixture(scope="module")
 def own_pool(mode) -> Iterator[WorkerPool]:
-    with closing(WorkerPool(timeout=20, backend="cpu:late", prepare=partial(prepare, mode))) as workers:
+    with closing(WorkerPool(timeout=20, backend="cpu:late", prepare=partial(late_group.prepare, mode))) as workers:
         yield workers
 
 
