@@ -22,6 +22,7 @@ from lora_parallel.adapters.inspection import adapter_parameters
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.fsdp import unit_order
+from tests import oracle
 from tests.cases import cases
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import Case, causal_lm, full, lora_config, on_mesh, ranks_of, relative_error, trained
@@ -175,6 +176,24 @@ def test_what_trains_in_two_dtypes(pool):
     assert all(
         torch.equal(second[name], tensor) and tensor.any() for name, tensor in first.items() if "lora_A" not in name
     )
+
+
+STAGES = "2x1pp2"
+
+
+def in_stages() -> oracle.Run:
+    run = oracle.sharded(CASE, STAGES, shard_base=False, pp_microbatches=2)
+    run.gradients, run.adapters = (oracle.over_stages(each, STAGES) for each in (run.gradients, run.adapters))
+    return run
+
+
+@pytest.mark.matrix
+def test_stages_of_a_pipeline_have_theirs_whole(pool):
+    want = oracle.reference(CASE)
+    for got in pool.run(ranks_of(STAGES), in_stages):
+        assert got.losses == pytest.approx(want.losses, abs=1e-6)
+        assert relative_error(got.gradients, want.gradients) <= 1e-12
+        assert relative_error(got.adapters, want.adapters) <= 1e-10
 
 
 def refusals() -> dict[str, Any]:
