@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import Cache
 from transformers.utils import ModelOutput
 
-from lora_parallel.distributed.dtensors import tensors_in
+from lora_parallel.distributed.dtensors import tensor_on, tensors_in
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.stage_model import LastStageTensor
 
@@ -199,22 +199,24 @@ class SharedOutputs:
 
     def describe(self, mine: Joined | None) -> Joined:
         """Return the last stage's description on every rank. Collective over the pipeline."""
-        header = torch.full((2 + _SIZES,), -1, dtype=torch.int64)
+        numbers = [-1, 0]  # of the description, and of sizes
         if mine is not None:
             sizes = [size for leaf in mine.leaves for size in leaf.shape]
             if len(sizes) <= _SIZES:
                 alike = [_without_sizes(known) for known in self._known]
                 bare = _without_sizes(mine)
-                header[0], header[1] = alike.index(bare) if bare in alike else -1, len(sizes)
-                header[2 : 2 + len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
-        header = self._links.broadcast(header.to(self._device)).cpu()
-        number, count = int(header[0]), int(header[1])
+                numbers = [alike.index(bare) if bare in alike else -1, len(sizes), *sizes]
+        padding = [-1] * (2 + _SIZES - len(numbers))
+        header = self._links.broadcast(tensor_on(self._device, [*numbers, *padding], torch.int64))
+        if mine is None:  # the last stage knows what it has sent, and does not wait for its device
+            numbers = header.tolist()
+        number, count = numbers[:2]
         if number < 0:
             self._known.append(self._links.broadcast_object(mine))
             return self._known[-1]
         if mine is not None:
             return mine
-        remaining = iter(header[2 : 2 + count].tolist())
+        remaining = iter(numbers[2 : 2 + count])
         known = self._known[number]
         leaves = [replace(leaf, shape=tuple(next(remaining) for _ in leaf.shape)) for leaf in known.leaves]
         return Joined(known.containers, leaves)
