@@ -1,7 +1,7 @@
 """In a training step no line of the product waits for the device, and nothing that it needs is left on the CPU.
 
-A step that runs ahead of its GPU hides the host's time; one wait for the GPU in it shows all of that time. Here rank 0
-of each mesh trains on a device that has no values, and notes who waits (tests/oracle/fake_device.py).
+A step that runs ahead of its GPU hides the host's time, and one wait for the GPU in it shows all of that time. Here one
+rank of each mesh trains on a device that has no values (tests/oracle/fake_device.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,42 +18,107 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lora_parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
+from lora_parallel import ParallelConfig, TenantPool, build_mesh, clip_grad_norm_, parallelize
 from lora_parallel.distributed.dtensors import local, tensor_on
 from tests import oracle
 from tests.oracle import Case, fake_device
+from tests.oracle.expert_rows import ATTENTION, BY_EXPERTS, MIXTRAL, STACKS
 from tests.oracle.fake_device import DEVICE, Event, Wait
+from tests.oracle.rows import build
+from tests.oracle.tenant_rows import add, loss_of
 from tests.oracle.workers import FAKE, WorkerPool
 
-ONE_BLOCK = {"num_hidden_layers": 1}
-DROPOUT: dict[str, Any] = {"lora": {"lora_dropout": 0.1}}
+Step = Callable[[Tensor], None]
 
-JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "tp": ("1x2", {}, {}),
-    "dp": ("2x1", {"sizes": {"num_hidden_layers": 2}}, {}),
-    "dp and tp": ("2x2", {}, {}),
-    "cp by ulysses": ("1x1cp2", DROPOUT, {}),
-    "cp by all_gather": ("2x1cp2", {}, {"cp_method": "all_gather"}),
-    "sequence parallel, sliced loss, dropout": ("2x2", DROPOUT, {"sequence_parallel": True, "loss_parallel": True}),
-    "fused layers": ("1x2", {"family": "phi3", "lora": {"target_modules": "all-linear"}}, {}),
-    "recomputation, dropout": ("2x2", DROPOUT, {"activation_checkpointing": True}),
-    "whole base": ("2x2", {}, {"shard_base": False}),
-    "DoRA": ("2x2", {"lora": {"use_dora": True}}, {}),
-    "bfloat16": ("2x2", {}, {"param_dtype": torch.bfloat16}),
+
+def model_of(blocks: int = 1, **changes: Any) -> nn.Module:
+    return Case(**{"dtype": torch.float32, "sizes": {"num_hidden_layers": blocks}, **changes}).model()
+
+
+def base() -> nn.Module:
+    return oracle.causal_lm(dtype=torch.float32, num_hidden_layers=1).train()
+
+
+def mixtral() -> nn.Module:
+    # transformers' grouped products need bfloat16 and rows of 16 bytes.
+    sizes = {**MIXTRAL, "num_hidden_layers": 1, "intermediate_size": 64}
+    lora = {"r": 8, "target_modules": ATTENTION, "target_parameters": STACKS}
+    return build("MixtralForCausalLM", sizes, **lora).bfloat16()
+
+
+def adapter_step(model: nn.Module) -> Step:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+
+    def step(ids: Tensor) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        clip_grad_norm_(parameters, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def tenants_step(model: nn.Module) -> Step:
+    pool, names = TenantPool(model), ["ada", "bea"]
+    for name in names:
+        add(pool, name)
+
+    def step(ids: Tensor) -> None:
+        with pool.route([name for name in names for _ in range(len(ids) // 2)]):
+            loss_of(model(input_ids=ids).logits, ids).backward()
+        for name in names:
+            pool.step(name)
+
+    return step
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rank of a mesh that trains a model."""
+
+    mesh: str
+    config: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], nn.Module] = model_of
+    rank: int = 0
+    step_of: Callable[[nn.Module], Step] = adapter_step
+
+
+dropout = partial(model_of, lora={"lora_dropout": 0.1})
+fused = partial(model_of, family="phi3", lora={"target_modules": "all-linear"})
+JOBS = {
+    "tp": Job("1x2"),
+    "dp": Job("2x1", model=partial(model_of, blocks=2)),
+    "dp and tp": Job("2x2"),
+    "cp by ulysses": Job("1x1cp2", model=dropout),
+    "cp by all_gather": Job("2x1cp2", {"cp_method": "all_gather"}),
+    "sequence parallel, sliced loss": Job("2x2", {"sequence_parallel": True, "loss_parallel": True}, dropout),
+    "fused layers": Job("1x2", model=fused),
+    "recomputation": Job("2x2", {"activation_checkpointing": True}, dropout),
+    "whole base": Job("2x2", {"shard_base": False}),
+    "DoRA": Job("2x2", model=partial(model_of, lora={"use_dora": True})),
+    "bfloat16": Job("2x2", {"param_dtype": torch.bfloat16}),
+    "slices of experts": Job("1x2", model=mixtral),
+    "some of the experts": Job("1x2", BY_EXPERTS, mixtral),
+    "tenants": Job("1x2", {"require_adapters": False}, base, step_of=tenants_step),
+    # The others read what the last stage sends them, and here it has no values.
+    "last pipeline stage": Job("1x1pp2", {"pp_microbatches": 2}, partial(model_of, blocks=2), rank=1),
 }
-"""The mesh of a case, what it is and its configuration."""
 
 WAITS = {
     # For the message of the forward before, which the device has sent a whole step ago.
     ("lora_parallel.runtime.same_batch", "begin_forward", "synchronize"),
+    # Once a backward, under 1f1b: gradients that ranks have multiplied by unlike factors must reach no optimizer.
+    ("lora_parallel.pp.loss", "check", "_local_scalar_dense"),
 }
 """Where the host may wait."""
 
 ON_CPU = {
-    "SameBatch._sent",  # the copy of a message, in pinned memory, to be read a step later
-    "RowPartition.order",  # which are read as slices, at set-up and by a save
+    "SameBatch._sent",  # pinned memory, into which the device copies a message that is read a step later
+    "RowPartition.order",  # read as numbers, when weights are cut and saved
     "RowPartition.inverse",
 }
 """Tensors that may be in the CPU's memory."""
@@ -64,64 +130,57 @@ def own_pool() -> Iterator[WorkerPool]:
         yield workers
 
 
+def trained(name: str) -> tuple[set[Wait], set[str]]:
+    """Return where the host waits in the last of three steps, and what the model holds on the CPU then."""
+    job = JOBS[name]
+    with fake_device.rank_on_device(oracle.ranks_of(job.mesh), job.rank):
+        config = ParallelConfig(**oracle.parse_mesh(job.mesh), **job.config)
+        model = parallelize(job.model(), build_mesh(config, DEVICE), config)
+        step = job.step_of(model)
+        for _ in range(3):
+            ids = torch.randint(0, 131, (8 // oracle.dp_of(job.mesh), 12), device=DEVICE)
+            fake_device.WAITS.clear()
+            step(ids)
+        return set(fake_device.WAITS), on_cpu(model)
+
+
 def refused(waits: set[Wait]) -> set[Wait]:
     """Return the waits of the product, without those of libraries that it has called, and those of `WAITS`."""
-    ours = {wait for wait in waits if not wait.module or wait.module.partition(".")[0] == "lora_parallel"}
+    ours = {wait for wait in waits if not wait.module or wait.module.startswith("lora_parallel.")}
     return {wait for wait in ours if (wait.module, wait.function, wait.why) not in WAITS}
-
-
-def trained(name: str) -> tuple[set[Wait], set[str]]:
-    """Return where the host waits in the last of three steps, and what the model then holds on the CPU."""
-    mesh_text, case, settings = JOBS[name]
-    with fake_device.rank_on_device(oracle.ranks_of(mesh_text)):
-        config = ParallelConfig(**oracle.parse_mesh(mesh_text), **settings)
-        mesh = build_mesh(config, DEVICE)
-        model = Case(**{"dtype": torch.float32, "sizes": ONE_BLOCK, **case}).model()
-        parallelize(model, mesh, config)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-        for _ in range(3):
-            ids = torch.randint(0, 131, (8 // oracle.dp_of(mesh_text), 12), device=DEVICE)
-            fake_device.WAITS.clear()
-            model(input_ids=ids, labels=ids).loss.backward()
-            clip_grad_norm_(parameters, 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(p.grad is None for p in parameters)
-        return set(fake_device.WAITS), on_cpu(model)
 
 
 def on_cpu(model: nn.Module) -> set[str]:
     """Return the attributes of modules, and of the product's objects that they hold, that are tensors on the CPU."""
-    found, seen, waiting = set(), set(), [("", model)]
-    while waiting:
-        name, value = waiting.pop()
+    found, seen, left = set(), {}, [("", model)]
+    while left:
+        name, value = left.pop()
         if id(value) in seen:
             continue
-        seen.add(id(value))
-        inner: list[tuple[str, Any]] = []
-        if isinstance(value, Tensor):
-            if local(value).device.type == "cpu":
-                found.add(name)
-        elif isinstance(value, dict):
-            inner = [(name, each) for each in value.values()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            inner = [(name, each) for each in value]
-        elif isinstance(value, partial):
-            inner = [(name, each) for each in (value.func, *value.args, *value.keywords.values())]
-        elif isinstance(value, MethodType):
-            inner = [(name, value.__self__)]
-        elif isinstance(value, FunctionType):
-            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            inner = [(f"{value.__qualname__}.{key}", cell.cell_contents) for key, cell in cells]
-        elif isinstance(value, nn.Module) or type(value).__module__.startswith("lora_parallel."):
-            slots = {key: getattr(value, key, None) for key in getattr(value, "__slots__", ())}
-            inner = [
-                (f"{type(value).__name__}.{key}", each)
-                for key, each in {**getattr(value, "__dict__", {}), **slots}.items()
-            ]
-        waiting.extend(inner)
+        seen[id(value)] = value  # kept: another object would get its number
+        if isinstance(value, Tensor) and local(value).device.type == "cpu":
+            found.add(name)
+        left += inside(name, value)
     return found
+
+
+def inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return what is in a container, in a hook's closure and arguments, or in an object of the product."""
+    if isinstance(value, dict):
+        return [(name, each) for each in value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(name, each) for each in value]
+    if isinstance(value, partial):
+        return [(name, each) for each in (value.func, *value.args, *value.keywords.values())]
+    if isinstance(value, MethodType):
+        return [(name, value.__self__)]
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return [(f"{value.__qualname__}.{key}", cell.cell_contents) for key, cell in cells]
+    if isinstance(value, nn.Module) or type(value).__module__.startswith("lora_parallel."):
+        slots = {key: getattr(value, key) for key in getattr(value, "__slots__", ())}
+        return [(f"{type(value).__name__}.{key}", each) for key, each in (slots or vars(value)).items()]
+    return []
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -161,7 +220,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
     "repeat": (lambda there, here: there.repeat_interleave(there.long()), ["repeat_interleave"]),
     "repeat to a size": (lambda there, here: there.repeat_interleave(there.long(), output_size=3), []),
     "synchronize": (lambda there, here: (Event().synchronize(), torch.gpu.synchronize()), ["synchronize"] * 2),
-    "barrier": (lambda there, here: torch.distributed.barrier(), ["barrier"]),
+    "barrier": (lambda there, here: dist.barrier(), ["barrier"]),
 }
 """Operations with two numbers on the device and two on the CPU, and what the host waits for in them."""
 

@@ -207,6 +207,14 @@ def _tensor(data: Any, *, pin_memory: bool = False, own: Any = torch.tensor, **l
     return made.pin_memory() if pin_memory else made
 
 
+def _broadcast_objects(*_: Any, **kwargs: Any) -> None:
+    note("objects")
+
+
+def _gather_numbers(numbers: list[int], what: str) -> Tensor:
+    return torch.tensor([numbers] * dist.get_world_size())
+
+
 @contextmanager
 def rank_on_device(world_size: int, rank: int = 0) -> Iterator[None]:
     """Make this process a rank of a job on the device within the context; its messages are sent from there only."""
@@ -225,6 +233,10 @@ def rank_on_device(world_size: int, rank: int = 0) -> Iterator[None]:
             "torch.tensor": _tensor,
             "torch.distributed.get_backend": lambda group=None: "fake",
             "torch.distributed.all_gather_object": _gather_object,
+            "torch.distributed.broadcast_object_list": _broadcast_objects,
+            "lora_parallel.tenants.routing.gather_numbers": _gather_numbers,  # by way of the CPU, in a job
+            "lora_parallel.pp.links.is_simulated": lambda: False,
+            "lora_parallel.pp.links.Links.dtype": lambda self, key: torch.float32,  # which no other rank announces
             "lora_parallel.adapters.injection.share_random_state": _nothing,
             "lora_parallel.loading.meta_init.move_to_device": _move,
             # What it reads has no values to compare.
