@@ -34,8 +34,9 @@ from tests.oracle.workers import FAKE, WorkerPool
 Step = Callable[[Tensor], None]
 
 
-def model_of(blocks: int = 1, **changes: Any) -> nn.Module:
-    return Case(**{"dtype": torch.float32, "sizes": {"num_hidden_layers": blocks}, **changes}).model()
+def model_of(blocks: int = 1, family: str = "llama", **lora: Any) -> nn.Module:
+    lora = {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"], **lora}
+    return Case(family, torch.float32, lora=lora, sizes={"num_hidden_layers": blocks}).model()
 
 
 def base() -> nn.Module:
@@ -87,8 +88,8 @@ class Job:
     step_of: Callable[[nn.Module], Step] = adapter_step
 
 
-dropout = partial(model_of, lora={"lora_dropout": 0.1})
-fused = partial(model_of, family="phi3", lora={"target_modules": "all-linear"})
+dropout = partial(model_of, lora_dropout=0.1)
+fused = partial(model_of, family="phi3", target_modules="all-linear")
 JOBS = {
     "tp": Job("1x2"),
     "dp": Job("2x1", model=partial(model_of, blocks=2)),
@@ -99,7 +100,7 @@ JOBS = {
     "fused layers": Job("1x2", model=fused),
     "recomputation": Job("2x2", {"activation_checkpointing": True}, dropout),
     "whole base": Job("2x2", {"shard_base": False}),
-    "DoRA": Job("2x2", model=partial(model_of, lora={"use_dora": True})),
+    "DoRA": Job("2x2", model=partial(model_of, use_dora=True)),
     "bfloat16": Job("2x2", {"param_dtype": torch.bfloat16}),
     "slices of experts": Job("1x2", model=mixtral),
     "some of the experts": Job("1x2", BY_EXPERTS, mixtral),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from itertools import chain
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 DEVICE = "gpu"
@@ -130,7 +130,8 @@ class _Device(TorchDispatchMode):
         if not {Tensor, FakeTensor, nn.Parameter}.issuperset(types):
             return NotImplemented  # of a DTensor: its operations on local parts come here, too
         name, kwargs = func._overloadpacket.__name__, kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = (each if isinstance(each, (list, tuple)) else (each,) for each in (*args, *kwargs.values()))
+        inputs = [each for each in chain.from_iterable(given) if isinstance(each, Tensor)]
         if name == "is_pinned":
             return self._is_pinned(inputs[0])
         if name == "_pin_memory" or kwargs.get("pin_memory"):  # torch cannot pin memory for such a device
@@ -239,7 +240,9 @@ def rank_on_device(world_size: int, rank: int = 0) -> Iterator[None]:
             "lora_parallel.pp.links.Links.dtype": lambda self, key: torch.float32,  # which no other rank announces
             "lora_parallel.adapters.injection.share_random_state": _nothing,
             "lora_parallel.loading.meta_init.move_to_device": _move,
-            # What it reads has no values to compare.
+            # There are no values to compare.
+            "lora_parallel.runtime.guards.unequal_replicas": lambda parameters, mesh: {},
+            "lora_parallel.runtime.guards.base_fingerprints": lambda model, mesh, stage: {},
             "lora_parallel.runtime.same_batch.SameBatch._compare": lambda self, number, both: (
                 int(both[0]),
                 int(both[1]),
