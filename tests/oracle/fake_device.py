@@ -220,8 +220,8 @@ def _gather_numbers(numbers: list[int], what: str) -> Tensor:
 def rank_on_device(world_size: int, rank: int = 0) -> Iterator[None]:
     """Make this process a rank of a job on the device within the context; its messages are sent from there only."""
     engine: Any = import_module("lora_parallel.parallelize")
-    # Preparations look at values, as they do at those of a model in the CPU's memory.
-    first = engine.PASSES.index(engine.share_random_numbers)
+    # Up to there the model is in the CPU's memory, as users have it. FSDP2 would move it, but not to fake tensors.
+    first = engine.PASSES.index(engine.shard_over_dp)
     passes = (*engine.PASSES[:first], lambda setup: _move(setup.model), *engine.PASSES[first:])
     if dist.is_initialized():
         dist.destroy_process_group()
