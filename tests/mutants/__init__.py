@@ -16,7 +16,7 @@ from pkgutil import iter_modules
 
 ROOT = Path(__file__).parents[2]
 
-PACKAGES = ("accelerate_plugin", "lightning_lora", "lora_parallel")
+PACKAGES = ("accelerate_plugin", "lightning_lora", "lora_parallel", "lora_parallel_autoload")
 
 KINDS = {
     "guard": "Guards against silently wrong numbers and lost work",
@@ -51,8 +51,8 @@ class MutantError(ValueError):
 
 def product_files() -> list[Path]:
     """Return the files of the product, code and data: all but tests, examples, docs and benchmarks."""
-    suffixes = (".py", ".json")
-    return [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*")) if p.suffix in suffixes]
+    files = [p for name in PACKAGES for p in (ROOT / f"{name}.py", *sorted((ROOT / name).rglob("*")))]
+    return [p for p in files if p.suffix in (".py", ".json") and p.is_file()]
 
 
 def mutants() -> list[Mutant]:
