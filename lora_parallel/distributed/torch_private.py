@@ -171,7 +171,10 @@ def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of `tensor` over the ranks of `group`, as a new tensor."""
     if torch.compiler.is_compiling():
-        return funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
+        summed = funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
+        # A view: torch 2.11 keeps what it has waited for, and an autograd function that returned it would get a
+        # gradient of zeros, where the backend of torch.compile does not differentiate ("eager").
+        return summed.view_as(summed)
     summed = tensor.clone()
     dist.all_reduce(summed, group=group)
     return summed
