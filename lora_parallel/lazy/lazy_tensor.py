@@ -211,6 +211,12 @@ def _squeeze(x: LazyTensor, dim: int) -> Node:
     return _select(x, dim, 0) if x.shape[_dim(x, dim)] == 1 else x.node
 
 
+def _squeeze_all(x: LazyTensor) -> Node:
+    for dim in reversed(range(x.dim())):
+        x = x.squeeze(dim)  # type: ignore[assignment]
+    return x.node
+
+
 def _unbind(x: LazyTensor, dim: int = 0) -> list[Node]:
     return [_select(x, dim, index) for index in range(x.shape[_dim(x, dim)])]
 
@@ -234,6 +240,7 @@ _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
     aten.t.default: lambda x: _transpose(x, 0, 1),
     aten.unsqueeze.default: _unsqueeze,
     aten.select.int: _select,
+    aten.squeeze.default: _squeeze_all,
     aten.squeeze.dim: _squeeze,
     aten.unbind.int: _unbind,
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),

@@ -101,6 +101,7 @@ SINGLE = {
     "None": lambda x: x[None, 1:, ..., None],
     "squeeze": lambda x: x[:1].squeeze(0),
     "squeeze of no one": lambda x: x.squeeze(0),
+    "squeeze of all": lambda x: x[:1, None].squeeze(),
     "slice": lambda x: x[1:4],
     "slice, negative": lambda x: x[..., -2:],
     "slice beyond": lambda x: x[3:100],
