@@ -171,12 +171,13 @@ Entries = list[tuple[re.Pattern[str], str]]  # Patterns of layer names, each wit
 # `ALL_PARALLEL_STYLES` in transformers/distributed/tensor_parallel.py and expert_parallel.py.
 _SHOWN_BY_RUNNING = frozenset(
     {
-        *("all_reduce", "colwise_rep", "grouped_gemm", "local_params", "mla_kv_a_proj", "moe_identity_expert"),
-        *("packed_rowwise", "rowwise_rep", "sequence_parallel"),
+        *("all_reduce", "colwise_rep", "ep_router", "grouped_gemm", "local_params", "megamoe_experts"),
+        *("megamoe_router", "mla_kv_a_proj", "moe_identity_expert", "packed_rowwise", "rowwise_rep"),
+        "sequence_parallel",
     }
 )
 # Those of them whose layers compute with slices: where the model cannot be run, nothing else says so.
-_TAKES_SLICES = frozenset({"all_reduce", "grouped_gemm", "local_params", "packed_rowwise"})
+_TAKES_SLICES = frozenset({"all_reduce", "grouped_gemm", "local_params", "megamoe_experts", "packed_rowwise"})
 
 
 def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
