@@ -148,11 +148,12 @@ def problem_8bit(layer: Any) -> str | None:
     """Return the reason why a `Linear8bitLt` cannot be held as bytes, or None if it can."""
     if layer.state.has_fp16_weights:
         return "it keeps its weight in 16 bits (has_fp16_weights=True)"
-    if layer.weight.dtype != torch.int8 or (layer.weight.SCB is None and layer.state.SCB is None):
+    scales = getattr(layer.weight, "SCB", None)  # a plain parameter has none, as transformers 5.17 may leave it
+    scales = scales if scales is not None else layer.state.SCB
+    if layer.weight.dtype != torch.int8 or scales is None:
         return "its weight is not quantised yet"
     if tuple(layer.weight.shape) != (layer.out_features, layer.in_features):
         return _other_shape(layer.weight.shape, layer)
-    scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
     if scales.numel() != layer.out_features:
         return f"its {layer.out_features} rows have {scales.numel()} scales: the checkpoint is incomplete"
     return None
