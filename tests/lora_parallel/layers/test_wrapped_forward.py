@@ -52,13 +52,17 @@ def test_the_last_wrap_is_the_outermost():
 
 
 def test_a_class_that_the_module_is_given_later_recomputes():
-    """Checkpoint in the forward of the last class, as under FSDP2, on what the wrap passes to it."""
+    """Checkpoint in the forward of the last class, as under FSDP2, on what the wrap passes to it.
+
+    Older releases of transformers checkpoint around the call of the module, and recompute the wrap with it.
+    """
     block, calls = Block(), list[str]()
     wrap_forward(block, changing(lambda x: x + 1, calls, "wrap"))
     block.__class__ = type("FSDPBlock", (Block,), {})
     block.gradient_checkpointing, block._gradient_checkpointing_func = True, partial(checkpoint, use_reentrant=False)
     block(torch.tensor(1.0)).backward()
-    assert (calls, block.fed) == (["wrap"], [2.0, 2.0])
+    around_calls = "__call__" in vars(GradientCheckpointingLayer)
+    assert (calls, block.fed) == (["wrap"] * (2 if around_calls else 1), [2.0, 2.0])
     assert block.weight.grad == pytest.approx(2 * torch.tensor(6.0).cos())
 
 

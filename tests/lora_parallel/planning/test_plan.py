@@ -438,10 +438,9 @@ ONE_KV_HEAD = {"num_key_value_heads": 1}
 
 @pytest.mark.parametrize(("layer", "style"), [("q_proj", "colwise"), ("k_proj", "colwise"), ("o_proj", "rowwise")])
 def test_an_entry_that_says_what_is_derived_anyway_changes_nothing(layer, style):
-    derived, told = (
-        resolve_plan(adapted(sizes=ONE_KV_HEAD), globs, 2)
-        for globs in (None, {f"model.layers.0.self_attn.{layer}": style})
-    )
+    # transformers 5.17's plan of the model does not name the embeddings, and beside entries none are added.
+    entries = {f"model.layers.0.self_attn.{layer}": style, "model.embed_tokens": "embedding_rowwise"}
+    derived, told = (resolve_plan(adapted(sizes=ONE_KV_HEAD), globs, 2) for globs in (None, entries))
     assert [*told.styles.values()] == [*derived.styles.values()]
     assert [*told.partitions.values()] == [*derived.partitions.values()]
 
