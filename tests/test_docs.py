@@ -19,8 +19,6 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
 from torch.distributed.run import get_args_parser
 
 from accelerate_plugin import cli
@@ -275,6 +273,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def outside(picture: Path, widen: float = 1.1) -> list[str]:
     """The texts of an SVG that a wide font (DejaVu Sans, `widen` times as wide) would carry out of the viewBox."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
     root = ElementTree.parse(picture).getroot()
     left, top, width, height = map(float, root.attrib["viewBox"].split())
     rules = dict(re.findall(r"([.\w]+) \{ ([^}]*) \}", root.find(f"{SVG}style").text))

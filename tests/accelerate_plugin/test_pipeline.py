@@ -21,11 +21,10 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainingArguments
 
 from accelerate_plugin import LoRAParallelPlugin, cli, config_file
-from tests.accelerate_plugin import test_checkpoint, test_data, test_launch, test_trainer, test_trl
+from tests.accelerate_plugin import test_checkpoint, test_data, test_launch, test_trainer
 from tests.accelerate_plugin.harness import environment, launched, plugin, trains
 from tests.cases import cases
 from tests.oracle import Case, Run, causal_lm, ranks_of, reference, relative_error
-from tests.oracle.trainer_rows import write_base
 from tests.oracle.workers import Failure, attempt
 
 one_process = test_trainer.one_process
@@ -158,11 +157,16 @@ def test_what_else_a_trainer_does(pool, base, tmp_path):
 
 @pytest.fixture(scope="module")
 def chat_base(tmp_path_factory) -> Path:
+    pytest.importorskip("trl")
+    from tests.oracle.trainer_rows import write_base
+
     return write_base(tmp_path_factory.mktemp("base"))
 
 
 def packed_or_tuned(base: Path, output: Path, mesh: str, kinds: list[str]) -> dict[str, Any]:
     """As `tuned`. TRL packs a batch into one row, which is one micro-batch."""
+    from tests.accelerate_plugin import test_trl
+
     count = {"PARALLELISM_CONFIG_PP_MICROBATCHES": "1"} if kinds == ["packing"] else {}
     test_trl.environment = partial(environment, **count)  # type: ignore[assignment]
     try:
@@ -179,6 +183,8 @@ def packed_or_tuned(base: Path, output: Path, mesh: str, kinds: list[str]) -> di
     ),
 )
 def test_trainers_of_trl(pool, chat_base, tmp_path, mesh, kinds):
+    from tests.accelerate_plugin import test_trl
+
     wanted = test_trl.tuned(chat_base, tmp_path / "one", "", kinds)
     answers = pool.run(ranks_of(mesh), packed_or_tuned, chat_base, tmp_path / "pp", mesh, kinds)
     same = ["loss", "grad_norm", "learning_rate", "num_tokens", "epoch", "entropy", "mean_token_accuracy"]

@@ -19,7 +19,6 @@ from accelerate.utils import (
 from peft import IA3Config
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer, TrainingArguments
-from trl import DPOConfig, GRPOConfig
 
 from accelerate_plugin import LoRAParallelPlugin
 from tests.accelerate_plugin.harness import environment, launched, plugin
@@ -185,18 +184,6 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "another optimizer on one rank": (lambda: other_optimizer("kind"), ["AdamW", "SGD", "rank 1"]),
     "another rate on one rank": (lambda: other_optimizer("rate"), ["'lr': 1.0", "'lr': 2.0"]),
     "fewer parameters on one rank": (lambda: other_optimizer("fewer"), ["28 parameters", "27 parameters"]),
-    "precomputed": (
-        lambda: os.environ.update(FSDP) or DPOConfig("out", precompute_ref_log_probs=True, bf16=False),
-        ["precompute_ref_log_probs"],
-    ),
-    "vLLM": (
-        lambda: os.environ.update(FSDP) or GRPOConfig("out", use_vllm=True, bf16=False),
-        ["use_vllm=True does not work with a sharded model", "rollout_func", "docs/serving.md"],
-    ),
-    "continuous batching": (
-        lambda: os.environ.update(FSDP) or GRPOConfig("out", use_transformers_continuous_batching=True, bf16=False),
-        ["use_transformers_continuous_batching=True does not work"],
-    ),
     "one rank only": (one_rank, ["no PEFT layers"]),
     "another plugin": (twice, ["made before with other settings"]),
     "an Accelerator before": (made_before, ["made before"]),
@@ -213,21 +200,50 @@ BAD: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-def tried() -> dict[str, Any]:
+def made_for_trl(kind: str, **settings: Any) -> Any:
+    import trl
+
+    os.environ.update(FSDP)
+    return getattr(trl, kind)("out", bf16=False, **settings)
+
+
+BAD_OF_TRL: dict[str, tuple[Any, list[str]]] = {
+    "precomputed": (lambda: made_for_trl("DPOConfig", precompute_ref_log_probs=True), ["precompute_ref_log_probs"]),
+    "vLLM": (
+        lambda: made_for_trl("GRPOConfig", use_vllm=True),
+        ["use_vllm=True does not work with a sharded model", "rollout_func", "docs/serving.md"],
+    ),
+    "continuous batching": (
+        lambda: made_for_trl("GRPOConfig", use_transformers_continuous_batching=True),
+        ["use_transformers_continuous_batching=True does not work"],
+    ),
+}
+
+
+def tried(of_trl: bool) -> dict[str, Any]:
     answers = {}
-    for name, (make, _) in BAD.items():
+    for name, (make, _) in (BAD_OF_TRL if of_trl else BAD).items():
         with launched():
             answers[name] = attempt(make)
     return answers
 
 
-def test_bad_input_is_one_error_on_every_rank(pool):
-    for rank, answers in enumerate(pool.run(4, tried)):
+def check_errors(bad: dict[str, tuple[Any, list[str]]], of_ranks: list[dict[str, Any]]) -> None:
+    for rank, answers in enumerate(of_ranks):
         for name, answer in answers.items():
             assert isinstance(answer, Failure), f"{name}: nothing was raised on rank {rank}"
             assert answer.kind in ("ValueError", "TypeError", "RuntimeError"), f"{name}:\n{answer.trace}"
-            for words in BAD[name][1]:
+            for words in bad[name][1]:
                 assert words in answer.message, f"{name} on rank {rank}: {answer.message}"
+
+
+def test_bad_input_is_one_error_on_every_rank(pool):
+    check_errors(BAD, pool.run(4, tried, False))
+
+
+def test_bad_input_for_trl_is_one_error_on_every_rank(pool):
+    pytest.importorskip("trl")
+    check_errors(BAD_OF_TRL, pool.run(4, tried, True))
 
 
 def of_a_trainer() -> list[Any]:

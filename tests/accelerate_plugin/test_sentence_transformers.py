@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer import losses
 from torch import nn
 from transformers import set_seed
+
+pytest.importorskip("datasets")
+pytest.importorskip("sentence_transformers")
+
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer import losses
 
 from accelerate_plugin import trainer
 from tests.accelerate_plugin.harness import environment, launched

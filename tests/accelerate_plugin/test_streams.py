@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers import Trainer
+
+pytest.importorskip("datasets")
+
+from datasets import IterableDataset
 
 from tests.accelerate_plugin.harness import environment, launched
 from tests.accelerate_plugin.test_trainer import make

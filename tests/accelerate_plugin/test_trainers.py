@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("trl")  # and `datasets`, which it needs
+
 from tests.cases import cases
 from tests.oracle import ranks_of
 from tests.oracle.trainer_rows import ROWS, errors, tuned, write_base

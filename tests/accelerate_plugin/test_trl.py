@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+pytest.importorskip("trl")  # and `datasets`, which it needs
+
+from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.accelerate_plugin.harness import environment, launched

@@ -314,5 +314,6 @@ def test_the_results_replace_what_follows_the_mark(tmp_path):
     assert "| 1x1 | PEFT | 2 of 32, 1000 | 300.0 (300.0 to 300.0) | 3,333 | 33.3% | 1.50 | 2.0 |" in text
     assert "| speed to plain PEFT's (ours) | >= 1.3 | 1.50 |" in text
     assert "- ours, compile: not supported: not &#124; yet" in text
-    assert (tmp_path / "docs" / "assets" / "gpu.png").exists()
     json.dumps(figures)
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "docs" / "assets" / "gpu.png").exists()

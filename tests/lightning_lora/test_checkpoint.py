@@ -19,7 +19,6 @@ from lightning.pytorch.tuner import Tuner as RateFinder
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lora_parallel import storage
 from lora_parallel.adapters import adapter_folder as adapter_writer
@@ -214,6 +213,8 @@ def test_a_resumed_run_equals_one_on_another_mesh(pool, others, tmp_path):
 
 def counted(mesh: str, folder: str, step: int = 0) -> list[float]:
     """Losses of an epoch of six batches in the order of Lightning's sampler, which torchdata's loader counts."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     dp = dp_of(mesh)
     module = Scheduled(seed=1 + step, dropout=0.0)
     callbacks = [] if step else [every_two_steps(folder)]
@@ -227,6 +228,7 @@ def counted(mesh: str, folder: str, step: int = 0) -> list[float]:
 
 @pytest.mark.parametrize(("wrote", "others"), cases(("2x1", ["1x2"]), matrix=[("2x2", ["1x2", "2x1"])]))
 def test_a_loaders_position_is_that_of_all_ranks(pool, wrote, others, tmp_path):
+    pytest.importorskip("torchdata")
     whole = pool.run(ranks_of(wrote), counted, wrote, str(tmp_path))[0]
     for mesh in others:
         for losses in pool.run(2, counted, mesh, str(tmp_path), 2):

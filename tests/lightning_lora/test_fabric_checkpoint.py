@@ -17,7 +17,6 @@ from lora_parallel.distributed.dtensors import local
 from tests.cases import cases
 from tests.lightning_lora import modules as m
 from tests.lightning_lora.harness import ROWS, Tokens, fabric, global_means, loader, tidy, trainer, tuner
-from tests.lightning_lora.test_loader_position import loader as position
 from tests.oracle import fill_adapters, full, ranks_of, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
@@ -188,6 +187,8 @@ def test_what_can_be_in_a_state(pool, mesh, tmp_path):
 
 def moved(folder: str) -> tuple[list[int], bool]:
     """Save as two data-parallel ranks, and go on as one: the next rows of the loader, and whether the same is drawn."""
+    from tests.lightning_lora.test_loader_position import loader as position
+
     rank = torch.distributed.get_rank()
     with tidy():
         loop = Loop("2x1")

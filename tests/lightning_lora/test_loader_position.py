@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DistributedSampler
+
+pytest.importorskip("torchdata")
+
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 

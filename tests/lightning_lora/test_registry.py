@@ -108,6 +108,7 @@ ARGUMENTS = [
 
 def command_line(namespace: tuple[str, str], arguments: list[str], devices: int) -> Any:
     """The strategy that LightningCLI makes."""
+    pytest.importorskip("jsonargparse")
     lightning, ours = namespace
 
     class Module(import_module(lightning).LightningModule):
@@ -143,6 +144,7 @@ def test_command_line(namespace):
 
 def in_a_file(namespace: tuple[str, str], strategy: Any, folder: Path) -> Any:
     """The strategy that LightningCLI makes of a YAML file with this `strategy:`."""
+    pytest.importorskip("jsonargparse")
     file = folder / "config.yaml"
     trainer = {"accelerator": "cpu", "devices": 8, "logger": False, "strategy": strategy}
     file.write_text(yaml.safe_dump({"trainer": trainer}))

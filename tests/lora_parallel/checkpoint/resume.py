@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 
 from lora_parallel import clip_grad_norm_, latest_checkpoint, load_checkpoint, parallelize, save_checkpoint
@@ -28,6 +27,8 @@ def _groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def _schedule_free(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
     optimizer = AdamWScheduleFree(parameters.values(), lr=1e-2, warmup_steps=2)
     optimizer.train()
     return optimizer

@@ -95,6 +95,8 @@ OWN_WAYS = ["AdamW, two groups", "schedule-free"]
 )
 def test_optimizers(pool, tmp_path, optimizer):
     """Their states go from 2x1 to 2x1, bit for bit, and to 1x2."""
+    if optimizer == "schedule-free":
+        pytest.importorskip("schedulefree")
     goes_on(pool, Job(optimizer=optimizer), tmp_path)
 
 
