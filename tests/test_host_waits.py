@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from lora_parallel import ParallelConfig, TenantPool, build_mesh, clip_grad_norm_, parallelize
 from lora_parallel.distributed.dtensors import local, tensor_on
+from lora_parallel.distributed.rank_checks import begin_gather
 from tests import oracle
+from tests.cases import cases
 from tests.oracle import Case, fake_device
 from tests.oracle.expert_rows import ATTENTION, BY_EXPERTS, MIXTRAL, STACKS
 from tests.oracle.fake_device import DEVICE, Event, Wait
@@ -184,7 +186,11 @@ def inside(name: str, value: Any) -> list[tuple[str, Any]]:
     return []
 
 
-@pytest.fixture(scope="module", params=JOBS)
+MORE = ["dp and tp", "cp by all_gather", "recomputation", "DoRA", "some of the experts"]
+"""Jobs whose lines others have too."""
+
+
+@pytest.fixture(scope="module", params=cases(*(name for name in JOBS if name not in MORE), matrix=MORE))
 def found(own_pool, request) -> tuple[set[Wait], set[str]]:
     return own_pool.run(1, trained, request.param)[0]
 
@@ -195,6 +201,22 @@ def test_the_host_waits_for_nothing(found):
 
 def test_nothing_that_a_step_needs_is_on_the_cpu(found):
     assert found[1] - ON_CPU == set()
+
+
+def gathered() -> tuple[set[str], set[tuple[str, str]]]:
+    """Return what the host waits for as numbers of all ranks are asked for, and where as they are read."""
+    with fake_device.rank_on_device(2):
+        fake_device.WAITS.clear()
+        result = begin_gather([1, 2], "a step")
+        asked = {wait.why for wait in fake_device.WAITS}
+        fake_device.WAITS.clear()
+        assert result().shape == (2, 2)
+        return asked, {(wait.function, wait.why) for wait in fake_device.WAITS}
+
+
+def test_an_answer_that_is_read_a_step_later_waits_for_its_own_message_alone(own_pool):
+    """Lightning's ranks ask each other after each step whether one has received SIGTERM."""
+    assert own_pool.run(1, gathered)[0] == (set(), {("copied_result", "synchronize")})
 
 
 OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {

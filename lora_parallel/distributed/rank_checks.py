@@ -98,9 +98,12 @@ def begin_gather(numbers: list[int], what: str) -> Callable[[], Tensor]:
 
         return result
     # In the caller's stream the copy would come after all that is queued there until the result is read.
-    with torch.Stream(mine.device) as stream:
+    module = torch.get_device_module(device)
+    stream = module.Stream()
+    copied = torch.empty(len(everyone), len(numbers), dtype=torch.int64, pin_memory=True)
+    with module.stream(stream):
         work.wait()
-        copied = torch.cat(everyone).to("cpu", non_blocking=True)
+        copied.copy_(torch.cat(everyone), non_blocking=True)
         event = stream.record_event()
 
     def copied_result() -> Tensor:
