@@ -26,7 +26,7 @@ from accelerate_plugin.accelerator import AcceleratorOverrides
 from accelerate_plugin.parallelism import asked_by_environment, standing_in
 from lora_parallel.integration import defer_from_pretrained
 
-_OLDEST = {"accelerate": "1.15", "transformers": "5.17"}
+_OLDEST = {"accelerate": "1.13", "transformers": "5.16.1"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,12 @@ _OPERATIONS, _DISPATCHER = "accelerate.utils.operations", "accelerate.data_loade
 _ARGUMENTS, _TRAINER = "transformers.training_args:TrainingArguments", "transformers.trainer:Trainer"
 _SIGTERM = "transformers.trainer_jit_checkpoint:JITCheckpointCallback"
 
+
+def _since(package: str, first: str, *what: Any) -> tuple[Any, ...]:
+    """Return what the package has since a version, or nothing if an older one is installed."""
+    return what if Version(version(package)) >= Version(first) else ()
+
+
 PATCHES = (
     Patch(
         _PARTIAL,
@@ -120,14 +126,18 @@ PATCHES = (
         data.dispatcher_init,
         "it gives peers of one batch different batches",
         "self dataset split_batches skip_batches use_stateful_dataloader _drop_last _non_blocking slice_fn "
-        "torch_device_mesh iteration kwargs",
+        f"torch_device_mesh {''.join(_since('accelerate', '1.15', 'iteration '))}kwargs",
     ),
     Patch(_ARGUMENTS, "__post_init__", trainer.arguments_post_init, "bf16 without accelerators needs use_cpu"),
     Patch(_ARGUMENTS, "world_size", trainer.arguments_world_size, "it counts all processes, and batches by them"),
     Patch(_ARGUMENTS, "main_process_first", trainer.main_process_first, "none goes first where world_size is 1"),
     Patch(_TRAINER, "create_accelerator_and_postprocess", trainer.create_accelerator, "TRL shards references itself"),
     Patch(_TRAINER, "train", trainer.train, "TRL keeps the tensor-parallel size of its own"),
-    Patch(_TRAINER, "_has_mixed_mesh_grads", trainer.has_mixed_mesh_grads, "Trainer's clipping knows one mesh"),
+    *_since(  # before, Trainer always let the Accelerator clip
+        "transformers",
+        "5.17",
+        Patch(_TRAINER, "_has_mixed_mesh_grads", trainer.has_mixed_mesh_grads, "Trainer's clipping knows one mesh"),
+    ),
     Patch(_TRAINER, "get_tp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
     Patch(_TRAINER, "get_cp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
     Patch(_TRAINER, "store_flos", trainer.store_flos, "it sums over all processes, in float32"),

@@ -8,12 +8,15 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import operations
+from packaging.version import Version
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -52,7 +55,6 @@ LINES: dict[tuple[Any, str], str] = {
     (Accelerator, "load_state"): "load_fsdp_model(self.state.fsdp_plugin, self, model, input_dir, i)",
     (TrainingArguments, "__post_init__"): "if self.output_dir is None:",
     (Trainer, "train"): "inner_training_loop = find_executable_batch_size(",
-    (Trainer, "_has_mixed_mesh_grads"): "self._mixed_mesh_grads = has_mixed_dtensor(",
     (Trainer, "get_tp_size"): '"_tp_size", None)',
     (Trainer, "get_cp_size"): "return pc.cp_size",
     (TrainingArguments, "world_size"): "return self.distributed_state.num_processes",
@@ -73,6 +75,10 @@ LINES: dict[tuple[Any, str], str] = {
     (JITCheckpointCallback, "on_epoch_end"): "self.jit_manager.execute_jit_checkpoint()",
 }
 """A line of each method that its replacement is written against: an upgrade that changes it has to be read."""
+if Version(transformers.__version__) >= Version("5.17"):
+    LINES[Trainer, "_has_mixed_mesh_grads"] = "self._mixed_mesh_grads = has_mixed_dtensor("
+if Version(accelerate.__version__) < Version("1.15"):
+    LINES[Accelerator, "clip_grad_norm_"] = "return torch.nn.utils.clip_grad_norm_(parameters, max_norm"
 
 
 def test_the_installed_versions_are_those_it_was_written_for():
@@ -121,9 +127,16 @@ def test_a_changed_method_of_accelerator_is_named(monkeypatch):
 
 
 def test_an_old_version_is_refused(monkeypatch):
-    monkeypatch.setattr(patches, "version", lambda package: "1.14.0")
-    with pytest.raises(ImportError, match=r"accelerate_plugin needs accelerate >= 1\.15, and 1\.14\.0 is installed"):
+    monkeypatch.setattr(patches, "version", lambda package: "1.12.0")
+    with pytest.raises(ImportError, match=r"accelerate_plugin needs accelerate >= 1\.13, and 1\.12\.0 is installed"):
         check()
+
+
+def test_trainer_lets_the_accelerator_clip():
+    """Trainer of transformers 5.16 has no other way, and of a newer one `has_mixed_mesh_grads` turns the other way off."""
+    clip = inspect.getsource(Trainer._clip_grad_norm)
+    assert "return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)" in clip
+    assert ("_mixed_mesh" in clip) == ((Trainer, "_has_mixed_mesh_grads") in LINES)
 
 
 def test_each_has_a_reason_and_a_test_of_its_own():
