@@ -133,7 +133,7 @@ def test_an_old_version_is_refused(monkeypatch):
 
 
 def test_trainer_lets_the_accelerator_clip():
-    """Trainer of transformers 5.16 has no other way, and of a newer one `has_mixed_mesh_grads` turns the other way off."""
+    """Trainer of transformers 5.16 has no other way; in a newer one `has_mixed_mesh_grads` turns the other way off."""
     clip = inspect.getsource(Trainer._clip_grad_norm)
     assert "return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)" in clip
     assert ("_mixed_mesh" in clip) == ((Trainer, "_has_mixed_mesh_grads") in LINES)
