@@ -310,7 +310,8 @@ class Gradients:
     def _give(self, parameter: DTensor, place: Callable[[Tensor], DTensor], is_partial: bool, leaf: Tensor) -> None:
         """Accumulate the gradient of a leaf in its parameter, as autograd would have done, hooks included."""
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is None:  # an input of a compiled graph that uses it without gradients alone
+            return
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): gradients of parameters that tensor parallelism cuts have no graph, and "

@@ -310,10 +310,10 @@ def own_backend(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-def gated(mesh_text: str) -> tuple[Any, int, dict[str, Tensor]]:
+def gated(mesh_text: str, backend: Any) -> tuple[Any, int, dict[str, Tensor]]:
     """A block fails in the forward; the next step is as if it had not."""
     plan = {"*.up": "colwise", "*.gate": "colwise_gather_output", "*.down": "rowwise"}
-    compiled = {"backend": own_backend, "fullgraph": True}
+    compiled = {"backend": backend, "fullgraph": True}
     mesh, config = on_mesh(mesh_text, tp_plan=plan, block_classes=["Gated"], compile=compiled)
     model: Any = parallelize(gated_model(), mesh, config)
     block = model.get_base_model().blocks[1]
@@ -327,9 +327,19 @@ def test_layers_share_no_input_with_one_that_had_no_gradient(pool):
     parameters in place.
     """
     want = gated_gradients(gated_model())
-    for wrong, shadows, got in pool.run(2, gated, "1x2"):
+    for wrong, shadows, got in pool.run(2, gated, "1x2", own_backend):
         assert isinstance(wrong, Failure)
         assert shadows == 0
+        assert got.keys() == want.keys()
+        assert relative_error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x2"]))
+def test_a_layer_that_is_used_without_gradients_alone_gets_none(pool, mesh):
+    """A backend that differentiates has its factors among the graph's inputs, and autograd brings them nothing."""
+    want = gated_gradients(gated_model())
+    for _, _, got in pool.run(ranks_of(mesh), gated, mesh, "aot_eager"):
+        assert got.keys() == want.keys()
         assert relative_error(got, want) < 1e-12
 
 
