@@ -180,5 +180,5 @@ def _check_unused(plugin: FullyShardedDataParallelPlugin) -> None:
         ("activation_checkpointing_offload", "fsdp_activation_checkpointing_offload"),
         ("param_init_fn", "param_init_fn"),
     ):
-        if getattr(plugin, name):
+        if getattr(plugin, name, None):  # accelerate 1.13 cannot offload what is recomputed
             raise ValueError(f"{key}={getattr(plugin, name)!r} is not supported by LoRAParallelPlugin: remove it.")

@@ -259,6 +259,7 @@ def as_before():
 )
 def test_a_rank_takes_the_file_or_says_why_not(tmp_path, monkeypatch, world, variables, message):
     monkeypatch.setattr(config_args, "default_config_file", config_args.default_config_file)
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)  # a plugin sets it for transformers
     with patch.dict(os.environ, {"WORLD_SIZE": world, "CUDA_VISIBLE_DEVICES": "5", **variables}), as_before():
         if message is not None:
             with pytest.raises(ValueError, match=message):
