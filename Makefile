@@ -13,12 +13,12 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tools/constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test test-fast test-times matrix mutants faults table: export OMP_NUM_THREADS := 1
+demo test test-fast test-times matrix compat mutants faults table: export OMP_NUM_THREADS := 1
 # Commands that tests start compile nothing anew, where the environment turns the cache of compiled files off.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-times bench gpu matrix mutants faults table lint dist docs clean
+.PHONY: help demo test test-fast test-times bench gpu matrix compat mutants faults table lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,18 @@ gpu: ## check and time everything on this machine's GPUs, with PYTHON's own pack
 
 matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes, with more models; SHARD=2/4 a part of it
 	$(PYTEST) -m matrix $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+
+# No .venv: each has an environment of its own, made anew with PYTHON, and takes what the index has that day.
+compat: ## test the oldest versions that pyproject.toml allows, and the newest of the package index; PYTHON=python3.13
+	for versions in oldest newest; do \
+		echo "The $$versions versions with $(PYTHON)" && \
+		$(PYTHON) -m venv --clear build/compat/$$versions && \
+		build/compat/$$versions/bin/python -m pip install --quiet --disable-pip-version-check --editable . \
+			$$([ $$versions = newest ] || echo --constraint tools/constraints/oldest.txt) 'pytest>=9' pytest-timeout pytest-xdist && \
+		build/compat/$$versions/bin/python -m pip list | grep -E '^(torch|lightning|accelerate|peft|transformers) ' && \
+		build/compat/$$versions/bin/python -m pytest -n 2 --dist loadfile tests/test_oracle.py \
+			tests/lora_parallel/test_fidelity.py tests/accelerate_plugin/test_patches.py $(ARGS) || exit; \
+	done
 
 mutants: $(VENV)/.dev ## break the product in one place after the other, and see that a test fails; SHARD=2/4 a part of it
 	$(BIN)/python -m tests.mutants $(if $(SHARD),--shard $(SHARD)) $(ARGS)

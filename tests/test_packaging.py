@@ -60,3 +60,11 @@ def test_an_address_is_asked_for(release, tmp_path):
 def test_no_address_is_in_the_project():
     """An address that nobody owns would be on every page of the index."""
     assert "urls" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    """`make compat` tests those that pip is told to accept."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lines = (ROOT / "tools" / "constraints" / "oldest.txt").read_text().splitlines()
+    bounds = [each.partition(",")[0].replace(">=", "==") for each in wanted if ">=" in each]
+    assert [line for line in lines if not line.startswith("#")] == bounds
