@@ -13,12 +13,12 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tools/constraints/cpu.txt
 
 # One thread per process: the worker processes share the cores.
-demo test test-fast test-times matrix compat mutants faults table: export OMP_NUM_THREADS := 1
+demo test test-fast test-times matrix compat mutants faults table suite: export OMP_NUM_THREADS := 1
 # Commands that tests start compile nothing anew, where the environment turns the cache of compiled files off.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-times bench gpu matrix compat mutants faults table lint dist docs clean
+.PHONY: help demo test test-fast test-times bench gpu matrix compat mutants faults table suite lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instan
 
 table: $(VENV)/.dev ## hold NAME=oracle, optimizer, trainer, memory, plan or classes against one process, into its page of docs/
 	$(BIN)/python -m benchmarks.$(or $(NAME),oracle)$(if $(filter optimizer trainer plan,$(NAME)),s) $(ARGS)
+
+suite: $(VENV)/.dev ## run whole applications alone and on meshes, into docs/applications.md; ARGS="trl swift" some of them
+	$(BIN)/python -m benchmarks.$(or $(NAME),applications) $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

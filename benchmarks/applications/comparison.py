@@ -1,0 +1,57 @@
+"""What training came to, and how far from what it came to in one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+__all__ = ["Differences", "Outcome", "compare", "read"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a Trainer has logged at each step, and every adapter that it has saved, by file and name."""
+
+    losses: list[float]
+    norms: list[float]
+    adapter: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest absolute differences between two outcomes."""
+
+    losses: float
+    norms: float
+    adapter: float
+
+
+def read(folder: Path) -> Outcome:
+    """Return what the Trainer whose output folder this is has logged and saved."""
+    states = [json.loads(path.read_text())["log_history"] for path in folder.rglob("trainer_state.json")]
+    steps = [each for each in max(states, key=len) if "loss" in each]
+    files = sorted(folder.rglob("adapter_model.safetensors"))
+    adapter = {f"{path.relative_to(folder)} {name}": each for path in files for name, each in load_file(path).items()}
+    return Outcome([each["loss"] for each in steps], [each["grad_norm"] for each in steps], adapter)
+
+
+def compare(got: Outcome, want: Outcome) -> Differences:
+    """Return the differences.
+
+    Raises:
+        ValueError: The outcomes have different steps, or different tensors.
+    """
+    if len(got.losses) != len(want.losses):
+        raise ValueError(f"{len(got.losses)} steps in the place of {len(want.losses)}")
+    shapes = [{name: each.shape for name, each in one.adapter.items()} for one in (got, want)]
+    if shapes[0] != shapes[1] or not want.adapter:
+        raise ValueError("other tensors were saved")
+    return Differences(
+        losses=max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)),
+        norms=max(abs(a - b) for a, b in zip(got.norms, want.norms, strict=True)),
+        adapter=max(float((got.adapter[name] - each).abs().max()) for name, each in want.adapter.items()),
+    )

@@ -1,0 +1,1 @@
+"""Stand for torchaudio, which LLaMA-Factory imports always, and uses for audio only."""
