@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import wraps
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -121,7 +121,8 @@ def _refuse_alone() -> None:
     from accelerate import Accelerator
 
     text = "this process is no rank: start it by torchrun, `accelerate launch` or a command that calls one of them."
-    _refuse(Accelerator, _text(text), unless="RANK")  # which `accelerate-lora check` sets
+    # `accelerate-lora check` sets both; ms-swift sets RANK where nobody has, and Axolotl the other one.
+    _refuse(Accelerator, _text(text), unless={"RANK", "ACCELERATE_USE_FSDP"})
 
 
 def _register_strategies() -> None:
@@ -132,13 +133,13 @@ def _register_strategies() -> None:
         _say(error)
 
 
-def _refuse(kind: type, text: str, unless: str = "") -> None:
-    """Let a class raise an error, unless a variable is set: what would train is not what was asked for."""
+def _refuse(kind: type, text: str, unless: Set[str] = frozenset()) -> None:
+    """Let a class raise an error, unless variables are set: what would train is not what was asked for."""
     original = kind.__init__  # type: ignore[misc]
 
     @wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
-        if unless not in os.environ:
+        if not unless or unless - os.environ.keys():
             raise RuntimeError(text)
         original(*args, **kwargs)
 

@@ -229,9 +229,13 @@ def test_what_cannot_be_prepared_does_not_train(monkeypatch, capsys):
         PartialState()
 
 
-def test_a_process_that_is_no_rank_does_not_train(monkeypatch):
+@pytest.mark.parametrize("name", ["RANK", "ACCELERATE_USE_FSDP"])
+def test_a_process_that_is_no_rank_does_not_train(monkeypatch, name):
+    """An application may set one of the variables in a process that it has not launched."""
     monkeypatch.setenv("LORA_PARALLEL", "/here/mesh.yaml")
-    monkeypatch.delenv("RANK", raising=False)
+    for each in ("RANK", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "0")
     monkeypatch.setattr(Accelerator, "__init__", Accelerator.__init__)
     autoload._refuse_alone()
     with pytest.raises(RuntimeError, match="this process is no rank: start it by torchrun"):
