@@ -34,7 +34,8 @@ def read(folder: Path) -> Outcome:
     """Return what the Trainer whose output folder this is has logged and saved."""
     states = [json.loads(path.read_text())["log_history"] for path in folder.rglob("trainer_state.json")]
     steps = [each for each in max(states, key=len) if "loss" in each]
-    files = sorted(folder.rglob("adapter_model.safetensors"))
+    found = sorted(folder.rglob("adapter_model.safetensors"))
+    files = [path for path in found if "train_state" not in path.parts]  # which is this library's own, for resuming
     adapter = {f"{path.relative_to(folder)} {name}": each for path in files for name, each in load_file(path).items()}
     return Outcome([each["loss"] for each in steps], [each["grad_norm"] for each in steps], adapter)
 
