@@ -39,9 +39,8 @@ all_reduce = dist.all_reduce
 
 def train(job: Job, mesh: Mesh, folder: Path) -> Run:
     """Run on every rank."""
-    from transformers.distributed import DistributedConfig
-
     from accelerate import DistributedType, PartialState
+    from transformers.distributed import DistributedConfig
 
     dist.init_process_group("gloo")
     dist.all_reduce = average_by_sum

@@ -61,7 +61,7 @@ class Model:
 
     def load_base(self, folder: Path, **options: Any) -> Any:
         """Load that checkpoint as any user of transformers would."""
-        if "experts" in str(self.lora) or "oe" in self.kind or self.kind.startswith(("Mixtral", "Deepseek")):
+        if self.kind != "LlamaForCausalLM":
             options["experts_implementation"] = "eager"  # others take no float64
         return getattr(transformers, self.kind).from_pretrained(folder, dtype=DTYPE, **options)
 
@@ -178,7 +178,7 @@ def adapted(job: Job, base: Any, folder: Path) -> Any:
 
 
 def place(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Set what trains, which may be DTensors. What has another shape keeps its values: the library's own error follows."""
+    """Set what trains, which may be DTensors. What has another shape is left: the library's own error follows."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             value = values[name].to(parameter.dtype)
@@ -209,7 +209,9 @@ def prepare(job: Job, folder: Path) -> None:
     torch.manual_seed(2)
     model = get_peft_model(MODELS[job.model].load_base(folder / "base"), MODELS[job.model].lora_config()).to(DTYPE)
     fill(model)
-    torch.save({name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}, folder / "values.pt")
+    torch.save(
+        {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}, folder / "values.pt"
+    )
 
 
 def one_process(job: Job, folder: Path) -> Run:
@@ -243,7 +245,7 @@ def loss_without_cast(
     ignore_index: int = -100,
     **kwargs: Any,
 ) -> Tensor:
-    """Return the loss of transformers, which casts logits to float32, without that cast: its rounding would be compared."""
+    """Return the loss of transformers without its cast to float32, whose rounding would be compared."""
     flat, targets = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].flatten()
     if num_items_in_batch is None:
         return F.cross_entropy(flat, targets, ignore_index=ignore_index)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -88,6 +89,13 @@ class FineTune(lightning.LightningModule):
 def train(job: Job, mesh: Mesh, folder: Path) -> Run:
     """Run on every rank."""
     module = FineTune(job, mesh, folder)
+    callbacks: list[Any] = []
+    if job.checkpoint_at:
+        callbacks.append(
+            ModelCheckpoint(
+                folder / "checkpoints", filename="{step}", every_n_train_steps=job.checkpoint_at, save_top_k=-1
+            )
+        )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=mesh.ranks,
@@ -99,9 +107,7 @@ def train(job: Job, mesh: Mesh, folder: Path) -> Run:
         gradient_clip_val=job.clip or None,
         logger=False,
         enable_checkpointing=bool(job.checkpoint_at),
-        callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(folder / "checkpoints", every_n_train_steps=job.checkpoint_at, save_top_k=-1, filename="{step}")]
-        if job.checkpoint_at
-        else [],
+        callbacks=callbacks,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,

@@ -140,7 +140,9 @@ class Row:
             return failed(Failure(type(error).__name__, str(error), ""))
 
 
-REFUSING = re.compile(r"not (yet |currently )?support|unsupported|only support|not implemented|we support", re.IGNORECASE)
+REFUSING = re.compile(
+    r"not (yet |currently )?support|unsupported|only support|not implemented|we support", re.IGNORECASE
+)
 
 
 def failed(failure: Failure) -> Cell:
