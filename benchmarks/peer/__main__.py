@@ -42,22 +42,21 @@ def main() -> int:
     for peer in PEERS.values():
         if fnmatch(peer.name, args.peers):
             peer.load()  # once, for all forks
-    results = read_results()
     with tempfile.TemporaryDirectory() as scratch:
         references = References(Path(scratch) / "one_process")
         for row in (row for name, row in ROWS.items() if fnmatch(name, args.rows)):
             for peer in (peer for name, peer in PEERS.items() if fnmatch(name, args.peers)):
                 for mesh in (mesh for mesh in MESHES if str(mesh) in args.meshes):
                     key = f"{row.name} | {peer.name} | {mesh}"
-                    if args.missing and key in results:
+                    if args.missing and key in read_results():
                         continue
                     with tempfile.TemporaryDirectory(dir=scratch) as folder:
                         cell: Cell = row.cell(peer, mesh, references, Path(folder))
-                    results[key] = cell
+                    write_results({**read_results(), key: cell})  # another run may have added some
                     print(f"{key}: {cell.text()}", flush=True)
                     if args.traces and cell.trace:
                         print(cell.trace, flush=True)
-                    write_results(results)
+    results = read_results()
     write_page(results)
     print(f"{len(results)} cells, written to {PAGE}")
     return 0

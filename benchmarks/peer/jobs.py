@@ -81,7 +81,7 @@ MODELS = {
     "mixtral attention": Model("MixtralForCausalLM", MIXTRAL, {"target_modules": ATTENTION}),
     "mixtral": Model("MixtralForCausalLM", MIXTRAL, {"target_modules": ATTENTION, "target_parameters": STACKS}),
     "qwen3-moe": Model("Qwen3MoeForCausalLM", QWEN3, {"target_modules": ATTENTION, "target_parameters": STACKS}),
-    "mla": Model("DeepseekV3ForCausalLM", {**DEEPSEEK3, "q_lora_rank": 16}, {"target_modules": MLA}),
+    "mla": Model("DeepseekV3ForCausalLM", {**DEEPSEEK3, "q_lora_rank": 16, "head_dim": 4}, {"target_modules": MLA}),
 }
 
 

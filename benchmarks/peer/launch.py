@@ -58,15 +58,16 @@ def run_ranks(function: Callable[..., Any], args: tuple[Any, ...], ranks: int, f
                 failures = _failures(processes, answers)
                 end = min(end, time.monotonic() + GRACE) if failures else end
     finally:
+        hang = any(process.is_alive() for process in processes)
         for process in processes:
             if process.is_alive():
                 process.kill()
             process.join()
-    failures = failures or _failures(processes, answers)
+    if hang and not failures:
+        return Failure("no answer", f"in {SECONDS} s", "")
+    failures = _failures(processes, answers)
     if failures:
         return failures[0]
-    if not all(answer.exists() for answer in answers):
-        return Failure("no answer", f"in {SECONDS} s", "")
     return [torch.load(answer, weights_only=False) for answer in answers]
 
 
@@ -82,7 +83,8 @@ def _failures(processes: list[Any], answers: list[Path]) -> list[Failure]:
         content = torch.load(answer, weights_only=False)
         if isinstance(content, Failure):
             found.append(content)
-    return found
+    # First what is no echo of another rank's end.
+    return sorted(found, key=lambda failure: failure.kind == "died" or "Connection" in failure.message)
 
 
 def _rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int, answer: Path) -> None:

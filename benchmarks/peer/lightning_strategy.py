@@ -33,6 +33,8 @@ def plan_of(block: nn.Module) -> dict[str, ParallelStyle]:
     there = dict(block.named_modules())
     for names, style, factor in ((COLWISE, ColwiseParallel, "lora_B"), (ROWWISE, RowwiseParallel, "lora_A")):
         for name in names:
+            if name == "self_attn.o_proj" and "self_attn.q_proj" not in there:
+                continue  # latent attention, which stays whole
             if f"{name}.base_layer" in there:
                 plan[f"{name}.base_layer"] = style()
                 plan[f"{name}.{factor}.default"] = style()

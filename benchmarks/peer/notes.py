@@ -76,4 +76,25 @@ NOTES = [
         row="dropout",
         said="same|repeated",
     ),
+    Note(
+        "`AttributeError: 'ParamWrapper' object has no attribute 'weight'`. Two stacks of one module have "
+        "adapters, which PEFT nests, and its hooks for tensor parallelism ask the inner one for a weight "
+        "(`peft/tuners/lora/model.py:144`).",
+        said="ParamWrapper",
+    ),
+    Note(
+        "`RuntimeError: aten.add.Tensor got mixed torch.Tensor and DTensor`. PEFT's DoRA adds the product "
+        "of the factors to the base's weight (`peft/tuners/lora/dora.py:89`), and only one of the two is "
+        "a DTensor: in transformers as the adapter is made, in Lightning in the forward.",
+        row="DoRA",
+        said="mixed",
+    ),
+    Note(
+        "`AssertionError: FSDP does not support deepcopy`, or at 1x2 `RuntimeError: Attempted to call "
+        "copy_() on an invalid python storage`. PEFT copies the module that is to be saved, whose "
+        "parameters transformers has made DTensors by then.",
+        row="modules_to_save",
+        peer="transformers|accelerate",
+        said="deepcopy|copy_",
+    ),
 ]

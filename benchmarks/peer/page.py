@@ -44,8 +44,9 @@ Each library is used as its own documentation says:
   Accelerate's [example](https://github.com/huggingface/accelerate/blob/main/examples/torch_native_parallelism/nd_parallel.py);
 - **lightning**: `ModelParallelStrategy`, with torch's styles and `fully_shard` in `configure_model`, as its page on
   [2D parallelism](https://lightning.ai/docs/pytorch/stable/advanced/model_parallel/tp_fsdp.html), which does not speak
-  of adapters: the styles are those of the base's layer and of the factor that has its sharded features, by hand. An
-  adapter is saved by PEFT from Lightning's full checkpoint.
+  of adapters: the styles are those of the base's layer and of the factor that has its sharded features, by hand. What
+  has no such rule (experts, latent attention, embeddings and head with an adapter) stays whole. An adapter is saved by
+  PEFT from Lightning's full checkpoint.
 
 Models are tiny, with random weights and adapters that are zero nowhere, in float64, and all of their sizes are even:
 what a library does not do for uneven shards is not what is compared. All sides, and the one process too, compute their
@@ -53,8 +54,9 @@ loss without transformers' cast to float32. It runs over gloo on CPUs. Where a l
 nothing but that check keeps it from gloo, the check is passed by; an average over gloo, which has none, is a sum,
 divided.
 
-torchtitan 0.3.0 is not in the table. It installs from the package index and imports with triton, but it trains models
-of its own on accelerators: on a CPU its attention has no backward, and it saves no adapter that PEFT reads.
+torchtitan 0.3.0 is not in the table. It installs from the package index, but its language models take flex or varlen
+attention only (`ValueError: sdpa is no longer supported for language models`), and torch's flex attention has no
+backward on a CPU (`torch/nn/attention/flex_attention.py:2083`).
 
 A cell is one of
 
@@ -79,7 +81,9 @@ def read_results() -> dict[str, Cell]:
 def write_results(results: dict[str, Cell]) -> None:
     """Keep the cells."""
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({key: asdict(cell) for key, cell in results.items()}, indent=1))
+    part = RESULTS.with_suffix(".part")
+    part.write_text(json.dumps({key: asdict(cell) for key, cell in results.items()}, indent=1))
+    part.rename(RESULTS)  # at once: another run may read it
 
 
 class Numbers:

@@ -152,7 +152,7 @@ def failed(failure: Failure) -> Cell:
     ours = "lora_parallel" in failure.trace.rsplit("File ", 1)[-1] and failure.kind in ("TypeError", "ValueError")
     return Cell(
         failure=f"{failure.kind}: {text[:160]}",
-        refused=ours or bool(REFUSING.search(failure.message)),
+        refused=ours or (failure.kind in ("ValueError", "NotImplementedError") and bool(REFUSING.search(text))),
         trace=failure.trace,
     )
 
