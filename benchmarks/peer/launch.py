@@ -93,6 +93,7 @@ def _rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks:
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
+    torch.seed()  # a new process has a seed of its own, a fork that of its parent
     places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "cell"}
     os.environ.update({key: str(value) for key, value in {**places, **store}.items()})

@@ -69,12 +69,19 @@ NOTES = [
         peer="lightning",
     ),
     Note(
-        "Every process begins with the same random state, so that the rows of all data-parallel ranks "
-        "lose the same features, and tp ranks lose those at the same places of their slices of a sharded "
-        "input. Other masks on data-parallel ranks are left to the script: for Accelerate `set_seed(seed, "
-        "device_specific=True)`, which gives tp ranks other masks too.",
+        "`Trainer` seeds every process alike (`transformers/trainer.py:419`), so that the rows of all "
+        "data-parallel ranks lose the same features.",
         row="dropout",
-        said="same|repeated",
+        peer="transformers",
+        said="dp same",
+    ),
+    Note(
+        "A process has a random state of its own, and ranks along tp drop other features of the input "
+        "that they share: the factor that each holds whole has another gradient on each. With the same "
+        "seed on all ranks (`seed_everything`) it is the data-parallel ranks that drop the same.",
+        row="dropout",
+        peer="lightning",
+        said="tp differ",
     ),
     Note(
         "`AttributeError: 'ParamWrapper' object has no attribute 'weight'`. Two stacks of one module have "

@@ -44,7 +44,7 @@ def test_the_page_numbers_its_notes():
         "gradients | ours | 2x1": Cell(error=4e-16),
         "gradients | accelerate | 2x2": Cell(failure="RuntimeError: The parallel mesh requires 2 processes"),
         "DoRA | lightning | 2x1": Cell(failure="TypeError: other"),
-        "dropout | lightning | 2x1": Cell(words="dp same", good=False),
+        "dropout | transformers | 2x1": Cell(words="dp same", good=False),
     }
     text = page(results, 1e-12, 1e-6, "With nothing.")
     assert "| gradients | 4e-16 |" in text
