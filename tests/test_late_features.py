@@ -105,7 +105,9 @@ MORE: dict[str, Feature] = {
 }
 
 
-@pytest.mark.parametrize("mode", cases("lazy", matrix=["eager", "blocking"]), indirect=True)
-@pytest.mark.parametrize("name", cases(*FEW, matrix=MORE))
+MATRIX = [*((name, "lazy") for name in MORE), *((name, mode) for name in FEW for mode in ("eager", "blocking"))]
+
+
+@pytest.mark.parametrize(("name", "mode"), cases(*((name, "lazy") for name in FEW), matrix=MATRIX), indirect=["mode"])
 def test_a_feature_is_that_of_one_process(own_pool, tmp_path, mode, name):
     {**FEW, **MORE}[name](own_pool, tmp_path)
