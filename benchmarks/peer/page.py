@@ -54,10 +54,10 @@ loss without transformers' cast to float32. It runs over gloo on CPUs. Where a l
 nothing but that check keeps it from gloo, the check is passed by; an average over gloo, which has none, is a sum,
 divided.
 
-torchtitan 0.3.0 is not in the table: it did not run on CPUs. It installs from the package index. Its language models take
-flex or varlen attention only (`ValueError: sdpa is no longer supported for language models`), and torch's flex attention
-has no backward on a CPU (`torch/nn/attention/flex_attention.py:2083`). With the attention replaced, its reduction of
-gradients is one that gloo lacks (`Cannot use ReduceOp.PREMUL_SUM with Gloo`).
+torchtitan 0.3.0 is not in the table: it did not run on CPUs. It installs from the package index. Its language models
+take flex or varlen attention only (`ValueError: sdpa is no longer supported for language models`), and torch's flex
+attention has no backward on a CPU (`torch/nn/attention/flex_attention.py:2083`). With the attention replaced, it
+reduces gradients in a way that gloo lacks (`Cannot use ReduceOp.PREMUL_SUM with Gloo`).
 
 A cell is one of
 
