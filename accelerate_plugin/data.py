@@ -25,12 +25,11 @@ from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from accelerate.utils import is_datasets_available, recursively_apply
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
-from transformers import trainer_pt_utils
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
 from accelerate_plugin.parallelism import parallelism_within_batch
 
-_BATCH_REBALANCE_SAMPLER: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", ())  # transformers 5.16 has none
 _DISPATCHED = (
     "dispatch_batches=True is not supported with tensor, context or pipeline parallelism: Accelerate would give every "
     "process the same batch, or peers of one batch different ones. Leave it None in an Accelerator, and pass False to "
@@ -63,7 +62,7 @@ def prepare_sampler(data_loader: DataLoader[Any], dp_rank: int, seedable: bool) 
         # Trainer seeds workers by process. Seed them by data-parallel process instead, so that tensor-parallel peers
         # draw the same augmentations.
         data_loader.worker_init_fn = partial(init.func, *init.args, **{**init.keywords, "rank": dp_rank})
-    if isinstance(data_loader.batch_sampler, _BATCH_REBALANCE_SAMPLER):
+    if isinstance(data_loader.batch_sampler, BatchRebalanceSampler):
         data_loader.batch_sampler.rank = dp_rank  # Trainer gave it the process's
     sampler = _sampler(data_loader)
     if type(sampler) is RandomSampler and sampler.generator is None and not seedable:

@@ -26,7 +26,7 @@ from accelerate_plugin.accelerator import AcceleratorOverrides
 from accelerate_plugin.parallelism import asked_by_environment, standing_in
 from lora_parallel.integration import defer_from_pretrained
 
-_OLDEST = {"accelerate": "1.13", "transformers": "5.16.1"}
+_OLDEST = {"accelerate": "1.13", "transformers": "5.19"}
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,7 @@ PATCHES = (
     Patch(_ARGUMENTS, "main_process_first", trainer.main_process_first, "none goes first where world_size is 1"),
     Patch(_TRAINER, "create_accelerator_and_postprocess", trainer.create_accelerator, "TRL shards references itself"),
     Patch(_TRAINER, "train", trainer.train, "TRL keeps the tensor-parallel size of its own"),
-    *_since(  # before, Trainer always let the Accelerator clip
-        "transformers",
-        "5.17",
-        Patch(_TRAINER, "_has_mixed_mesh_grads", trainer.has_mixed_mesh_grads, "Trainer's clipping knows one mesh"),
-    ),
+    Patch(_TRAINER, "_has_mixed_mesh_grads", trainer.has_mixed_mesh_grads, "Trainer's clipping knows one mesh"),
     Patch(_TRAINER, "get_tp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
     Patch(_TRAINER, "get_cp_size", trainer.one_process, "Trainer divides by it what is by data-parallel process"),
     Patch(_TRAINER, "store_flos", trainer.store_flos, "it sums over all processes, in float32"),

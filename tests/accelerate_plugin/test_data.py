@@ -209,7 +209,6 @@ def test_dispatching_one_batch_to_all_is_refused(pool):
         assert dealt[0] != dealt[1]
 
 
-@pytest.mark.skipif(not hasattr(trainer_pt_utils, "BatchRebalanceSampler"), reason="came with transformers 5.17")
 def test_rows_that_trainer_balances_by_length_are_those_of_the_data_parallel_rank():
     """Trainer gives its sampler the rank among all processes."""
 

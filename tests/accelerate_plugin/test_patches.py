@@ -11,7 +11,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState, PartialState
@@ -69,14 +68,13 @@ LINES: dict[tuple[Any, str], str] = {
     (Trainer, "_load_optimizer_and_scheduler"): "load_fsdp_optimizer(",
     (Trainer, "_load_rng_state"): 'rng_file = os.path.join(checkpoint, f"rng_state_{process_index}.pth")',
     (Trainer, "_load_best_model"): "load_result = load_fsdp_model(",
+    (Trainer, "_has_mixed_mesh_grads"): "self._mixed_mesh_grads = has_mixed_dtensor(",
     (JITCheckpointCallback, "on_step_end"): "if self.jit_manager and self.jit_manager.is_checkpoint_requested:",
     (JITCheckpointCallback, "on_step_begin"): "self.jit_manager.execute_jit_checkpoint()",
     (JITCheckpointCallback, "on_pre_optimizer_step"): "self.jit_manager.execute_jit_checkpoint()",
     (JITCheckpointCallback, "on_epoch_end"): "self.jit_manager.execute_jit_checkpoint()",
 }
 """A line of each method that its replacement is written against: an upgrade that changes it has to be read."""
-if Version(transformers.__version__) >= Version("5.17"):
-    LINES[Trainer, "_has_mixed_mesh_grads"] = "self._mixed_mesh_grads = has_mixed_dtensor("
 if Version(accelerate.__version__) < Version("1.15"):
     LINES[Accelerator, "clip_grad_norm_"] = "return torch.nn.utils.clip_grad_norm_(parameters, max_norm"
 
