@@ -35,8 +35,9 @@ def autoload() -> None:
         os.environ[VARIABLE] = os.path.abspath(os.environ[VARIABLE])  # for processes that start in another folder
         _waiting["accelerate.commands.config.config_args"] = _set_default_file
         _waiting["lightning.pytorch"] = _waiting["pytorch_lightning"] = _register_strategies
-        _waiting["accelerate"] = _activate if _is_rank() else _refuse_alone
-        if _is_rank():
+        is_rank = _is_rank()
+        _waiting["accelerate"] = _activate if is_rank else _refuse_alone
+        if is_rank:
             _waiting["transformers"] = _activate
         sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
         _call_for_imported()

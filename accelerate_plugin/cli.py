@@ -19,14 +19,7 @@ from accelerate.commands.launch import launch_command
 from accelerate.utils import ComputeEnvironment, DistributedType
 
 from accelerate_plugin.check_and_plan import check_set_up, plan
-from accelerate_plugin.config_file import (
-    CONFIG_FILES,
-    check_machines,
-    check_share,
-    mesh_sections,
-    one_of,
-    whole,
-)
+from accelerate_plugin.config_file import CONFIG_FILES, check_machines, check_share, mesh_sections, one_of, whole
 from accelerate_plugin.launch_options import launch_options
 from lora_parallel import ParallelConfig
 
@@ -188,12 +181,7 @@ def _write(path: Path, options: argparse.Namespace) -> None:
         debug=False,
         num_processes=options.num_processes,
         **machines,
-        **mesh_sections(
-            sizes,
-            more,
-            options.activation_checkpointing == "yes",
-            options.require_adapters == "yes",
-        ),
+        **mesh_sections(sizes, more, options.activation_checkpointing == "yes", options.require_adapters == "yes"),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")

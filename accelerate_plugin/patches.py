@@ -77,12 +77,7 @@ _PARTIAL, _STATE = "accelerate.state:PartialState", "accelerate.state:Accelerato
 _OPERATIONS, _DISPATCHER = "accelerate.utils.operations", "accelerate.data_loader:DataLoaderDispatcher"
 _ARGUMENTS, _TRAINER = "transformers.training_args:TrainingArguments", "transformers.trainer:Trainer"
 _SIGTERM = "transformers.trainer_jit_checkpoint:JITCheckpointCallback"
-
-
-def _since(package: str, first: str, *what: Any) -> tuple[Any, ...]:
-    """Return what the package has since a version, or nothing if an older one is installed."""
-    return what if Version(version(package)) >= Version(first) else ()
-
+_ITERATION = "iteration " if Version(version("accelerate")) >= Version("1.15") else ""
 
 PATCHES = (
     Patch(
@@ -126,7 +121,7 @@ PATCHES = (
         data.dispatcher_init,
         "it gives peers of one batch different batches",
         "self dataset split_batches skip_batches use_stateful_dataloader _drop_last _non_blocking slice_fn "
-        f"torch_device_mesh {''.join(_since('accelerate', '1.15', 'iteration '))}kwargs",
+        f"torch_device_mesh {_ITERATION}kwargs",
     ),
     Patch(_ARGUMENTS, "__post_init__", trainer.arguments_post_init, "bf16 without accelerators needs use_cpu"),
     Patch(_ARGUMENTS, "world_size", trainer.arguments_world_size, "it counts all processes, and batches by them"),

@@ -1,4 +1,4 @@
-"""What is run: the applications, and the commands that start them."""
+"""List the applications, and the commands that start them."""
 
 from __future__ import annotations
 

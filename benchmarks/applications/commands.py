@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.applications.cases import Case, Run
+from tests.mutants import product_files
 
 __all__ = ["environment", "folder_of", "make_inputs", "run"]
 
@@ -140,11 +141,7 @@ def _digest(files: Iterable[Path], *words: str) -> str:
 @cache
 def _library() -> str:
     """Return a digest of the sources of this library."""
-    packages = ("lora_parallel", "accelerate_plugin", "lightning_lora")
-    return _digest(
-        [path for name in packages for path in sorted((ROOT / name).rglob("*.py"))]
-        + [*sorted(ROOT.glob("*.py")), ROOT / "pyproject.toml"]
-    )
+    return _digest([*product_files(), ROOT / "accelerate_lora.py", ROOT / "pyproject.toml"])
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What training came to, and how far from what it came to in one process."""
+"""Read what training logged and saved, and compare it with the same of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Differences", "Outcome", "compare", "read"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a Trainer has logged at each step, and every adapter that it has saved, by file and name."""
+    """Hold what a Trainer has logged at each step, and every adapter that it has saved, by file and name."""
 
     losses: list[float]
     norms: list[float]

@@ -1,4 +1,4 @@
-"""What is computed: models, batches and steps as data, and one process of plain PEFT that computes them."""
+"""Describe models, batches and steps as data, and compute them in one process of plain PEFT."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """How many processes the mesh takes."""
+        """Return the number of processes that the mesh takes."""
         return self.dp * self.tp
 
     def __str__(self) -> str:
@@ -149,13 +149,13 @@ class Rows(torch.utils.data.Dataset):
 
 @dataclass
 class Run:
-    """What a rank computed: full tensors by PEFT's parameter names."""
+    """Hold what a rank computed: full tensors by PEFT's parameter names."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the first step, before clipping."""
+    """Gradients of the first step, before they are clipped."""
 
     adapters: dict[str, Tensor] = field(default_factory=dict)
-    """What trains, after the last step."""
+    """Values of the parameters that train, after the last step."""
 
     evaluation: float | None = None
 

@@ -189,9 +189,8 @@ def hook_step(setup: Setup) -> None:
         unreached = ParametersNotInGraph(model, why, gradients.leaves_of)
     parts = [
         unused,
-        Units(
-            model, setup.config.prefetch_blocks > 0
-        ),  # weights that an earlier forward left gathered may be older than the last step
+        # Weights that an earlier forward left gathered may be older than the last step.
+        Units(model, prefetches=setup.config.prefetch_blocks > 0),
         Substitutes(model),
         FrozenParameters(model) if is_unit or is_pipeline else None,
         setup.context,
