@@ -67,7 +67,7 @@ faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instan
 table: $(VENV)/.dev ## hold NAME=oracle, peer, optimizer, trainer, memory, plan or classes against one process, into its page of docs/
 	$(BIN)/python -m benchmarks.$(or $(NAME),oracle)$(if $(filter optimizer trainer plan,$(NAME)),s) $(ARGS)
 
-suite: $(VENV)/.dev ## run whole applications alone and on meshes, into docs/applications.md; ARGS="trl swift" some of them
+suite: $(VENV)/.dev ## run NAME=applications (ARGS="trl swift" some) or gemma alone and on meshes, into their pages of docs/
 	$(BIN)/python -m benchmarks.$(or $(NAME),applications) $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, ruff format, mypy

@@ -122,17 +122,23 @@ def parallelize(
         RuntimeError: A guard found the result wrong (see `lora_parallel.runtime.guards`).
         SetUpIsPossible: `accelerate-lora check` runs the script; no weights were read.
     """
-    setup = Setup(model, mesh, config, lora_config, materialize and not is_checked(), autocast_adapter_dtype, trains)
+    run_passes(
+        Setup(model, mesh, config, lora_config, materialize and not is_checked(), autocast_adapter_dtype, trains)
+    )
+    return model
+
+
+def run_passes(setup: Setup) -> None:
+    """Do what `parallelize` does with its arguments. A plan that is in `setup` already is not made anew."""
     _check_arguments(setup)
     with agreed():
         for prepare in PREPARATIONS:
             prepare(setup)
     for change in PASSES:
         change(setup)
-    setup.state.attach(model)
-    end_if_checked(model)
-    log_description(model)
-    return model
+    setup.state.attach(setup.model)
+    end_if_checked(setup.model)
+    log_description(setup.model)
 
 
 def _check_arguments(setup: Setup) -> None:

@@ -9,7 +9,7 @@ import os
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,11 @@ def simulated_here(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs.append(json.dumps(job))
         return json.loads(json.dumps(next(answers)))  # type: ignore[no-any-return]
 
+    def start(self: simulations.Simulations, pairs: Any) -> tuple[int, Callable[[], object]]:
+        return 2**30, bool  # a group that is never there
+
     monkeypatch.setattr(simulations, "_WORKERS", 1)
+    monkeypatch.setattr(simulations.Simulations, "_start", start)
     monkeypatch.setattr(simulations.Simulations, "ask", ask)
 
 

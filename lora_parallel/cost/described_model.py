@@ -14,13 +14,17 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.export.export_merged import safetensors_header
 from lora_parallel.fsdp.wrapping import fsdp_blocks
 from lora_parallel.loading.meta_init import meta_init
+from lora_parallel.parallelize import run_passes
+from lora_parallel.planning.plan import Plan
 from lora_parallel.pp.schedules import layer_cost, total_cost
+from lora_parallel.state import Setup
 
 _LAST = 3  # last blocks that stay in: FSDP2 holds up to two gathered blocks, and the first of backward are the last
 
@@ -41,11 +45,14 @@ class Stack:
     def pairs(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Map each kind to the blocks of two models, of which the first has one more of that kind: one is `few`."""
         pairs: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        without = {index: tuple(other for other in self.few if other != index) for index in self.few}
+        for index in self.few[:-_LAST] if len(self.few) > _LAST + 1 else ():  # what is left has more than the last ones
+            pairs[self.kinds[index]] = (self.few, without[index])
         for index, kind in enumerate(self.kinds):
             if index not in self.few:
                 pairs.setdefault(kind, (tuple(sorted((*self.few, index))), self.few))
         for index in self.few if len(self.few) > 1 else ():
-            pairs.setdefault(self.kinds[index], (self.few, tuple(other for other in self.few if other != index)))
+            pairs.setdefault(self.kinds[index], (self.few, without[index]))
         return pairs
 
 
@@ -97,6 +104,8 @@ class DescribedModel:
     dtype: str
     quantization: dict[str, Any] | None = None  # settings as in a config's `quantization_config`
     _built: dict[tuple[int, ...], PreTrainedModel] = field(default_factory=dict, init=False)
+    # Modules of a model with few blocks, and the plan made of them, by these blocks and what else a plan depends on.
+    _plans: dict[tuple[Any, ...], tuple[list[nn.Module], Plan]] = field(default_factory=dict, init=False)
 
     @cached_property
     def stack(self) -> Stack:
@@ -137,6 +146,17 @@ class DescribedModel:
         if self.lora is None:
             return model, blocks
         return get_peft_model(model, LoraConfig.from_pretrained(self.lora), low_cpu_mem_usage=True), blocks
+
+    def parallelize(self, keep: tuple[int, ...], model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+        """Parallelize a model that `build` has returned for the blocks `keep`, with the plan of an earlier one."""
+        setup = Setup(model, mesh, config, None, materialize=False, autocast_adapter_dtype=True, trains=True)
+        key, modules = (keep, config.tp, config.sequence_parallel, str(config.tp_plan)), [*model.modules()]
+        if key in self._plans:
+            others, plan = self._plans[key]
+            setup.plan = plan.of(dict(zip(others, modules, strict=True)))
+        run_passes(setup)
+        if not setup.plan.sequences and not setup.plan.first_batch_checks:  # which are about one model
+            self._plans[key] = modules, setup.plan
 
     def _base(self) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(self.config, trust_remote_code=False)

@@ -186,9 +186,9 @@ def plan_memory(
     Args:
         model: A folder with a config.json, that file, a name on the model hub (where there is a network), a config, or
             a model that has one. A causal language model of transformers.
-        config: The one mesh to look at, with its options. None looks at every mesh of `gpus` GPUs, each with and
-            without recomputation, with `shard_base=False` where there is room, and with `loss_parallel` and
-            `sequence_parallel` where it does not fit without.
+        config: The one mesh to look at, with its options. None looks at every mesh of `gpus` GPUs, with recomputation
+            where a mesh does not fit without, with `shard_base=False` where there is room, and with `loss_parallel` and
+            `sequence_parallel` where nothing fits without.
         gpus: Number of GPUs.
         sequence_length: Tokens of a row.
         batch_size: Rows of a step, over all ranks; `gpus` if None.
@@ -277,12 +277,11 @@ class _Planner:
             return self._at([(mesh_sizes(self.config, self.gpus), _options(self.config))])
         per_node = min(self.gpus, self.hardware.gpus_per_node)
         candidates: list[_Candidate] = [
-            (sizes, {"activation_checkpointing": recompute})
+            (sizes, {"activation_checkpointing": False})
             for sizes in possible_meshes(
                 self.gpus, per_node, len(self.stack["blocks"]), self.tokens, self.batch // self.rows
             )
             if sizes["pp"] == 1 or self.files["lora"]  # check_held
-            for recompute in (False, True)
         ]
         if not candidates:
             raise ValueError(
@@ -290,9 +289,13 @@ class _Planner:
                 f"batch_size that is a multiple of {self.gpus * self.rows} rows."
             )
         costs = self._at(candidates)
+        recomputed: list[_Candidate] = [
+            (cost.sizes, {"activation_checkpointing": True}) for cost in costs if not cost.fits and not cost.refused
+        ]
+        costs += self._at(recomputed)
         costs += self._at([*self._with_whole_base(costs)])
         if not any(cost.fits for cost in costs):
-            costs += self._at([smaller for candidate in candidates for smaller in _with_less_memory(*candidate)])
+            costs += self._at([smaller for candidate in recomputed for smaller in _with_less_memory(*candidate)])
         return costs
 
     def _with_whole_base(self, costs: list[MeshCost]) -> Iterator[_Candidate]:
@@ -346,7 +349,7 @@ class _Planner:
 
 def _with_less_memory(sizes: dict[str, int], options: dict[str, Any]) -> Iterator[_Candidate]:
     """Yield the mesh with options that divide logits and activations over tp and cp peers, if it has any."""
-    if options["activation_checkpointing"] and sizes["tp"] * sizes["cp"] > 1:
+    if sizes["tp"] * sizes["cp"] > 1:
         yield sizes, {**options, "loss_parallel": True}
         if sizes["tp"] > 1:
             yield sizes, {**options, "loss_parallel": True, "sequence_parallel": True}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lora_parallel.config import ParallelConfig
@@ -33,7 +33,7 @@ from lora_parallel.distributed.torch_private import (
     in_backward,
     parameters_on_meta,
 )
-from lora_parallel.parallelize import parallelize
+from lora_parallel.optimizers import StepsOn, steps_on
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _SENT = {
@@ -80,7 +80,7 @@ class SimulatedStep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = _tensors(args, kwargs.values())
         out = self._run(func, args, kwargs, inputs)
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **kwargs, out_val=out)
@@ -90,7 +90,7 @@ class SimulatedStep(TorchDispatchMode):
             self._note_message(func, args, inputs, out)
         # A tensor made on the device "meta" may serve for its shape alone: it counts once an operation reads it.
         is_shape = not inputs and kwargs.get("device") == _META
-        for leaf in ([] if func.is_view else inputs) + ([] if is_shape else tree_leaves(out)):
+        for leaf in ([] if func.is_view else inputs) + ([] if is_shape else _tensors([out])):
             if type(leaf) is Tensor and (storage := leaf.untyped_storage())._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes()
                 self._grow(storage.nbytes())
@@ -106,7 +106,8 @@ class SimulatedStep(TorchDispatchMode):
                 return func(*args, **kwargs) if inputs[0].is_meta else inputs[0]
             if kwargs.get("device") is not None:
                 kwargs = {**kwargs, "device": _META}
-            args, kwargs = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(_META), (args, kwargs))
+            if not all(tensor.is_meta for tensor in inputs):
+                args, kwargs = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(_META), (args, kwargs))
             if name == "_grouped_mm":  # of experts: on meta torch knows that of bfloat16 alone
                 dtype = args[0].dtype
                 args = tree_map_only(Tensor, lambda x: x.bfloat16() if x.dtype is dtype else x, args)
@@ -115,7 +116,7 @@ class SimulatedStep(TorchDispatchMode):
                 return *func(args[0])[:2], torch.empty(0, dtype=torch.long)
             if name == "int8_mixed_scaled_mm":
                 return self._int8_product(*args), args[0].new_empty(0)
-            out = func(*args, **kwargs)
+            out = _on_meta(func, args, kwargs)
             if name != "topk":
                 return out
             indices = torch.arange(out[1].numel()).remainder(inputs[0].shape[-1])  # tokens are routed to all experts
@@ -154,9 +155,60 @@ class SimulatedStep(TorchDispatchMode):
         if axis is None or group.size() == 1:  # a check of all ranks, of the first step
             return
         size = max((tensor.nbytes for tensor in inputs), default=0)  # of the larger side, where outputs are given too
-        received = max([size, *(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        received = max([size, *(leaf.nbytes for leaf in _tensors([out]))])
         self.messages[axis] += 1
         self.sent[axis] += rule(size, received, group.size())
+
+
+def _tensors(*nests: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors in the arguments or results of an operator, which are lists and tuples at most."""
+    found = []
+    for nest in nests:
+        for value in nest:
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found += _tensors(value)
+    return found
+
+
+def _form(value: Any) -> Any:
+    """Return what an operator on meta makes its result of: the shapes, strides and dtypes of tensors, and all else."""
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.stride(), value.dtype
+    return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+@cache
+def _writes(func: Any) -> bool | None:
+    """Return False for an operator whose results are new tensors, True if its result is its first argument, with other
+    values, and None for any other: for views, and for what changes shapes or several tensors.
+    """
+    values = (*func._schema.arguments, *func._schema.returns)
+    aliases = [value.alias_info is not None and value.alias_info.is_write for value in values]
+    if all(value.alias_info is None for value in values):
+        return False
+    changes_values = aliases[0] and aliases[-1] and sum(aliases) == 2 and len(func._schema.returns) == 1
+    return True if changes_values and torch.Tag.inplace_view not in func.tags else None
+
+
+_forms: dict[Any, Any] = {}
+"""Forms of results, by operator and forms of arguments: most operators on meta compute them in Python."""
+
+
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operator whose tensors are on meta. One that is a tensor is computed once a form."""
+    writes = _writes(func)
+    if writes is None:
+        return func(*args, **kwargs)
+    key = (func, _form(args), _form([*kwargs.items()]))
+    if (form := _forms.get(key)) is not None:
+        _, shape, stride, dtype = form
+        return args[0] if writes else torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+    out = func(*args, **kwargs)
+    if type(out) in (Tensor, nn.Parameter):  # and no DTensor, which computes with others
+        _forms[key] = _form(out)
+    return out
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -244,7 +296,7 @@ def cost_of_a_step(
         with fake_process_group(ranks, 0):
             mesh = build_mesh(config, "cpu")
             model, blocks = described.build(keep)
-            parallelize(model, mesh, config, materialize=False)
+            described.parallelize(keep, model, mesh, config)
             model.train()
             numbers = _stored_bytes(model, blocks)
             known = [*map(local, (*model.parameters(), *model.buffers()))]
@@ -255,6 +307,8 @@ def cost_of_a_step(
                 step.enter("optimizer")
                 trained = [p for p in model.parameters() if p.requires_grad]
                 optimizer = getattr(torch.optim, optimizer_name)(trained, lr=1e-4)
+                if steps_on(optimizer) is StepsOn.DTENSORS:  # shards take the same, in less time
+                    optimizer = type(optimizer)(map(_shard, trained), lr=1e-4)
                 optimizer.step()
         states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
         return {
@@ -270,6 +324,13 @@ def cost_of_a_step(
     shares = {kind: _sum([(run(longer), 1), (run(shorter), -1)]) for kind, (longer, shorter) in stack.pairs().items()}
     blocks = [shares.get(kind, {}) for kind in stack.kinds]
     return StepCost(_sum([(run(stack.few), 1), *((blocks[index], -1) for index in stack.few)]), blocks)
+
+
+def _shard(parameter: nn.Parameter) -> nn.Parameter:
+    """Return this rank's shard of a parameter, with that of its gradient."""
+    shard = nn.Parameter(local(parameter))
+    shard.grad = None if parameter.grad is None else local(parameter.grad)
+    return shard
 
 
 def _stored_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> Numbers:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
-_WORKERS = 4  # most processes that simulate steps at the same time; each takes about 1 GB
+_WORKERS = 4  # most processes that simulate steps at the same time
+
+copies = False
+"""True in a process that has only imported, as that of `accelerate-lora plan`: its copies need no seconds for that."""
 
 
 class Simulations:
@@ -23,21 +31,28 @@ class Simulations:
 
     def __init__(self, progress: bool = False) -> None:
         self._progress = progress
-        self._free: SimpleQueue[subprocess.Popen[str] | None] = SimpleQueue()
-        # the folder of each process for temporary files, which it cannot remove when it is killed
-        self._started: dict[subprocess.Popen[str], Path] = {}
         self._answers: dict[str, dict[str, Any]] = {}
         self._folder = tempfile.TemporaryDirectory()
-        for _ in range(min(_WORKERS, os.cpu_count() or 1)):
-            self._free.put(None)
+        pairs = [socket.socketpair() for _ in range(min(_WORKERS, os.cpu_count() or 1))]
+        self._group, self._wait = self._start(pairs)
+        self._workers = [ours.makefile("rw") for ours, _ in pairs]
+        for end in itertools.chain(*pairs):  # what was made of it, and the process that has it, keep a socket open
+            end.close()
+        self._free: SimpleQueue[TextIO] = SimpleQueue()
+        for worker in self._workers:
+            self._free.put(worker)
 
     def __enter__(self) -> Simulations:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait()
+        if any(error):
+            with suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
+        for worker in self._workers:
+            with suppress(OSError):  # of what could not be sent
+                worker.close()
+        self._wait()
         self._folder.cleanup()
 
     def answers(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -52,37 +67,54 @@ class Simulations:
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a job, or raise ChildProcessError if its process ends. Several threads may ask."""
-        process = self._free.get() or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        worker = self._free.get()
         try:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
+            worker.write(json.dumps(job) + "\n")
+            worker.flush()
+            answer = worker.readline()
+        except OSError:
             answer = ""
         if not answer:
-            code = process.wait()
-            errors = Path(self._started[process], "stderr").read_text(errors="replace").strip().split("\n")
-            last = errors[-1] or "it printed no error"
-            raise ChildProcessError(f"the process that simulates a step ended with exit code {code}: {last}")
-        self._free.put(process)
+            errors = Path(self._folder.name, "stderr").read_text(errors="replace").strip().split("\n")
+            last = errors[-1] or "it printed no error, as when the system is out of memory"
+            raise ChildProcessError(f"a process that simulates a step has ended: {last}")
+        self._free.put(worker)
         return dict(json.loads(answer))
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self, pairs: list[tuple[socket.socket, socket.socket]]) -> tuple[int, Callable[[], object]]:
+        """Start a process for each pair of sockets; return the number of their group, and what waits for their end."""
         launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in launcher}
-        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        # the folder for temporary files, which a process cannot remove when it is killed
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": self._folder.name}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        with (folder / "stderr").open("w") as errors:
+        with Path(self._folder.name, "stderr").open("w") as errors:
+            if copies:
+                copy = get_context("fork").Process(target=_copy, args=(pairs, environment, errors.fileno()))
+                copy.start()
+                assert copy.pid is not None
+                return copy.pid, copy.join
+            connections = [theirs.fileno() for _, theirs in pairs]
             process = subprocess.Popen(
-                [sys.executable, "-m", "lora_parallel.cost.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [sys.executable, "-m", "lora_parallel.cost.worker", *map(str, connections)],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
                 stderr=errors,
-                text=True,
                 env=environment,
+                pass_fds=connections,
+                start_new_session=True,  # so that all of its processes are killed together
             )
-        self._started[process] = folder
-        return process
+        return process.pid, process.wait
+
+
+def _copy(pairs: list[tuple[socket.socket, socket.socket]], environment: dict[str, str], errors: int) -> None:
+    """Be the process that `Simulations` starts, as a copy of the one that calls it."""
+    from lora_parallel.cost import worker
+
+    os.setsid()
+    for standard in (1, 2):
+        os.dup2(errors, standard)
+    os.environ.update(environment)
+    for ours, _ in pairs:
+        ours.close()
+    worker.main([theirs.detach() for _, theirs in pairs])

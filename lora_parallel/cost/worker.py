@@ -1,8 +1,9 @@
-"""Run the simulated steps of a plan in a process of its own, as a simulated rank needs a process group of its own.
+"""Run the simulated steps of a plan in processes of their own, as a simulated rank needs a process group of its own.
 
-    python -m lora_parallel.cost.worker
+    python -m lora_parallel.cost.worker 5 6
 
-reads a job a line from standard input, in JSON, and writes a result a line to standard output.
+imports what they need once, and starts a process for each socket whose file descriptor is given. It reads a job a line
+from the socket, in JSON, and writes a result a line to it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,15 +25,23 @@ from lora_parallel.cost.described_model import DescribedModel
 from lora_parallel.cost.simulated_step import cost_of_a_step
 
 
-def main() -> None:
-    """Answer jobs until standard input ends."""
+def main(connections: list[int]) -> None:
+    """Start a process for each socket, and return when all of them have ended."""
     warnings.simplefilter("ignore")
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    for answer in answers_to(sys.stdin):
-        print(json.dumps(answer), file=answers, flush=True)
+    sockets = [socket.socket(fileno=number) for number in connections]
+    for index, connection in enumerate(sockets):
+        if not os.fork():
+            for later in sockets[index + 1 :]:
+                later.close()
+            with connection.makefile("rw") as jobs:
+                for answer in answers_to(jobs):
+                    print(json.dumps(answer), file=jobs, flush=True)
+            return
+        connection.close()  # so that it ends when its process does
+    for _ in sockets:
+        os.wait()
 
 
 def answers_to(jobs: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -62,4 +72,4 @@ def answers_to(jobs: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    main([*map(int, sys.argv[1:])])

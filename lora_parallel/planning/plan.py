@@ -70,9 +70,12 @@ class Plan:
 
     def within(self, model: nn.Module) -> Plan:
         """Return the plan of the modules that are in `model`, of which others may have been taken out."""
-        there = set(model.modules())
+        return self.of({module: module for module in model.modules()})
+
+    def of(self, twins: Mapping[nn.Module, nn.Module]) -> Plan:
+        """Return the plan of modules that are like the modules of this plan; one that has no twin is left out."""
         parts = {
-            attribute.name: {module: value for module, value in value_of.items() if module in there}
+            attribute.name: {twins[module]: value for module, value in value_of.items() if module in twins}
             for attribute in fields(self)
             if isinstance(value_of := getattr(self, attribute.name), dict)
         }
@@ -189,7 +192,8 @@ def plan_layers(setup: Setup) -> None:
     keep_factored(setup.model)  # the plan is made of what is computed on a mesh
     config, tp = setup.config, setup.mesh["tp"].size()
     globs = None if isinstance(config.tp_plan, str) else config.tp_plan
-    setup.plan = resolve_plan(setup.model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
+    if setup.plan is None:
+        setup.plan = resolve_plan(setup.model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})
 
 
 def set_local_sizes(setup: Setup) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from lora_parallel import ParallelConfig, plan_memory
-from lora_parallel.cost.described_model import DescribedModel, find_stack, shorten
+from lora_parallel.cost import simulations
+from lora_parallel.cost.described_model import DescribedModel, Stack, find_stack, shorten
 from lora_parallel.cost.mesh_cost import GPUS, Hardware, fits, possible_meshes, predicted_seconds
 from lora_parallel.cost.simulated_step import cost_of_a_step
 from lora_parallel.cost.simulations import Simulations
@@ -175,26 +179,27 @@ def test_a_quantised_config_is_planned_as_dense_if_asked():
 
 
 @pytest.mark.processes
-def test_a_worker_leaves_nothing_behind_and_says_why_it_ended(monkeypatch, tmp_path):
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_worker_leaves_nothing_behind_and_says_why_it_ended(monkeypatch, tmp_path, copies):
+    monkeypatch.setattr(simulations, "copies", copies)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # for one process
-    with Simulations() as simulations:
-        process = simulations._start()
-        assert simulations._free.get() is None
-        simulations._free.put(process)
-        ((_, folder),) = simulations._started.items()
+    with Simulations() as held:
+        assert held.ask({"kind": "stack", "model": {}})["refused"]
+        (folder,) = tmp_path.iterdir()
         tempfile.mkdtemp(dir=folder)
-        process.kill()
+        children = Path(f"/proc/{held._group}/task/{held._group}/children").read_text()
+        os.kill(int(children), signal.SIGKILL)
         (folder / "stderr").write_text("Traceback\nMemoryError\n\n")
-        with pytest.raises(ChildProcessError, match="ended with exit code -9: MemoryError"):
-            simulations.ask({"kind": "stack", "model": {}})
+        with pytest.raises(ChildProcessError, match="has ended: MemoryError"):
+            held.ask({"kind": "stack", "model": {}})
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("simulated_here")
 def test_what_a_model_s_code_raises_is_an_answer():
-    with Simulations() as simulations:
-        answer = simulations.ask({"kind": "stack", "model": {}})
+    with Simulations() as held:
+        answer = held.ask({"kind": "stack", "model": {}})
     assert "DescribedModel.__init__() missing" in answer["refused"]
 
 
@@ -207,7 +212,8 @@ def test_blocks_of_one_kind_share_a_run_and_settings_follow():
     stack = find_stack(model)
     assert stack.kinds == (0, 0, 1) * 4
     assert stack.few == (0, 2, 9, 10, 11)
-    assert stack.pairs() == {0: ((0, 1, 2, 9, 10, 11), stack.few), 1: ((0, 2, 5, 9, 10, 11), stack.few)}
+    assert stack.pairs() == {0: (stack.few, (2, 9, 10, 11)), 1: (stack.few, (0, 9, 10, 11))}
+    assert Stack("layers", (0,) * 12).pairs() == {0: ((0, 1, 9, 10, 11), (0, 9, 10, 11))}  # four blocks at least
     shorten(model, stack, stack.few)
     assert len(model.model.layers) == 5
     assert model.config.layer_types == [kinds[index] for index in stack.few]
