@@ -252,7 +252,7 @@ def message_templates() -> list[str]:
         path
         for name in ("lora_parallel", "lightning_lora", "accelerate_plugin")
         for path in (ROOT / name).rglob("*.py")
-    ]
+    ] + [*ROOT.glob("*.py")]
     found = (template(node) for path in files for node in ast.walk(ast.parse(path.read_text())))
     return [each for each in found if each]
 

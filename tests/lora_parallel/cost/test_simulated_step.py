@@ -48,6 +48,27 @@ def test_integers_have_values_and_tokens_go_to_all_experts():
         assert functional.embedding(ids, torch.empty(10, 3, device="meta")).shape == (6, 3)
 
 
+def test_an_operator_is_computed_once_for_arguments_of_one_form():
+    """The second time its result is made of the form of the first: it must be that of real tensors both times."""
+
+    def form(tensor):
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def computed():
+        x = torch.ones(4, 6)
+        y = x.t() + 1
+        held = nn.Parameter(torch.zeros(6, 4))
+        with torch.no_grad():
+            assert held.mul_(2) is held
+            assert held.unsqueeze_(0).shape == (1, 6, 4)  # it changes the shape, not the values
+        return [y, x + 1, x.double() + 1, x.sum(1), x.sum(1, keepdim=True), y.contiguous(), x.topk(2).values, held]
+
+    want = [*map(form, computed())]
+    for _ in range(2):
+        with simulated_step():
+            assert [*map(form, computed())] == want
+
+
 def test_attention_keeps_what_a_fused_kernel_keeps():
     query = torch.empty(1, 2, 64, 8, device="meta", requires_grad=True)
     with simulated_step([query]) as step:
