@@ -96,8 +96,10 @@ class UnitOrder:
 
 _REMEDY = (
     "Ranks with different batches must run the same blocks in the same order: turn LayerDrop off, and let no data "
-    "decide which blocks run; or leave data parallelism off. They must make as many forwards and backward passes, too: "
-    "a batch that one rank leaves out (a loss that is not finite, a shorter dataloader) is left out by all."
+    "decide which blocks run; or leave data parallelism off. Rows without an image do not run its tower: give each "
+    "rank an image, a dummy at padded tokens if need be, or take shard_base=False, with which some ranks may leave "
+    "a tower out. They must make as many forwards and backward passes, too: a batch that one rank leaves out (a "
+    "loss that is not finite, a shorter dataloader) is left out by all."
 )
 
 
