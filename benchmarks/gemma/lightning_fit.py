@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_lora import LoRAParallelStrategy
@@ -90,7 +90,10 @@ def main(made: Path, out: Path, devices: int) -> None:
         default_root_dir=out,
     )
     lightning.seed_everything(0, verbose=False)
-    trainer.fit(FineTune(made / "model"), DataLoader(rows_of(made), batch_size=ROWS // max(1, devices // 2)))
+    rows = rows_of(made)
+    # On a mesh Lightning draws the order of the rows from the seed, whatever the loader says; this is the same order.
+    order = RandomSampler(rows, generator=torch.Generator().manual_seed(0))
+    trainer.fit(FineTune(made / "model"), DataLoader(rows, ROWS // max(1, devices // 2), sampler=order))
 
 
 if __name__ == "__main__":

@@ -47,22 +47,29 @@ class Simulations:
 
     def __exit__(self, *error: object) -> None:
         if any(error):
-            with suppress(ProcessLookupError):
-                os.killpg(self._group, signal.SIGKILL)
+            self._kill()
         for worker in self._workers:
             with suppress(OSError):  # of what could not be sent
                 worker.close()
         self._wait()
         self._folder.cleanup()
 
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+
     def answers(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the answer to each job. Equal jobs, of earlier calls too, are answered once."""
         keys = [json.dumps(job) for job in jobs]
         missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._answers}
-        with ThreadPoolExecutor(_WORKERS) as threads:
+        with ThreadPoolExecutor(len(self._workers)) as threads:
             replies = threads.map(self.ask, missing.values())
             bar = tqdm(replies, "Planning", len(missing), unit="run", disable=not self._progress)
-            self._answers.update(zip(missing, bar, strict=True))
+            try:
+                self._answers.update(zip(missing, bar, strict=True))
+            except BaseException:  # as an interrupt, after which the threads would wait for their answers
+                self._kill()
+                raise
         return [self._answers[key] for key in keys]
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -74,11 +81,11 @@ class Simulations:
             answer = worker.readline()
         except OSError:
             answer = ""
+        self._free.put(worker)  # one whose process has ended too: whoever waits for it is told
         if not answer:
             errors = Path(self._folder.name, "stderr").read_text(errors="replace").strip().split("\n")
             last = errors[-1] or "it printed no error, as when the system is out of memory"
             raise ChildProcessError(f"a process that simulates a step has ended: {last}")
-        self._free.put(worker)
         return dict(json.loads(answer))
 
     def _start(self, pairs: list[tuple[socket.socket, socket.socket]]) -> tuple[int, Callable[[], object]]:
