@@ -66,11 +66,11 @@ class Record(Callback):
 
 
 def rows_of(made: Path) -> list[Tensor]:
-    """Return rows of token ids, `[64]` each."""
+    """Return the beginnings of paragraphs, token ids, `[64]` each."""
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     texts = [json.loads(line)["text"] for line in (made / "text.jsonl").read_text().splitlines()]
-    ids = torch.tensor([each for text in texts for each in tokenizer(text)["input_ids"]])
-    return [*ids[: STEPS * ROWS * TOKENS].view(STEPS * ROWS, TOKENS)]
+    rows = [tokenizer(text)["input_ids"][:TOKENS] for text in texts]
+    return [torch.tensor(row) for row in rows if len(row) == TOKENS][: STEPS * ROWS]
 
 
 def main(made: Path, out: Path, devices: int) -> None:
@@ -81,6 +81,7 @@ def main(made: Path, out: Path, devices: int) -> None:
         accelerator="cpu",
         devices=devices,
         max_steps=STEPS,
+        gradient_clip_val=1.0,
         callbacks=[Record(out)],
         logger=False,
         enable_checkpointing=False,
