@@ -179,7 +179,7 @@ def write_family(name: str, folder: Path) -> Path:
     model = model_class(model_class.config_class(**family.config(processor.tokenizer.get_vocab())))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():  # norms and biases too: ones and zeros would hide errors
-        mean = 1.0 if parameter.dim() == 1 else 0.0
+        mean = parameter.data.mean() if parameter.dim() == 1 else 0.0
         parameter.data = mean + torch.randn(parameter.shape, generator=generator) * 0.15
     model.tie_weights()
     model.save_pretrained(folder)
