@@ -63,6 +63,12 @@ def adapted(folder: Path) -> nn.Module:
     return get_peft_model(load_base(folder), LoraConfig(**LORA))
 
 
+def on_meta(model: Any, mesh: str) -> Any:
+    """Return the model, whose base has to be on meta on a mesh: each rank reads its slices later."""
+    assert next(model.get_base_model().parameters()).is_meta == bool(mesh)
+    return model
+
+
 def own_loss(module: Any, batch: dict[str, Tensor]) -> Tensor:
     return module.model(**batch).loss
 
@@ -71,7 +77,11 @@ def lightning(name: str, base: Path, output: Path, mesh: str, resume: bool) -> t
     """Fit a LightningModule that loads the model in `configure_model`, two epochs with a checkpoint after each."""
     with tidy():
         module = tuner()(
-            partial(adapted, base), late=True, loss=own_loss, optimizer=partial(torch.optim.AdamW, eps=EPSILON), lr=RATE
+            lambda: on_meta(adapted(base), mesh),
+            late=True,
+            loss=own_loss,
+            optimizer=partial(torch.optim.AdamW, eps=EPSILON),
+            lr=RATE,
         )
         rows = pictures(STEPS // 2 * ROWS)
         loader: Any = DataLoader(
@@ -120,7 +130,7 @@ def transformers(
         processing_class=processor,
         compute_loss_func=mean_of_all_labels if whole else None,
     )
-    return _trained(run, output, resume)
+    return _trained(run, output, mesh, resume)
 
 
 def trl(name: str, base: Path, output: Path, mesh: str, resume: bool) -> tuple[Run, nn.Module]:
@@ -135,7 +145,7 @@ def trl(name: str, base: Path, output: Path, mesh: str, resume: bool) -> tuple[R
         processing_class=load_processor(name, base),
         peft_config=LoraConfig(**LORA),
     )
-    return _trained(run, output, resume)
+    return _trained(run, output, mesh, resume)
 
 
 def _arguments(mesh: str) -> dict[str, Any]:
@@ -155,7 +165,8 @@ def _arguments(mesh: str) -> dict[str, Any]:
     }
 
 
-def _trained(run: Trainer, output: Path, resume: bool) -> tuple[Run, nn.Module]:
+def _trained(run: Trainer, output: Path, mesh: str, resume: bool) -> tuple[Run, nn.Module]:
+    on_meta(run.model, mesh)
     run.train(resume_from_checkpoint=str(output / f"checkpoint-{STEPS // 2}") if resume else None)
     keys = ("loss", "eval_loss")
     losses = [each[key] for each in run.state.log_history for key in keys if key in each]
