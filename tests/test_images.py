@@ -198,32 +198,24 @@ TRAINERS: dict[str, Callable[..., tuple[Run, nn.Module]]] = {
 KINDS = [kind for kind in TRAINERS if kind != WHOLE]
 
 
-def trains(names: list[str], kinds: list[str], bases: Path, output: Path, mesh: str, resume: bool = False) -> Any:
-    """Train each family with each trainer, save the adapter and the merged model; without a mesh in one process."""
+def trains(name: str, kinds: list[str], base: Path, output: Path, mesh: str, resume: bool = False) -> dict[str, Run]:
+    """Train with each trainer, save the adapter and the merged model; without a mesh in one process."""
     found = {}
-    for name in names:
-        for kind in kinds:
-            place = output / name / kind
-            with launched(**(environment(mesh) if mesh and kind != "lightning" else {})):
-                found[name, kind], model = TRAINERS[kind](name, bases / name, place, mesh, resume)
-                if not resume and mesh:
-                    save_adapter(model, place / "adapter")
-                    export_merged(model, place / "merged")
-                elif not mesh:
-                    model.save_pretrained(place / "adapter")
+    for kind in kinds:
+        place = output / kind
+        with launched(**(environment(mesh) if mesh and kind != "lightning" else {})):
+            found[kind], model = TRAINERS[kind](name, base, place, mesh, resume)
+            if not resume and mesh:
+                save_adapter(model, place / "adapter")
+                export_merged(model, place / "merged")
+            elif not mesh:
+                model.save_pretrained(place / "adapter")  # type: ignore[operator]
     return found
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("bases")
-
-
-def written(names: list[str], bases: Path) -> None:
-    """Write the folders of families that are not there yet."""
-    for name in names:
-        if not (bases / name).exists():
-            write_family(name, bases / name)
+@pytest.fixture
+def base(tmp_path, name) -> Path:
+    return write_family(name, tmp_path / "base")
 
 
 def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -232,49 +224,47 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("names", "mesh", "other"),
+    ("name", "mesh", "other", "resumed"),
     cases(
-        (["Qwen2.5-VL"], "2x1", "1x2"),
+        ("Qwen2.5-VL", "2x1", "1x2", ["lightning", "transformers"]),
         matrix=[
-            (["Gemma 3"], "2x2", "1x2"),
-            (["Idefics3"], "2x2", "2x1"),
-            (["Qwen2.5-VL"], "2x2", "2x1"),
-            (["LLaVA"], "2x2", "1x2"),
+            ("Gemma 3", "2x2", "1x2", KINDS),
+            ("Idefics3", "2x2", "2x1", KINDS),
+            ("Qwen2.5-VL", "2x2", "2x1", KINDS),
+            ("LLaVA", "2x2", "1x2", KINDS),
         ],
     ),
 )
-def test_images_train_as_in_one_process_and_go_on_on_another_mesh(front_end_pool, bases, tmp_path, names, mesh, other):
+def test_images_train_and_go_on_as_in_one_process(front_end_pool, base, tmp_path, name, mesh, other, resumed):
     """Adapters on towers too, other numbers of images in each row, and of patches or tiles on each rank."""
-    written(names, bases)
-    want = trains(names, KINDS, bases, tmp_path / "one", "")
-    for found in front_end_pool.run(ranks_of(mesh), trains, names, KINDS, bases, tmp_path / "mesh", mesh):
-        for which, got in found.items():
-            compare(got, want[which], which)
-    for name, kind in want:
-        one, ours = (tmp_path / run / name / kind for run in ("one", "mesh"))
+    want = trains(name, KINDS, base, tmp_path / "one", "")
+    for found in front_end_pool.run(ranks_of(mesh), trains, name, KINDS, base, tmp_path / "mesh", mesh):
+        for kind, got in found.items():
+            compare(got, want[kind], kind)
+    batch = collate(load_processor(name, base), pictures(2))
+    for kind in KINDS:
+        one, ours = (tmp_path / run / kind for run in ("one", "mesh"))
         saved, wanted = (load_file(place / "adapter" / "adapter_model.safetensors") for place in (ours, one))
-        assert relative_error(saved, wanted) < 1e-4, (name, kind)
-        merged: Any = PeftModel.from_pretrained(load_base(bases / name), ours / "adapter").merge_and_unload()
-        batch = collate(load_processor(name, bases / name), pictures(2))
+        assert relative_error(saved, wanted) < 1e-4, kind
+        merged: Any = PeftModel.from_pretrained(load_base(base), ours / "adapter").merge_and_unload()
         exported, expected = ({"logits": logits(model, batch)} for model in (load_base(ours / "merged"), merged))
-        assert relative_error(exported, expected) < 1e-5, (name, kind)
-    for found in front_end_pool.run(ranks_of(other), trains, names, KINDS, bases, tmp_path / "mesh", other, True):
-        for which, got in found.items():
-            compare(got, want[which], which)
+        assert relative_error(exported, expected) < 1e-5, kind
+    for found in front_end_pool.run(ranks_of(other), trains, name, resumed, base, tmp_path / "mesh", other, True):
+        for kind, got in found.items():
+            compare(got, want[kind], kind)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "Gemma 3"])
-def test_a_mean_over_all_labels_does_not_depend_on_the_number_of_processes(front_end_pool, bases, tmp_path, name):
+def test_a_mean_over_all_labels_does_not_depend_on_the_number_of_processes(front_end_pool, base, tmp_path, name):
     """The models' own losses are means over the labels of a process: see MICRO_BATCH."""
-    written([name], bases)
-    want = trains([name], [WHOLE], bases, tmp_path / "one", "")[name, WHOLE]
-    for found in front_end_pool.run(2, trains, [name], [WHOLE], bases, tmp_path / "mesh", "2x1"):
-        compare(found[name, WHOLE], want, (name, WHOLE))
+    want = trains(name, [WHOLE], base, tmp_path / "one", "")
+    for found in front_end_pool.run(2, trains, name, [WHOLE], base, tmp_path / "mesh", "2x1"):
+        compare(found[WHOLE], want[WHOLE], WHOLE)
 
 
-def compare(got: Run, want: Run, which: tuple[str, str]) -> None:
+def compare(got: Run, want: Run, kind: str) -> None:
     """Compare the losses and the adapters of a run, or of the second half of it, with one process."""
-    assert len(got.losses) in (len(want.losses), len(want.losses) - STEPS // 2), which
-    assert got.losses == pytest.approx(want.losses[-len(got.losses) :], abs=1e-5), which
-    assert relative_error(got.adapters, want.adapters) < 1e-4, which
+    assert len(got.losses) in (len(want.losses), len(want.losses) - STEPS // 2), kind
+    assert got.losses == pytest.approx(want.losses[-len(got.losses) :], abs=1e-5), kind
+    assert relative_error(got.adapters, want.adapters) < 1e-4, kind
