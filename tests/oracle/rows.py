@@ -221,6 +221,15 @@ def rows() -> dict[str, Row]:
     return {row.name: row for row in found}
 
 
+def row_named(name: str) -> Row:
+    """Return a row by name: of the oracle table, or of the table of every model, whose rows are made when asked for."""
+    if name in rows():
+        return rows()[name]
+    from tests.oracle.model_rows import model_row  # which is made of what is here
+
+    return model_row(name)
+
+
 # As in decoder-only models since Llama. The vocabulary is no multiple of 2: uneven shards.
 DECODER: dict[str, Any] = {
     "hidden_size": 40,
@@ -575,9 +584,11 @@ def mesh_in(column: str) -> str:
 
 
 def options_in(column: str) -> dict[str, Any]:
-    """Return what `ParallelConfig` is told beside the mesh: after it stand a schedule and micro-batches, or "whole"."""
+    """Return what `ParallelConfig` is told beside the mesh: a schedule and micro-batches, "whole" or "sequence"."""
     if column.endswith(" whole"):  # the base is not sharded
         return {"shard_base": False}
+    if column.endswith(" sequence"):
+        return {"sequence_parallel": True}
     if "pp" not in column:
         return {}
     _, schedule, microbatches = [*column.split(), *("1f1b", "4")[len(column.split()) - 1 :]]
@@ -595,7 +606,7 @@ def _step(row: Row, model: nn.Module, share: int = 0, shares: int = 1) -> Step:
 
 def one_process(name: str, column: str = "1x1") -> Step:
     """Plain PEFT over the global batch, of a model as deep as in this column."""
-    row = rows()[name]
+    row = row_named(name)
     with deep_for(column):
         return _step(row, row.build())
 
@@ -609,7 +620,7 @@ def on_ranks(name: str, column: str) -> list[Step | Failure]:
     from lora_parallel import parallelize
     from lora_parallel.distributed.mesh import dp_rank, dp_size
 
-    row = rows()[name]
+    row = row_named(name)
     with deep_for(column):
         model = row.build()
     settings = attempt(on_mesh, mesh_in(column), **{**row.config, **options_in(column)})

@@ -1,0 +1,294 @@
+"""The table of every model: one training step of each class of transformers on meshes against plain PEFT.
+
+    python -m benchmarks.model                                      # runs what is missing, hours on 2 cores
+    python -m benchmarks.model --classes 'Qwen*' --columns 1x2      # a look, which is kept too
+    python -m benchmarks.model --shard 1/4                          # a part of the classes
+    python -m benchmarks.model --again failed                       # runs cells anew: failed, refused or all
+    python -m benchmarks.model --page                               # writes the page from what is known
+
+- Rows are made by rules, in `tests/oracle/model_rows.py`; the processes are those of the tests.
+- Results are data: `benchmarks/models/results.json` has a line for each class, with transformers' version and the
+  commit. A class that another version of transformers was run with counts as missing.
+- A class is run in one process first, with the fullest inputs and in the widest dtype that its code can compute with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+import warnings
+from contextlib import closing
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from benchmarks.oracle import escaped, reason
+from tests.oracle import workers
+from tests.oracle.model_rows import model_classes
+from tests.oracle.rows import Cell, Step, compare, one_process, row_named
+from tests.oracle.workers import Failure, WorkerError, WorkerPool, attempt
+
+ONE = "one process"
+COLUMNS = {
+    "2x1": "2x1",
+    "1x2": "1x2",
+    "2x2": "2x2",
+    "1x2 sequence": "sequence parallel 1x2",
+    "1x1cp2": "cp 2",
+    "1x1pp2 1f1b 2": "pp 2",
+}
+"""Columns of the oracle table that every class is run in, and what the page calls them."""
+
+RESULTS = Path(__file__).parent / "models" / "results.json"
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PATIENCE = 120  # seconds in which a process must have answered
+LENGTH = 400  # characters of an error that are kept
+
+Results = dict[str, dict[str, Any]]
+
+
+# ---------------------------------------------------------------------- results
+
+
+def read_results(path: Path = RESULTS) -> Results:
+    """Return what is known of each class: its row, and a number, a refusal or a failure for each column."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write_results(results: Results, path: Path = RESULTS) -> None:
+    """Write results as JSON with one line a class."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
+    path.write_text(f"{{\n{lines}\n}}\n")
+
+
+def commit() -> str:
+    """Return the commit that is run, with a plus sign if files differ from it."""
+    shown = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
+    return shown.stdout.strip() or "unknown"
+
+
+def kept(cell: Cell) -> float | str:
+    """Return a cell as it is kept: the error, or the text of the refusal or failure."""
+    if cell.error is not None:
+        return float(f"{cell.error:.1e}")
+    kind, text = ("refused", cell.refusal) if cell.refusal is not None else ("FAILED", cell.failure or "")
+    return f"{kind}: {_brief(text)}"
+
+
+def _brief(text: str) -> str:
+    """Return an error's first lines, and the last of its trace, which says where it was raised."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    where = [line for line in lines if line.startswith("File ")]
+    return " | ".join([" ".join(lines)[:LENGTH], *where[-1:]])
+
+
+def state_of(value: Any) -> str:
+    """Return what a cell came to: right, refused, failed or missing."""
+    if value is None:
+        return "missing"
+    if isinstance(value, str):
+        return "refused" if value.startswith("refused") else "failed"
+    return "right"
+
+
+# ---------------------------------------------------------------------- one process
+
+
+def first_step(name: str) -> dict[str, Any]:
+    """Find the fullest row of a class that trains in one process, and return its inputs, its dtype and its loss."""
+    errors = []
+    for inputs in ("full", "text"):
+        for dtype in ("float64", "float32"):
+            step = attempt(one_process, f"{name} {inputs} {dtype}")
+            if isinstance(step, Failure):
+                where = step.trace.strip().splitlines()
+                place = [line.strip() for line in where if line.strip().startswith("File ")][-1:]
+                errors.append(f"{inputs} {dtype}: {step.kind}: {' '.join(step.message.split())[:200]} {place}")
+                continue
+            if problem := _unfit(step):
+                errors.append(f"{inputs} {dtype}: {problem}")
+                continue
+            found = {"inputs": inputs, "dtype": dtype, ONE: float(f"{step.loss:.4g}")}
+            return found | ({"tried": errors[0][:LENGTH]} if errors else {})
+    return {ONE: f"FAILED: {' || '.join(errors[:1] + errors[2:3])[: 2 * LENGTH]}"}
+
+
+def _unfit(step: Step) -> str:
+    """Return why a step says nothing: gradients that are not finite, or none at all."""
+    norms = [gradient.double().norm().item() for gradient in step.gradients.values()]
+    if not all(norm < float("inf") for norm in norms):  # NaN is not less, either
+        return "gradients are not finite"
+    return "" if any(norms) else "no adapter has a gradient"
+
+
+# ---------------------------------------------------------------------- running
+
+
+def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS) -> None:
+    """Run the missing cells of classes, and write the results after each class."""
+    workers.ANSWER_TIMEOUT = PATIENCE
+    here = commit()
+    results = read_results(path)
+    with closing(WorkerPool()) as pool:
+        for name in tqdm(chosen):
+            known = results.get(name, {})
+            if known.get("transformers") != transformers.__version__:
+                known = {}
+            if ONE not in known or again == "all" or (again == "failed" and state_of(known[ONE]) == "failed"):
+                answer = _on_one(pool, first_step, name)
+                first = answer if isinstance(answer, dict) else {ONE: f"FAILED: {_brief(answer.message)}"}
+                if any(first.get(key) != known.get(key) for key in ("inputs", "dtype")):
+                    known = {}
+                known = {**{k: v for k, v in known.items() if k != "tried"}, **first}
+                known |= {"transformers": transformers.__version__, "commit": here}
+                results = read_results(path) | {name: known}
+                write_results(results, path)
+            if state_of(known[ONE]) != "right":
+                continue
+            wanted = [each for each in columns if each not in known or again in (state_of(known[each]), "all")]
+            if not wanted:
+                continue
+            row = row_named(f"{name} {known['inputs']} {known['dtype']}")
+            want = _on_one(pool, one_process, row.name)
+            for column in wanted:
+                if isinstance(want, Failure):
+                    cell = Cell(failure=f"one process: {want.message}")
+                else:
+                    cell = attempt(compare, pool, row, column, want)
+                    cell = Cell(failure=cell.trace) if isinstance(cell, Failure) else cell
+                known = {**known, column: kept(cell), "transformers": transformers.__version__, "commit": here}
+                if cell.failure is not None:
+                    tqdm.write(f"FAILED {row.name} on {column}: {cell.failure[-1500:]}")
+            results = read_results(path) | {name: known}
+            write_results(results, path)
+
+
+def _on_one(pool: WorkerPool, function: Any, *args: Any) -> Any:
+    """Return what a function returns in a process of its own, or a `Failure`, also if it died or did not answer."""
+    try:
+        (answer,) = pool.try_run(1, function, *args)
+    except WorkerError as error:
+        return Failure("WorkerError", str(error), traceback.format_exc())
+    return answer
+
+
+# ---------------------------------------------------------------------- the page
+
+INTRODUCTION = """# Every model
+
+Does it run my model? One training step of every class of transformers that generates, and of usual encoders, held
+against one process of plain PEFT. It is written by
+
+```
+make table NAME=model
+```
+
+A row is a tiny model made by rules from the default values of the class's own config: each kind of layer twice, heads
+in the published ratio, an odd vocabulary, experts, towers of images and sound, random weights everywhere, and LoRA on
+all linear layers of text and towers. Four rows of data are one batch; rows have an image or sound where the class takes
+them and the table says "full". Meshes are dp_shard x tp. Models compute in float64, where a cell has failed above
+1e-12; in float32, where a class cannot do that, the bound is 1e-5.
+
+A cell is **a number**, the largest relative error of the gradient of any adapter; **refused**, with the number of the
+reason below; **FAILED**; or a dash, which means that it was not run yet.
+
+"""
+
+
+def family_of(name: str) -> str:
+    """Return the family of a class: the folder of transformers that has its code."""
+    return getattr(transformers, name).__module__.split(".")[2]
+
+
+def page(results: Results, names: list[str]) -> str:
+    """Return the page: totals, a line for each class, sorted by family, and the reasons of refusals and failures."""
+    listed = [name for name in names if name in results]
+    trained = [name for name in listed if state_of(results[name].get(ONE)) == "right"]
+    text = INTRODUCTION + "## Totals\n\n"
+    text += f"{len(names)} classes are listed; {len(trained)} train in one process, "
+    text += f"{len(listed) - len(trained)} do not, and {len(names) - len(listed)} were not run yet.\n\n"
+    text += "| | right | refused | FAILED | not run yet |\n|---|---|---|---|---|\n"
+    for column, title in COLUMNS.items():
+        states = [state_of(results[name].get(column)) for name in trained]
+        counts = [states.count(state) for state in ("right", "refused", "failed", "missing")]
+        text += f"| {title} | {' | '.join(map(str, counts))} |\n"
+    text += "\n## Classes\n\n"
+    text += f"| class | inputs | dtype | {' | '.join(COLUMNS.values())} |\n{'|---' * (3 + len(COLUMNS))}|\n"
+    refusals: dict[str, int] = {}
+    failures: list[str] = []
+    for name in sorted(trained, key=lambda each: (family_of(each), each)):
+        known = results[name]
+        cells = []
+        for column in COLUMNS:
+            value = known.get(column)
+            state = state_of(value)
+            if state == "refused":
+                number = refusals.setdefault(reason(value.removeprefix("refused: ")), len(refusals) + 1)
+                cells.append(f"refused ({number})")
+            elif state == "failed":
+                cells.append("**FAILED**")
+                failures.append(f"- {name}, {COLUMNS[column]}: {_line(value)}")
+            else:
+                cells.append("-" if value is None else f"{value:.0e}")
+        text += f"| {name} | {known['inputs']} | {known['dtype']} | {' | '.join(cells)} |\n"
+    text += "\n"
+    if refusals:
+        text += "## Refused\n\n" + "".join(f"{number}. {said}\n" for said, number in refusals.items()) + "\n"
+    if failures:
+        text += "## Failed\n\n" + "\n".join(failures) + "\n\n"
+    if len(trained) < len(listed):
+        text += "## Not trained in one process\n\nWhat plain PEFT, or the class itself, says to the rows that we make.\n\n"
+        untrained = sorted(set(listed) - set(trained), key=lambda each: (family_of(each), each))
+        text += "".join(f"- {name}: {_line(results[name][ONE])}\n" for name in untrained) + "\n"
+    versions = sorted({results[name]["transformers"] for name in listed})
+    return text + f"With transformers {', '.join(versions)}.\n"
+
+
+def _line(value: str) -> str:
+    """Return an error as one line of the page, without the paths of a machine."""
+    text = re.sub(r'File "[^"]*/site-packages/', 'File "', value.removeprefix("FAILED: "))
+    text = re.sub(r'File "[^"]*/(?=(lora_parallel|tests|benchmarks)/)', 'File "', text)
+    return escaped(" ".join(text.split())[:LENGTH]).replace("`", "'").replace("_", r"\_").replace("[", r"\[")
+
+
+def main() -> int:
+    """Run what is missing, then write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", default="*", metavar="GLOB", help="classes by name")
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), help=f"of {', '.join(COLUMNS)}")
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th part of N of the classes")
+    parser.add_argument("--again", default="", choices=["", "failed", "refused", "all"], help="cells to run anew")
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    names = model_classes()
+    part, parts = map(int, args.shard.split("/"))
+    chosen = [name for name in names if fnmatch(name, args.classes)][part - 1 :: parts]
+    if not chosen:
+        parser.error(f"no class is called {args.classes!r}")
+    if not args.page:
+        run(chosen, args.columns, args.again)
+    results = read_results()
+    PAGE.write_text(page(results, names))
+    failed = [name for name in chosen if any(state_of(results.get(name, {}).get(each)) == "failed" for each in COLUMNS)]
+    print(f"{len(chosen)} classes, {len(failed)} with a failed cell; written to {PAGE}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

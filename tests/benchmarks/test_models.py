@@ -1,0 +1,104 @@
+"""The table of every model: the rules that make small configs, what its inputs fit, and the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.model import COLUMNS, ONE, RESULTS, page, read_results, state_of, write_results
+from tests.oracle.model_rows import model_classes, model_row, small_config, small_model
+
+FOUND = {
+    "LlamaForCausalLM": {
+        **{"inputs": "full", "dtype": "float64", ONE: 5.6, "transformers": "5.23.0", "commit": "abc"},
+        **dict.fromkeys(COLUMNS, 8e-16),
+    },
+    "BertForMaskedLM": {
+        **{"inputs": "full", "dtype": "float64", ONE: 5.6, "transformers": "5.23.0", "commit": "abc"},
+        **{"2x1": "refused: tp=2: 'x' cannot. More.", "1x2": 'FAILED: KeyError: [1] | File "/a/lora_parallel/b.py"'},
+    },
+    "T5ForConditionalGeneration": {ONE: "FAILED: an error", "transformers": "5.23.0", "commit": "abc"},
+}
+
+
+def config_of(name):
+    return small_config(getattr(transformers, name).config_class())
+
+
+def test_heads_keep_their_ratio_and_the_vocabulary_is_odd():
+    llama, qwen, bert = map(config_of, ("LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration", "BertForMaskedLM"))
+    assert (llama.num_attention_heads, llama.num_key_value_heads) == (4, 4)
+    assert (qwen.text_config.num_attention_heads, qwen.text_config.num_key_value_heads) == (4, 4)
+    assert config_of("MistralForCausalLM").num_key_value_heads == 1  # 32 : 8 of 4, less than two ranks have
+    assert llama.vocab_size == bert.vocab_size == qwen.text_config.vocab_size == 131
+    assert bert.hidden_dropout_prob == bert.attention_probs_dropout_prob == 0.0
+
+
+def test_each_kind_of_layer_is_there_twice():
+    gemma, jamba = config_of("Gemma3ForCausalLM"), config_of("JambaForCausalLM")
+    kinds = ["sliding_attention", "full_attention"]
+    assert [gemma.layer_types.count(kind) for kind in kinds] == [2, 2]
+    assert gemma.num_hidden_layers == 4
+    assert [jamba.layers_block_type.count(kind) for kind in set(jamba.layers_block_type)] == [2, 2]
+
+
+def test_lists_of_layer_numbers_follow_the_layers_that_are_kept():
+    vision = config_of("Qwen3VLForConditionalGeneration").vision_config
+    assert vision.depth == 4
+    assert len(vision.deepstack_visual_indexes) == 2
+    assert max(vision.deepstack_visual_indexes) < 4
+
+
+def test_an_image_has_as_many_places_in_the_text_as_features():
+    row = model_row("LlavaForConditionalGeneration full float64")
+    batch = row.batch()
+    model = small_model("LlavaForConditionalGeneration")
+    with torch.no_grad():
+        features = model.get_image_features(batch["pixel_values"].float()).pooler_output
+    places = (batch["input_ids"] == model.config.image_token_id).sum(dim=1).tolist()
+    assert places == [len(one) for one in features]
+    assert all(len(tensor) % 4 == 0 for tensor in batch.values())
+
+
+def test_a_row_computes_in_its_dtype_with_the_bound_of_it():
+    for precision, bound in (("float64", 1e-12), ("float32", 1e-5)):
+        row = model_row(f"LlamaForCausalLM text {precision}")
+        assert row.tolerance == bound
+        assert {p.dtype for p in row.build().parameters()} == {getattr(torch, precision)}
+
+
+def test_the_table_lists_what_generates_and_usual_encoders():
+    names = model_classes()
+    assert len(names) > 300
+    assert {"LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification"} <= set(names)
+
+
+@pytest.mark.parametrize(("value", "state"), [(None, "missing"), (1e-16, "right"), (0.0, "right")])
+def test_a_number_is_right(value, state):
+    assert state_of(value) == state
+
+
+def test_the_page_is_made_of_the_data(tmp_path):
+    write_results(FOUND, tmp_path / "results.json")
+    assert read_results(tmp_path / "results.json") == FOUND
+    assert len((tmp_path / "results.json").read_text().splitlines()) == len(FOUND) + 2
+    text = page(FOUND, [*FOUND, "OPTForCausalLM"])
+    assert "4 classes are listed; 2 train in one process, 1 do not, and 1 were not run yet." in text
+    assert "| 2x1 | 1 | 1 | 0 | 0 |" in text
+    assert "| 1x2 | 1 | 0 | 1 | 0 |" in text
+    assert "| pp 2 | 1 | 0 | 0 | 1 |" in text
+    assert "| BertForMaskedLM | full | float64 | refused (1) | **FAILED** | - | - | - | - |" in text
+    assert "1. tp=n: `x` cannot\n" in text
+    assert 'File "lora_parallel/b.py"' in text
+
+
+def test_the_page_in_the_repository_is_that_of_its_data():
+    results = json.loads(RESULTS.read_text())
+    written = (Path(RESULTS).parents[2] / "docs" / "models.md").read_text()
+    if {known["transformers"] for known in results.values()} != {transformers.__version__}:
+        pytest.skip("another version of transformers has other classes")
+    assert written == page(results, model_classes())
