@@ -13,6 +13,8 @@ def gemma4() -> Any:
     return kind(vision_config=transformers.Gemma4VisionConfig(), audio_config=transformers.Gemma4AudioConfig())
 
 
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     # Number of patches of an image, and of queries that read them.
     "AriaConfig": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4},
@@ -32,6 +34,32 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "VoxtralEncoderConfig": {"intermediate_size": 256},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "Gemma4ForConditionalGeneration": {"config": gemma4},
+    "EsmConfig": {"pad_token_id": 0},
+    "MoonshineConfig": {"pad_token_id": 0},
+    # Four tokens of an image side by side.
+    "Llama4VisionConfig": {"intermediate_size": 256},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    # Its code reads settings that its config lacks.
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
+    "NemotronConfig": {"num_key_value_heads": 1, "head_dim": 16},
+    "CohereCompassTextConfig": {
+        "rope_parameters": {kind: {**ROPE, "mrope_section": [2, 3, 3]} for kind in ("sliding_attention", "full_attention")}
+    },
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "XmodConfig": {"default_language": "en_XX"},
+    "VipLlavaConfig": {"vision_feature_layer": [-1, -2]},
+    # Layers of the tower, and those of the language model that they are added to.
+    "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0, 1, 0, 1]},
+    "MuseGlimmerConfig": {"out_hidden_size": 256},
+    "MuseSparkConfig": {"out_hidden_size": 256},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "Step3p7TextConfig": {"sliding_window": 8},
+    # Four stages with twice the width each.
+    "SwinConfig": {"embed_dim": 16, "num_heads": [2, 4, 4, 4], "depths": [2, 2, 2, 2], "window_size": 2, "image_size": 32},
+    "Florence2VisionConfig": {
+        **{"embed_dim": [16, 32, 64, 64], "num_heads": [2, 2, 4, 4], "num_groups": [2, 2, 4, 4], "depths": [1, 1, 1, 1]},
+        **{"window_size": 2, "projection_dim": 64},
+    },
     # The last hidden states, and those of the two intermediate layers.
     "MllamaVisionConfig": {"vision_output_dim": 192},
 }

@@ -18,10 +18,12 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from tests.oracle.caches import copied
-from tests.oracle.model_inputs import make_batch, own_or_mean_square
+from tests.oracle.model_inputs import make_batch, own_or_mean
 from tests.oracle.model_overrides import OVERRIDES
 from tests.oracle.rows import VOCABULARY, Row, fill
 
@@ -32,6 +34,8 @@ KEPT_LAYERS = 2
 MOST_LAYERS = 8
 
 FLOAT32_BOUND = 1e-5
+MIXED = "mixed"
+"""The dtype of a model in float64 whose own code has matrix products in float32, of routers as a rule."""
 
 Settings = dict[str, Any]
 
@@ -97,6 +101,9 @@ SIZES: list[tuple[str, int | str]] = [
     (r"codebook_size|upsample_groups", 64),
     (r"num_embeddings", 8),
     (r"base_channels", 32),
+    (r"num_filters", 4),
+    (r"n_window", 4),
+    (r"n_window_infer", 8),
     (r"image_size|crop_size|resolution", 16),
     (r"patch_size", "at most 4"),
     (r"num_patches|num_position_embeddings|image_seq_length", 16),
@@ -109,12 +116,14 @@ SIZES: list[tuple[str, int | str]] = [
     (r"\w*(intermediate|ffn_hidden)_size\w*|\w*ffn_dim|d_ff|dim_ff|n_inner|mlp_dim|intermediate_dim", WIDE),
     (r"(block_)?multiple_of|\w*round_up_to_multiple_of", 8),
     (r"\w*kernel_size\w*|conv_\w+|\w*stride\w*|\w*factor\w*|\w*group\w*|hop_length|sampling_rate|\w*merge\w*", "keep"),
-    (r"\w*(hidden_size|_dim|d_model|n_embd|embed_dim|hidden_dim|_width|embedding_size|output_size|input_size)\w*|dim", "narrow"),
+    (r"\w*(hidden_size|_dim|d_model|n_embd|embed_dim|hidden_dim|_width|embedding_size|output_size|input_size|bottleneck_size)\w*|dim", "narrow"),
 ]
 
 
 MUST_BE = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": NARROW}
 MUST_BE |= {"head_dim": HEAD_DIM, "vocab_size": VOCABULARY, "mask_token_id": 4}
+MUST_BE |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+MUST_BE |= {"indexer_compress_ratio": 2}
 """Sizes of settings that are None by default, with which the class computes nothing."""
 
 
@@ -302,7 +311,7 @@ def model_classes() -> list[str]:
     generating = {
         name
         for name in dir(transformers)
-        if re.search(r"For(CausalLM|ConditionalGeneration)$", name) and not name.startswith("Auto")
+        if re.search(r"(?<!PreTrainedModel)For(CausalLM|ConditionalGeneration)$", name) and not name.startswith("Auto")
     }
     generating |= {name for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if "Head" in name}
     known = generating | set(ENCODERS)
@@ -352,10 +361,29 @@ def _build(name: str, dtype: torch.dtype) -> nn.Module:
     """Build the PEFT model in full: adapters that are zero nowhere on every linear layer but the head."""
     torch.manual_seed(2)
     model: Any = small_model(name).to(dtype)
-    config = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", exclude_modules=not_adapted(model) or None)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=targets(model), exclude_modules=not_adapted(model) or None)
     model = get_peft_model(model, config).to(dtype)
     fill(model)
-    return model.train()
+    model.train()
+    for module in model.modules():  # statistics of a batch are those of the rows that a rank has
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    return model
+
+
+def targets(model: Any) -> str:
+    """Return "all-linear", or a pattern of the same layers if one has a number for a name, as in `nn.Sequential`.
+
+    PEFT matches "all-linear" by the last parts of names, and a number is the last part of a block's name too.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    if not any(name.rsplit(".", 1)[-1].isdigit() for name in layers):
+        return "all-linear"
+    try:
+        heads = {model.get_output_embeddings()}
+    except NotImplementedError:
+        heads = set()
+    return "|".join(re.escape(name) for name in layers if model.get_submodule(name) not in heads)
 
 
 NO_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -377,15 +405,27 @@ def _batch(name: str, inputs: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return make_batch(small_model(name), inputs, dtype)
 
 
+class Float32Products(TorchDispatchMode):
+    """Notes whether a matrix product with a gradient is computed in float32."""
+
+    found = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        if function in products and args[0].dtype == torch.float32 and torch.is_grad_enabled():
+            self.found = True
+        return function(*args, **(kwargs or {}))
+
+
 def model_row(name: str) -> Row:
     """Return the row of this name: a class, the kind of its inputs, and the dtype that it computes in."""
     kind, inputs, precision = name.split()
-    dtype = getattr(torch, precision)
+    dtype = torch.float64 if precision == MIXED else getattr(torch, precision)
     return Row(
         name,
         "family",
         partial(_build, kind, dtype),
         batch=partial(_batch, kind, inputs, dtype),
-        loss=own_or_mean_square,
-        tolerance=1e-12 if dtype == torch.float64 else FLOAT32_BOUND,
+        loss=own_or_mean,
+        tolerance=1e-12 if precision == "float64" else FLOAT32_BOUND,
     )
