@@ -64,7 +64,7 @@ mutants: $(VENV)/.dev ## break the product in one place after the other, and see
 faults: $(VENV)/.dev ## kill training jobs and fill their disks at random instants, and let them go on
 	FAULTS=20 $(BIN)/python -m pytest -m processes tests/lora_parallel/checkpoint/test_faults.py $(ARGS)
 
-table: $(VENV)/.dev ## hold NAME=oracle, peer, optimizer, trainer, memory, plan or classes against one process, into its page of docs/
+table: $(VENV)/.dev ## hold NAME=oracle, model, peer, optimizer, trainer, memory, plan or classes against one process, into its page of docs/
 	$(BIN)/python -m benchmarks.$(or $(NAME),oracle)$(if $(filter optimizer trainer plan,$(NAME)),s) $(ARGS)
 
 suite: $(VENV)/.dev ## run NAME=applications (ARGS="trl swift" some) or gemma alone and on meshes, into their pages of docs/

@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 
 from tests.cases import cases
+from tests.oracle.model_rows import MECHANISMS
 from tests.oracle.rows import Cell, Step, compare, compare_all, one_process, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights and Conv1D
@@ -27,6 +28,8 @@ ONE_EACH = {
     "bert, masked",  # a tied head with biases
     "t5, tied",  # encoder and decoder
     "whisper",  # adapters on convolutions beside
+    *MECHANISMS,  # images, sound, recurrences, convolutions, keys of low rank, shared experts
+    "llava, images on one rank",
     "mixtral",
     "mixtral, by experts",
     "gpt-oss",
@@ -57,7 +60,7 @@ ONE_EACH = {
     "loss_parallel, embeddings and head, tied",
     "loss_parallel, sequence_parallel, llama",
 }
-ON_FOUR_RANKS = {"gpt-oss", "DoRA, phi3"}
+ON_FOUR_RANKS = {"gpt-oss", "DoRA, phi3", "llava, images on one rank"}
 """Rows of `make test` that are cut twice, by tp and by FSDP2; the others are computed on two ranks there."""
 
 CHOSEN = [(name, "2x2" if name in ON_FOUR_RANKS else "1x2") for name in rows() if name in ONE_EACH]

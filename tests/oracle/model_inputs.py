@@ -1,9 +1,9 @@
 """Make a batch for a small model of any class of transformers: text, and the smallest image or sound that it takes.
 
-What a model takes is read off its forward's parameters; what its processor would make of an image is in `images` by the
-parameters that stand beside `pixel_values`, and the first form is taken that the model computes with. The number of image or sound tokens in the text is the number of features
-that the model's own `get_image_features` or `get_audio_features` returns. Every tensor has the rows of the batch along
-dim 0, or equally many entries for each row.
+What a model takes is read off its forward's parameters. What its processor would make of an image is in `images` by
+the parameters that stand beside `pixel_values`; the first form is taken that the model computes with. The number of
+image or sound tokens in the text is the number of features that the model's own `get_image_features` or
+`get_audio_features` returns. Every tensor has the rows of the batch along dim 0, or equally many entries for each row.
 """
 
 from __future__ import annotations
@@ -62,9 +62,15 @@ class Inputs:
     def text(self) -> Batch:
         """Return token ids and labels, for an encoder-decoder those of the decoder."""
         batch: Batch = {}
-        if self.config.model_type in ("musicgen_decoder", "musicgen_melody_decoder"):  # a row's codebooks follow each other
+        if self.config.model_type in (
+            "musicgen_decoder",
+            "musicgen_melody_decoder",
+        ):  # a row's codebooks follow each other
             books = self.config.num_codebooks
-            return {"input_ids": torch.cat([self.ids()] * books), "labels": self.ids(books * TOKENS).view(ROWS, TOKENS, books)}
+            return {
+                "input_ids": torch.cat([self.ids()] * books),
+                "labels": self.ids(books * TOKENS).view(ROWS, TOKENS, books),
+            }
         if self.config.model_type in BOOKS:  # a token of each codebook, or of all but the text's
             books = self.config.num_codebooks + BOOKS[self.config.model_type]
             ids = self.ids(TOKENS * books, 60).view(ROWS, TOKENS, books)
@@ -74,8 +80,6 @@ class Inputs:
             return {"input_ids": self.ids(), "decoder_input_ids": self.ids(7 * channels).view(ROWS, 7, channels)}
         if "input_ids" in self.known:
             batch["input_ids"] = self.ids()
-        if "bbox" in self.known:
-            batch["bbox"] = torch.tensor([10, 20, 30, 40]).expand(ROWS, TOKENS, -1).contiguous()
         return self.with_targets(batch)
 
     def with_targets(self, batch: Batch) -> Batch:
@@ -85,10 +89,13 @@ class Inputs:
             return {**batch, "labels": torch.arange(ROWS) % self.config.num_labels}
         if name.endswith("ForCTC"):
             return {**batch, "labels": self.ids(3, min(LAST_WORD, self.config.vocab_size - 1))}
+        if "bbox" in self.known:
+            batch["bbox"] = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(ROWS, TOKENS, -1).contiguous()
         is_double = "decoder_input_ids" in self.known and self.config.is_encoder_decoder
         if "labels" in self.known:
             own = self.ids(7) if is_double or "input_ids" not in batch else batch["input_ids"].clone()
-            if is_double and getattr(self.config, "decoder_start_token_id", None) is None:
+            no_start = getattr(self.config, "decoder_start_token_id", None) is None
+            if is_double and (no_start or self.config.model_type == "fsmt"):  # which shifts no labels
                 batch = {**batch, "decoder_input_ids": self.ids(7)}
             return {**batch, "labels": own}
         return {**batch, "decoder_input_ids": self.ids(7)} if is_double else batch
@@ -137,7 +144,9 @@ class Inputs:
         if kind == "audio":
             batch["attention_mask"] = torch.ones_like(ids)
         if "image_embeds_position_mask" in self.known:
-            batch["image_embeds_position_mask"] = torch.arange(ids.shape[1]).expand(ROWS, -1) < self.config.latent_query_num
+            batch["image_embeds_position_mask"] = (
+                torch.arange(ids.shape[1]).expand(ROWS, -1) < self.config.latent_query_num
+            )
         return self.with_targets({"input_ids": ids, **batch})
 
     def token(self, kind: str) -> int | None:
@@ -182,7 +191,9 @@ class Inputs:
         if "flattened_patches" in self.known:  # the row and the column of each patch, then its values
             width = getattr(vision, "patch_embed_hidden_size", values)
             places = torch.tensor([[row + 1, column + 1] for row in range(2) for column in range(2)])
-            yield {"flattened_patches": torch.cat([places.double().expand(ROWS, -1, -1), self.normal(ROWS, 4, width)], 2)}
+            yield {
+                "flattened_patches": torch.cat([places.double().expand(ROWS, -1, -1), self.normal(ROWS, 4, width)], 2)
+            }
         elif "pixel_values" not in self.known:
             return
         elif grid:
@@ -230,14 +241,25 @@ class Inputs:
         names = ("audio_config", "encoder_config", "audio_encoder_config")
         inner = next((one for name in names if (one := getattr(self.config, name, None)) is not None), self.config)
         if "input_features" in self.known:
-            sizes = ("num_mel_bins", "input_feat_size", "input_dim", "input_feat_per_channel", "feature_size", "input_size")
+            sizes = (
+                "num_mel_bins",
+                "input_feat_size",
+                "input_dim",
+                "input_feat_per_channel",
+                "feature_size",
+                "input_size",
+            )
             bands = next((value for name in sizes if isinstance(value := getattr(inner, name, None), int)), 16)
             frames = 2 * (getattr(inner, "max_source_positions", None) or 12)
-            masks = [key for key in ("input_features_mask", "feature_attention_mask", "padding_mask") if key in self.known]
+            masks = [
+                key for key in ("input_features_mask", "feature_attention_mask", "padding_mask") if key in self.known
+            ]
             mask = {key: torch.ones(ROWS, frames, dtype=torch.long) for key in masks}
             for shape in ((bands, frames), (frames, bands)):
                 features = {"input_features": self.normal(ROWS, *shape)}
                 yield features
+                if stacked := getattr(inner, "num_stacked_frames", None):
+                    yield {"input_features": self.normal(ROWS, frames, bands * stacked), **mask}
                 if mask:
                     yield {**features, **mask}
         elif "input_values" in self.known and "input_ids" not in self.known:

@@ -19,16 +19,25 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # Number of patches of an image, and of queries that read them.
     "AriaConfig": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4},
     # The names of the words that stand for pieces of an image.
-    "ChameleonConfig": {"vocabulary_map": {"<image>": 120, **{f"IMGIMG{letter}Z": 100 + n for n, letter in enumerate("ABCDEFGH")}}},
+    "ChameleonConfig": {
+        "vocabulary_map": {"<image>": 120, **{f"IMGIMG{letter}Z": 100 + n for n, letter in enumerate("ABCDEFGH")}}
+    },
     # Rotary embeddings of 32 features or more.
     "ClvpEncoderConfig": {"num_attention_heads": 2},
     # Four stages, each of half the size.
     "ConvNextConfig": {"image_size": 32},
     # Its code reads a setting that its config lacks.
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
-    "Emu3Config": {"vocabulary_map": {"<image>": 120, "<|extra_200|>": 119, **{f"<|visual token {n:06}|>": 100 + n for n in range(8)}}},
-    "Emu3VQVAEConfig": {"codebook_size": 8},
-    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}},
+    "Emu3Config": {
+        "vocabulary_map": {
+            "<image>": 120,
+            "<|extra_200|>": 119,
+            **{f"<|visual token {n:06}|>": 100 + n for n in range(8)},
+        }
+    },
+    "Ernie4_5_VLMoeTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+    },
     # Reads frames in groups of four.
     "GlmAsrEncoderConfig": {"intermediate_size": 256},
     "VoxtralEncoderConfig": {"intermediate_size": 256},
@@ -43,22 +52,46 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
     "NemotronConfig": {"num_key_value_heads": 1, "head_dim": 16},
     "CohereCompassTextConfig": {
-        "rope_parameters": {kind: {**ROPE, "mrope_section": [2, 3, 3]} for kind in ("sliding_attention", "full_attention")}
+        "rope_parameters": {
+            kind: {**ROPE, "mrope_section": [2, 3, 3]} for kind in ("sliding_attention", "full_attention")
+        }
     },
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "XmodConfig": {"default_language": "en_XX"},
     "VipLlavaConfig": {"vision_feature_layer": [-1, -2]},
     # Layers of the tower, and those of the language model that they are added to.
-    "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0, 1, 0, 1]},
+    "Granite4VisionConfig": {
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [0, 1, 0, 1],
+        "downsample_rate": "1/2",
+    },
     "MuseGlimmerConfig": {"out_hidden_size": 256},
     "MuseSparkConfig": {"out_hidden_size": 256},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "Step3p7TextConfig": {"sliding_window": 8},
     # Four stages with twice the width each.
-    "SwinConfig": {"embed_dim": 16, "num_heads": [2, 4, 4, 4], "depths": [2, 2, 2, 2], "window_size": 2, "image_size": 32},
+    "SwinConfig": {
+        "embed_dim": 16,
+        "num_heads": [2, 4, 4, 4],
+        "depths": [2, 2, 2, 2],
+        "window_size": 4,
+        "image_size": 64,
+    },
     "Florence2VisionConfig": {
-        **{"embed_dim": [16, 32, 64, 64], "num_heads": [2, 2, 4, 4], "num_groups": [2, 2, 4, 4], "depths": [1, 1, 1, 1]},
+        **{
+            "embed_dim": [16, 32, 64, 64],
+            "num_heads": [2, 2, 4, 4],
+            "num_groups": [2, 2, 4, 4],
+            "depths": [1, 1, 1, 1],
+        },
         **{"window_size": 2, "projection_dim": 64},
+    },
+    "PaddleOCRTextConfig": {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+    "Emu3VQVAEConfig": {"codebook_size": 8, "hidden_size": 128},
+    # Layers with a sliding window have heads of their own.
+    "Dots3NoteTextConfig": {
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
+        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16},
     },
     # The last hidden states, and those of the two intermediate layers.
     "MllamaVisionConfig": {"vision_output_dim": 192},

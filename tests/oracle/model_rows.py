@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from tests.oracle.caches import copied
 from tests.oracle.model_inputs import make_batch, own_or_mean
 from tests.oracle.model_overrides import OVERRIDES
-from tests.oracle.rows import VOCABULARY, Row, fill
+from tests.oracle.rows import VOCABULARY, Batch, Row, fill, rows_of_rank
 
 HIDDEN, HEADS, HEAD_DIM, WIDE, NARROW = 64, 4, 16, 88, 24
 KEPT_LAYERS = 2
@@ -35,7 +39,7 @@ MOST_LAYERS = 8
 
 FLOAT32_BOUND = 1e-5
 MIXED = "mixed"
-"""The dtype of a model in float64 whose own code has matrix products in float32, of routers as a rule."""
+"""The dtype of a model in float64 whose own code casts to float32 in places: see `WithoutFloat32`."""
 
 Settings = dict[str, Any]
 
@@ -116,7 +120,10 @@ SIZES: list[tuple[str, int | str]] = [
     (r"\w*(intermediate|ffn_hidden)_size\w*|\w*ffn_dim|d_ff|dim_ff|n_inner|mlp_dim|intermediate_dim", WIDE),
     (r"(block_)?multiple_of|\w*round_up_to_multiple_of", 8),
     (r"\w*kernel_size\w*|conv_\w+|\w*stride\w*|\w*factor\w*|\w*group\w*|hop_length|sampling_rate|\w*merge\w*", "keep"),
-    (r"\w*(hidden_size|_dim|d_model|n_embd|embed_dim|hidden_dim|_width|embedding_size|output_size|input_size|bottleneck_size)\w*|dim", "narrow"),
+    (
+        r"\w*(hidden_size|_dim|d_model|n_embd|embed_dim|hidden_dim|_width|embedding_size|output_size|input_size|bottleneck_size)\w*|dim",
+        "narrow",
+    ),
 ]
 
 
@@ -143,7 +150,9 @@ def small_settings(config: PretrainedConfig) -> Settings:
             settings[key] = small_config(value)
         elif (size := _small(key, value, values)) is not None:
             settings[key] = size
-    if values.get("rope_parameters") and "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
+    if values.get("rope_parameters") and "mrope_section" in (
+        getattr(config, "ignore_keys_at_rope_validation", None) or ()
+    ):
         settings["rope_parameters"] = _with_sections(values["rope_parameters"])
     settings |= _layers(values)
     override = OVERRIDES.get(type(config).__name__, {})
@@ -173,7 +182,9 @@ def _small(key: str, value: Any, values: Settings) -> Any:
 def _number(key: str, value: int, values: Settings) -> int | None:
     if _KV_HEADS.fullmatch(key):
         return max(1, HEADS * value // _query_heads(key, values))
-    if key == "head_dim" and value == values.get("qk_rope_head_dim"):  # attention with keys of low rank: of its rotary part
+    if key == "head_dim" and value == values.get(
+        "qk_rope_head_dim"
+    ):  # attention with keys of low rank: of its rotary part
         key = "qk_rope_head_dim"
     rule = next((rule for pattern, rule in SIZES if re.fullmatch(pattern, key)), None)
     is_state_space = "expand" in values and "state_size" in values
@@ -301,7 +312,7 @@ def _has_layer_numbers(key: str, value: Any, depth: int) -> bool:
         return False
     if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < depth for one in value):
         return False
-    return all(one < other for one, other in zip(value, value[1:], strict=False))
+    return all(one < other for one, other in pairwise(value))
 
 
 def model_classes() -> list[str]:
@@ -335,7 +346,7 @@ ENCODERS = (
 
 @copied
 def small_model(name: str) -> nn.Module:
-    """Build a model of a class with random weights; norms and biases have them too, since ones and zeros hide errors."""
+    """Build a model of a class with random weights, norms and biases too: ones and zeros would hide errors."""
     kind: Any = getattr(transformers, name)
     override = OVERRIDES.get(name, {})
     config = small_config(override["config"]() if "config" in override else kind.config_class())
@@ -371,8 +382,8 @@ def _build(name: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def targets(model: Any) -> str:
-    """Return "all-linear", or a pattern of the same layers if one has a number for a name, as in `nn.Sequential`.
+def targets(model: Any) -> str | list[str]:
+    """Return "all-linear", or the names of the same layers if one has a number for a name, as in `nn.Sequential`.
 
     PEFT matches "all-linear" by the last parts of names, and a number is the last part of a block's name too.
     """
@@ -383,7 +394,7 @@ def targets(model: Any) -> str:
         heads = {model.get_output_embeddings()}
     except NotImplementedError:
         heads = set()
-    return "|".join(re.escape(name) for name in layers if model.get_submodule(name) not in heads)
+    return [name for name in layers if model.get_submodule(name) not in heads]
 
 
 NO_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -405,21 +416,27 @@ def _batch(name: str, inputs: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return make_batch(small_model(name), inputs, dtype)
 
 
-class Float32Products(TorchDispatchMode):
-    """Notes whether a matrix product with a gradient is computed in float32."""
+class WithoutFloat32(TorchFunctionMode):
+    """Computes in float64 what a class's own code casts to float32: scores of experts, rotations, sums of weights.
 
-    found = False
+    Each rank rounds its part of a sum there, so that no bound but that of float32 would hold.
+    """
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-        if function in products and args[0].dtype == torch.float32 and torch.is_grad_enabled():
-            self.found = True
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            function = Tensor.double
+        if any(one is torch.float32 for one in args):
+            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+        if kwargs and kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
         return function(*args, **(kwargs or {}))
 
 
 def model_row(name: str) -> Row:
     """Return the row of this name: a class, the kind of its inputs, and the dtype that it computes in."""
-    kind, inputs, precision = name.split()
+    kind, inputs, precision = name.split() if name.count(" ") == 2 else (name, "", "")
+    if not hasattr(transformers, kind):
+        raise KeyError(name)
     dtype = torch.float64 if precision == MIXED else getattr(torch, precision)
     return Row(
         name,
@@ -427,5 +444,50 @@ def model_row(name: str) -> Row:
         partial(_build, kind, dtype),
         batch=partial(_batch, kind, inputs, dtype),
         loss=own_or_mean,
-        tolerance=1e-12 if precision == "float64" else FLOAT32_BOUND,
+        tolerance=1e-12 if dtype == torch.float64 else FLOAT32_BOUND,
+        around=WithoutFloat32 if precision == MIXED else nullcontext,
     )
+
+
+MECHANISMS = {
+    "llava, images": "LlavaForConditionalGeneration full float64",
+    "qwen2.5-vl, patches and their grid": "Qwen2_5_VLForConditionalGeneration full float64",
+    "gemma3, images that see both ways": "Gemma3ForConditionalGeneration full float64",
+    "recurrent-gemma, linear recurrences": "RecurrentGemmaForCausalLM full float64",
+    "voxtral, sound": "VoxtralForConditionalGeneration full float64",
+    "qwen3.5, gated delta net": "Qwen3_5ForCausalLM full float64",
+    "bamba, Mamba 2 and attention": "BambaForCausalLM full float64",
+    "lfm2, short convolutions": "Lfm2ForCausalLM full float64",
+    "minicpm3, keys of low rank": "MiniCPM3ForCausalLM full float64",
+    "qwen2-moe, shared experts": "Qwen2MoeForCausalLM full mixed",
+}
+"""Rows of the table of every model that are in the oracle table too: one for each mechanism."""
+
+
+def mechanisms() -> list[Row]:
+    """Return the rows of `MECHANISMS`, and one whose images are all on the first data-parallel rank."""
+    made = [replace(model_row(row), name=name) for name, row in MECHANISMS.items()]
+    images = replace(
+        made[0],
+        name="llava, images on one rank",
+        batch=partial(_images_in_half, made[0].batch),
+        part=_images_first,
+    )
+    return [*made, images]
+
+
+def _images_in_half(batch: Callable[[], Batch]) -> Batch:
+    """Return a batch in which the second half of the rows has no image."""
+    made = batch()
+    half = len(made["input_ids"]) // 2
+    words = made["input_ids"][:half, :4].repeat(1, made["input_ids"].shape[1] // 4)
+    ids = torch.cat([made["input_ids"][:half], words])
+    return {"input_ids": ids, "labels": ids.clone(), "pixel_values": made["pixel_values"][:half]}
+
+
+def _images_first(batch: Batch, share: int, shares: int) -> Batch:
+    """Return a rank's rows, with the images that they have."""
+    per_rank = len(batch["input_ids"]) // shares
+    mine = rows_of_rank({key: batch[key] for key in ("input_ids", "labels")}, share, shares)
+    images = batch["pixel_values"][share * per_rank : (share + 1) * per_rank]
+    return {**mine, "pixel_values": images} if len(images) else mine

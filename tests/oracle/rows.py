@@ -8,7 +8,7 @@ every rank of a process group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -169,6 +169,11 @@ def mean_square(outputs: Any) -> Tensor:
     return outputs.last_hidden_state.square().mean() + outputs.pooler_output.square().mean()
 
 
+def rows_of_rank(batch: Batch, share: int, shares: int) -> Batch:
+    """Return the rows that are a rank's share, of every tensor."""
+    return {name: tensor.chunk(shares)[share] for name, tensor in batch.items()}
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table."""
@@ -183,6 +188,12 @@ class Row:
 
     loss: Callable[[Any], Tensor] = own_loss
     """Of the outputs; a mean over rows."""
+
+    part: Callable[[Batch, int, int], Batch] = rows_of_rank
+    """Of a batch, the rows of one of so many data-parallel ranks."""
+
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """A context for the step, on both sides."""
 
     config: dict[str, Any] = field(default_factory=dict)
     """What `ParallelConfig` gets beside the mesh."""
@@ -214,20 +225,19 @@ def rows() -> dict[str, Row]:
     """All rows by name, families first."""
     from tests.oracle.expert_rows import experts  # which are made of what is here
     from tests.oracle.feature_rows import features
+    from tests.oracle.model_rows import mechanisms
     from tests.oracle.quantised_rows import quantised_rows
 
-    found = [*families(), *experts(), *quantised_rows(), *features()]
+    found = [*families(), *mechanisms(), *experts(), *quantised_rows(), *features()]
     assert len({row.name for row in found}) == len(found)
     return {row.name: row for row in found}
 
 
 def row_named(name: str) -> Row:
     """Return a row by name: of the oracle table, or of the table of every model, whose rows are made when asked for."""
-    if name in rows():
-        return rows()[name]
     from tests.oracle.model_rows import model_row  # which is made of what is here
 
-    return model_row(name)
+    return rows()[name] if name in rows() else model_row(name)
 
 
 # As in decoder-only models since Llama. The vocabulary is no multiple of 2: uneven shards.
@@ -597,9 +607,9 @@ def options_in(column: str) -> dict[str, Any]:
 
 
 def _step(row: Row, model: nn.Module, share: int = 0, shares: int = 1) -> Step:
-    batch = {name: tensor.chunk(shares)[share] for name, tensor in row.batch().items()}
-    loss = row.loss(model(**batch))
-    loss.backward()
+    with row.around():
+        loss = row.loss(model(**row.part(row.batch(), share, shares)))
+        loss.backward()
     gradients = {name: full(p.grad) for name, p in trained(model).items() if p.grad is not None}
     return Step(loss.item(), gradients)
 
