@@ -57,6 +57,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PATIENCE = 120  # seconds in which a process must have answered
 LENGTH = 400  # characters of an error that are kept
 
+DTYPES = ["float64", MIXED, "float32"]
+"""Where a row with one of them fails by what rounding to float32 may be worth, the next one is taken."""
+
 Results = dict[str, dict[str, Any]]
 
 
@@ -112,7 +115,7 @@ def first_step(name: str) -> dict[str, Any]:
     """Find the fullest row of a class that trains in one process, and return its inputs, its dtype and its loss."""
     errors = []
     for inputs in ("full", "text"):
-        for dtype in ("float64", "float32"):
+        for dtype in DTYPES:
             step = attempt(one_process, f"{name} {inputs} {dtype}")
             if isinstance(step, Failure):
                 where = step.trace.strip().splitlines()
@@ -124,7 +127,7 @@ def first_step(name: str) -> dict[str, Any]:
                 continue
             found = {"inputs": inputs, "dtype": dtype, ONE: float(f"{step.loss:.4g}")}
             return found | ({"tried": errors[0][:LENGTH]} if errors else {})
-    return {ONE: f"FAILED: {' || '.join(errors[:1] + errors[2:3])[: 2 * LENGTH]}"}
+    return {ONE: f"FAILED: {' || '.join(errors[:1] + errors[len(DTYPES) : len(DTYPES) + 1])[: 2 * LENGTH]}"}
 
 
 def _unfit(step: Step) -> str:
@@ -148,8 +151,7 @@ def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS)
             known = results.get(name, {})
             if known.get("transformers") != transformers.__version__:
                 known = {}
-            has_failed = any(state_of(known.get(column)) == "failed" for column in (ONE, *columns))
-            if ONE not in known or again == "all" or (again == "failed" and has_failed):
+            if ONE not in known or again == "all" or again == state_of(known[ONE]) == "failed":
                 answer = _on_one(pool, first_step, name)
                 first = answer if isinstance(answer, dict) else {ONE: f"FAILED: {_brief(answer.message)}"}
                 if any(first.get(key) != known.get(key) for key in ("inputs", "dtype")):
@@ -163,20 +165,22 @@ def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS)
             wanted = [each for each in columns if each not in known or again in (state_of(known[each]), "all")]
             if not wanted:
                 continue
-            cells = _cells(pool, f"{name} {known['inputs']}", known["dtype"], wanted)
-            if known["dtype"] == "float64" and any(map(_is_of_float32, cells.values())):
-                known["dtype"] = MIXED
-                cells = _cells(
-                    pool, f"{name} {known['inputs']}", MIXED, [each for each in COLUMNS if each in {**known, **cells}]
-                )
+            cells: dict[str, Cell] = {}
+            for dtype in DTYPES[DTYPES.index(known["dtype"]) :]:
+                if dtype != known["dtype"]:  # its own numbers were of another dtype
+                    wanted = [each for each in COLUMNS if each in {**known, **cells}]
+                    known["dtype"] = dtype
+                cells = _cells(pool, f"{name} {known['inputs']} {dtype}", wanted)
+                if not any(map(_is_of_float32, cells.values())):
+                    break
             known |= {column: kept(cell) for column, cell in cells.items()}
             results = read_results(path) | {name: known | {"transformers": transformers.__version__, "commit": here}}
             write_results(results, path)
 
 
-def _cells(pool: WorkerPool, row: str, dtype: str, columns: list[str]) -> dict[str, Cell]:
+def _cells(pool: WorkerPool, row: str, columns: list[str]) -> dict[str, Cell]:
     """Run a row in one process and then in columns."""
-    chosen = row_named(f"{row} {dtype}")
+    chosen = row_named(row)
     want = _on_one(pool, one_process, chosen.name)
     if isinstance(want, Failure):
         return dict.fromkeys(columns, Cell(failure=f"one process: {want.message}"))
@@ -190,7 +194,9 @@ def _cells(pool: WorkerPool, row: str, dtype: str, columns: list[str]) -> dict[s
 
 
 def _is_of_float32(cell: Cell) -> bool:
-    """Return True for an error that rounding to float32 in a class's own code may be the reason of."""
+    """Return True for a failure that a class's own casts to float32 may be the reason of."""
+    if (cell.failure or "").startswith(ONE):
+        return True
     found = re.fullmatch(r"gradients differ by ([\d.e+-]+)", cell.failure or "")
     return found is not None and float(found[1]) <= FLOAT32_BOUND
 

@@ -607,8 +607,9 @@ def options_in(column: str) -> dict[str, Any]:
 
 
 def _step(row: Row, model: nn.Module, share: int = 0, shares: int = 1) -> Step:
+    batch = row.part(row.batch(), share, shares)
     with row.around():
-        loss = row.loss(model(**row.part(row.batch(), share, shares)))
+        loss = row.loss(model(**batch))
         loss.backward()
     gradients = {name: full(p.grad) for name, p in trained(model).items() if p.grad is not None}
     return Step(loss.item(), gradients)
