@@ -170,6 +170,8 @@ def _small(key: str, value: Any, values: Settings) -> Any:
         return _special(key, value)
     if key == "image_grid_pinpoints":
         return [[16, 16]]
+    if key == "ctc_loss_reduction":  # a sum over rows is no mean of sums over shares of them
+        return "mean"
     if isinstance(value, (list, tuple)) and re.fullmatch(r"image_size|patch_size|crop_size", key):
         return [_number(key, one, values) for one in value]
     if value is None and key in MUST_BE:
