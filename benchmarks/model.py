@@ -140,9 +140,7 @@ def mixed_rows(name: str, whole: Step) -> str:
     if mean.keys() != whole.gradients.keys():
         return "halves of the batch have gradients for other parameters"
     error = relative_error(mean, whole.gradients)
-    return (
-        "" if error < SAME_ROWS else f"rows are not independent: in halves gradients differ by {error:.1e}"
-    )
+    return "" if error < SAME_ROWS else f"rows are not independent: in halves gradients differ by {error:.1e}"
 
 
 def _unfit(step: Step) -> str:
@@ -186,7 +184,7 @@ def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS)
                     wanted = [each for each in COLUMNS if each in {**known, **cells}]
                     known["dtype"] = dtype
                 cells = _cells(pool, f"{name} {known['inputs']} {dtype}", wanted)
-                if not any(map(_is_of_float32, cells.values())):
+                if not any(map(is_of_float32, cells.values())):
                     break
             known |= {column: kept(cell) for column, cell in cells.items()}
             results = read_results(path) | {name: known | {"transformers": transformers.__version__, "commit": here}}
@@ -208,7 +206,7 @@ def _cells(pool: WorkerPool, row: str, columns: list[str]) -> dict[str, Cell]:
     return cells
 
 
-def _is_of_float32(cell: Cell) -> bool:
+def is_of_float32(cell: Cell) -> bool:
     """Return True for a failure that a class's own casts to float32 may be the reason of."""
     if (cell.failure or "").startswith(ONE):
         return True

@@ -9,8 +9,19 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.model import COLUMNS, ONE, RESULTS, page, read_results, state_of, write_results
-from tests.oracle.model_rows import model_classes, model_row, small_config, small_model
+from benchmarks.model import (
+    COLUMNS,
+    ONE,
+    RESULTS,
+    is_of_float32,
+    mixed_rows,
+    page,
+    read_results,
+    state_of,
+    write_results,
+)
+from tests.oracle.model_rows import WithoutFloat32, model_classes, model_row, small_config, small_model, targets
+from tests.oracle.rows import Cell, Step, one_process
 
 FOUND = {
     "LlamaForCausalLM": {
@@ -68,6 +79,37 @@ def test_a_row_computes_in_its_dtype_with_the_bound_of_it():
         row = model_row(f"LlamaForCausalLM text {precision}")
         assert row.tolerance == bound
         assert {p.dtype for p in row.build().parameters()} == {getattr(torch, precision)}
+
+
+def test_casts_of_a_class_to_float32_are_left_out_of_a_mixed_row():
+    values = torch.rand(3, dtype=torch.float64)
+    with WithoutFloat32():
+        cast = [values.float(), values.to(torch.float32), values.softmax(0, dtype=torch.float32)]
+    assert {one.dtype for one in cast} == {torch.float64}
+    assert values.float().dtype == torch.float32
+    assert model_row("LlamaForCausalLM full mixed").tolerance == 1e-12
+
+
+def test_a_layer_whose_name_is_a_number_is_named_in_full():
+    """PEFT's "all-linear" would match the last part of its name with those of blocks."""
+    assert targets(small_model("LlamaForCausalLM")) == "all-linear"
+    names = targets(small_model("Qwen2VLForConditionalGeneration"))
+    assert "model.visual.merger.mlp.0" in names
+    assert "lm_head" not in names
+
+
+def test_rows_that_are_not_computed_by_themselves_are_no_row():
+    name = "LlamaForCausalLM text float64"
+    whole = one_process(name)
+    assert mixed_rows(name, whole) == ""
+    off = {key: gradient * 1.1 for key, gradient in whole.gradients.items()}
+    assert "in halves gradients differ by 9.1e-02" in mixed_rows(name, Step(whole.loss, off))
+
+
+def test_what_casts_to_float32_may_be_worth_is_told_from_a_wrong_gradient():
+    told = ["gradients differ by 1.8e-07", "gradients differ by 5.0e-01", "other gradients: ['a']", "one process: no"]
+    assert [is_of_float32(Cell(failure=text)) for text in told] == [True, False, False, True]
+    assert not is_of_float32(Cell(error=1e-16))
 
 
 def test_the_table_lists_what_generates_and_usual_encoders():

@@ -93,6 +93,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
         **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16},
     },
+    # In pixels: windows of one token of the text.
+    "Qwen2_5_VLVisionConfig": {"window_size": 8},
     # The last hidden states, and those of the two intermediate layers.
     "MllamaVisionConfig": {"vision_output_dim": 192},
 }

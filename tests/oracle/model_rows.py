@@ -120,17 +120,17 @@ SIZES: list[tuple[str, int | str]] = [
     (r"\w*(intermediate|ffn_hidden)_size\w*|\w*ffn_dim|d_ff|dim_ff|n_inner|mlp_dim|intermediate_dim", WIDE),
     (r"(block_)?multiple_of|\w*round_up_to_multiple_of", 8),
     (r"\w*kernel_size\w*|conv_\w+|\w*stride\w*|\w*factor\w*|\w*group\w*|hop_length|sampling_rate|\w*merge\w*", "keep"),
-    (
-        r"\w*(hidden_size|_dim|d_model|n_embd|embed_dim|hidden_dim|_width|embedding_size|output_size|input_size|bottleneck_size)\w*|dim",
-        "narrow",
-    ),
+    (r"\w*(_dim|d_model|n_embd|embed_dim|hidden_dim|_width)\w*|dim", "narrow"),
+    (r"\w*(hidden|embedding|output|input|bottleneck)_size\w*", "narrow"),
 ]
 
 
-MUST_BE = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": NARROW}
-MUST_BE |= {"head_dim": HEAD_DIM, "vocab_size": VOCABULARY, "mask_token_id": 4}
-MUST_BE |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
-MUST_BE |= {"indexer_compress_ratio": 2}
+MUST_BE = {
+    **{"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": NARROW},
+    **{"head_dim": HEAD_DIM, "vocab_size": VOCABULARY, "mask_token_id": 4},
+    **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8},
+    "indexer_compress_ratio": 2,
+}
 """Sizes of settings that are None by default, with which the class computes nothing."""
 
 
@@ -150,14 +150,10 @@ def small_settings(config: PretrainedConfig) -> Settings:
             settings[key] = small_config(value)
         elif (size := _small(key, value, values)) is not None:
             settings[key] = size
-    if values.get("rope_parameters") and "mrope_section" in (
-        getattr(config, "ignore_keys_at_rope_validation", None) or ()
-    ):
+    known = getattr(config, "ignore_keys_at_rope_validation", None) or ()
+    if values.get("rope_parameters") and "mrope_section" in known:
         settings["rope_parameters"] = _with_sections(values["rope_parameters"])
-    settings |= _layers(values)
-    override = OVERRIDES.get(type(config).__name__, {})
-    settings |= {key: value() if callable(value) else value for key, value in override.items()}
-    return {key: value for key, value in settings.items() if value != "default"}
+    return settings | _layers(values) | OVERRIDES.get(type(config).__name__, {})
 
 
 def _small(key: str, value: Any, values: Settings) -> Any:
@@ -182,11 +178,10 @@ def _small(key: str, value: Any, values: Settings) -> Any:
 
 
 def _number(key: str, value: int, values: Settings) -> int | None:
+    """Return the small value of a number by the rule for its name, or None to leave it."""
     if _KV_HEADS.fullmatch(key):
         return max(1, HEADS * value // _query_heads(key, values))
-    if key == "head_dim" and value == values.get(
-        "qk_rope_head_dim"
-    ):  # attention with keys of low rank: of its rotary part
+    if key == "head_dim" and value == values.get("qk_rope_head_dim"):  # with keys of low rank: of their rotary part
         key = "qk_rope_head_dim"
     rule = next((rule for pattern, rule in SIZES if re.fullmatch(pattern, key)), None)
     is_state_space = "expand" in values and "state_size" in values
@@ -474,6 +469,7 @@ def mechanisms() -> list[Row]:
         name="llava, images on one rank",
         batch=partial(_images_in_half, made[0].batch),
         part=_images_first,
+        config={"shard_base": False},  # a sharded tower would have to be gathered by all ranks that share it
     )
     return [*made, images]
 
