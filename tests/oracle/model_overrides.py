@@ -28,6 +28,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ConvNextConfig": {"image_size": 32},
     # Its code reads a setting that its config lacks.
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+    # The names of the words that stand for pieces of an image.
     "Emu3Config": {
         "vocabulary_map": {
             "<image>": 120,
@@ -35,29 +36,36 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             **{f"<|visual token {n:06}|>": 100 + n for n in range(8)},
         }
     },
+    # Height and width have sections of equal size.
     "Ernie4_5_VLMoeTextConfig": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
     },
     # Reads frames in groups of four.
     "GlmAsrEncoderConfig": {"intermediate_size": 256},
     "VoxtralEncoderConfig": {"intermediate_size": 256},
+    # A quarter of the hidden size.
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "Gemma4ForConditionalGeneration": {"config": gemma4},
+    # Their code reads a token id that is None by default.
     "EsmConfig": {"pad_token_id": 0},
     "MoonshineConfig": {"pad_token_id": 0},
     # Four tokens of an image side by side.
     "Llama4VisionConfig": {"intermediate_size": 256},
+    # Settings that are None by default, with which the class computes nothing.
+    "NemotronConfig": {"num_key_value_heads": 1, "head_dim": 16},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "XmodConfig": {"default_language": "en_XX"},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     # Its code reads settings that its config lacks.
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
-    "NemotronConfig": {"num_key_value_heads": 1, "head_dim": 16},
+    # By kind of layer.
     "CohereCompassTextConfig": {
         "rope_parameters": {
             kind: {**ROPE, "mrope_section": [2, 3, 3]} for kind in ("sliding_attention", "full_attention")
         }
     },
-    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
-    "XmodConfig": {"default_language": "en_XX"},
+    # Numbers of layers of the tower, beyond those of the small one by default.
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "VipLlavaConfig": {"vision_feature_layer": [-1, -2]},
     # Layers of the tower, and those of the language model that they are added to.
     "Granite4VisionConfig": {
@@ -65,9 +73,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 1, 0, 1],
         "downsample_rate": "1/2",
     },
+    # The width of four tokens side by side.
     "MuseGlimmerConfig": {"out_hidden_size": 256},
     "MuseSparkConfig": {"out_hidden_size": 256},
-    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    # Settings that its default layers want, and that are None by default.
     "Step3p7TextConfig": {"sliding_window": 8},
     # Four stages with twice the width each.
     "SwinConfig": {
@@ -86,7 +95,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         **{"window_size": 2, "projection_dim": 64},
     },
+    # Its code has sections of the published size.
     "PaddleOCRTextConfig": {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+    # As many codes as words for pieces of an image, and the width that its factors of channels give.
     "Emu3VQVAEConfig": {"codebook_size": 8, "hidden_size": 128},
     # Layers with a sliding window have heads of their own.
     "Dots3NoteTextConfig": {
