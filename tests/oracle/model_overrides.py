@@ -1,4 +1,4 @@
-"""Settings of small configs that no rule by names can know, by class of config or, under "config", of model."""
+"""Settings of small configs that no rule by names can know, by class of config; of a model "config" and the "scale" of weights."""
 
 from __future__ import annotations
 
@@ -106,6 +106,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     # In pixels: windows of one token of the text.
     "Qwen2_5_VLVisionConfig": {"window_size": 8},
+    # Without norms: larger weights make scores of attention so large that gradients have no digits.
+    "MobileBertForMaskedLM": {"scale": 0.03},
     # The last hidden states, and those of the two intermediate layers.
     "MllamaVisionConfig": {"vision_output_dim": 192},
 }

@@ -355,7 +355,7 @@ def small_model(name: str) -> nn.Module:
             inner._experts_implementation = "eager"  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
-        scale = 1.0 if isinstance(module, nn.Embedding) else 0.15
+        scale = 1.0 if isinstance(module, nn.Embedding) else override.get("scale", 0.15)
         for key, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point():
                 continue
