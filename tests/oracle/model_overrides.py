@@ -1,4 +1,7 @@
-"""Settings of small configs that no rule by names can know, by class of config; of a model "config" and the "scale" of weights."""
+"""Settings of small configs that no rule by names can know: by class of config, or of model ("config" and "scale").
+
+"config" makes the config that is made small; "scale" is that of the random weights.
+"""
 
 from __future__ import annotations
 
