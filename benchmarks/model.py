@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -236,11 +237,12 @@ make table NAME=model
 
 A row is a tiny model made by rules from the default values of the class's own config: each kind of layer twice, heads
 in the published ratio, an odd vocabulary, experts, towers of images and sound, random weights everywhere, and LoRA on
-all linear layers of text and towers. Four rows of data are one batch; rows have an image or sound where the class takes
-them and the table says "full". Meshes are dp_shard x tp. Models compute in float64, where a cell has failed above
-1e-12; for classes that compute in float32 alone the bound is 1e-5. "mixed": the class's own code casts to float32 in
-places (scores of experts, rotations), where each rank rounds its part of a sum; the row computes these in float64, in
-one process and on the mesh, so that its bound is 1e-12 too.
+all linear layers of text and towers. Four rows of data are one batch; each has an image or a sound if the table says
+so, and "text alone" stands for classes that take one which we could not make. Meshes are dp_shard x tp.
+
+Models compute in float64, where a cell has failed above 1e-12; for classes that compute in float32 alone the bound is
+1e-5. "mixed": the class's own code casts to float32 in places (scores of experts, rotations), where each rank rounds
+its part of a sum; the row computes these in float64, in one process and on the mesh, so that its bound is 1e-12 too.
 
 A cell is **a number**, the largest relative error of the gradient of any adapter; **refused**, with the number of the
 reason below; **FAILED**; or a dash, which means that it was not run yet.
@@ -251,6 +253,16 @@ reason below; **FAILED**; or a dash, which means that it was not run yet.
 def family_of(name: str) -> str:
     """Return the family of a class: the folder of transformers that has its code."""
     return getattr(transformers, name).__module__.split(".")[2]
+
+
+def inputs_of(name: str, inputs: str) -> str:
+    """Return what a row's batch has beside text, or "text alone" if the class takes more."""
+    known = inspect.signature(getattr(transformers, name).forward).parameters
+    image = bool({"pixel_values", "flattened_patches"} & known.keys())
+    sound = "input_features" in known or ("input_values" in known and "input_ids" not in known)
+    if inputs == "text":
+        return "text alone" if image or sound else "text"
+    return "image" if image else "sound" if sound else "text"
 
 
 def page(results: Results, names: list[str]) -> str:
@@ -283,7 +295,7 @@ def page(results: Results, names: list[str]) -> str:
                 failures.append(f"- {name}, {COLUMNS[column]}: {_line(value)}")
             else:
                 cells.append("-" if value is None else f"{value:.0e}")
-        text += f"| {name} | {known['inputs']} | {known['dtype']} | {' | '.join(cells)} |\n"
+        text += f"| {name} | {inputs_of(name, known['inputs'])} | {known['dtype']} | {' | '.join(cells)} |\n"
     text += "\n"
     if refusals:
         text += "## Refused\n\n" + "".join(f"{number}. {said}\n" for said, number in refusals.items()) + "\n"

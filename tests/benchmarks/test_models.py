@@ -13,6 +13,7 @@ from benchmarks.model import (
     COLUMNS,
     ONE,
     RESULTS,
+    inputs_of,
     is_of_float32,
     mixed_rows,
     page,
@@ -123,6 +124,13 @@ def test_a_number_is_right(value, state):
     assert state_of(value) == state
 
 
+def test_the_page_says_what_a_row_has():
+    assert inputs_of("LlavaForConditionalGeneration", "full") == "image"
+    assert inputs_of("LlavaForConditionalGeneration", "text") == "text alone"
+    assert inputs_of("WhisperForConditionalGeneration", "full") == "sound"
+    assert inputs_of("LlamaForCausalLM", "full") == inputs_of("LlamaForCausalLM", "text") == "text"
+
+
 def test_the_page_is_made_of_the_data(tmp_path):
     write_results(FOUND, tmp_path / "results.json")
     assert read_results(tmp_path / "results.json") == FOUND
@@ -132,7 +140,7 @@ def test_the_page_is_made_of_the_data(tmp_path):
     assert "| 2x1 | 1 | 1 | 0 | 0 |" in text
     assert "| 1x2 | 1 | 0 | 1 | 0 |" in text
     assert "| pp 2 | 1 | 0 | 0 | 1 |" in text
-    assert "| BertForMaskedLM | full | float64 | refused (1) | **FAILED** | - | - | - | - |" in text
+    assert "| BertForMaskedLM | text | float64 | refused (1) | **FAILED** | - | - | - | - |" in text
     assert "1. tp=n: `x` cannot\n" in text
     assert r'File "lora\_parallel/b.py"' in text
 

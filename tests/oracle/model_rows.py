@@ -399,14 +399,24 @@ NO_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def not_adapted(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers that PEFT refuses, or wraps and cannot compute: with their own forward."""
+    """Return the names of the linear layers that PEFT refuses, or cannot compute: routers with several outputs."""
     refused = ("out_proj",) if model.config.model_type in NO_OUT_PROJ else ()
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and (type(module).forward is not nn.Linear.forward or name.rsplit(".", 1)[-1] in refused)
+        if isinstance(module, nn.Linear) and (name.rsplit(".", 1)[-1] in refused or not _returns_features(module))
     ]
+
+
+def _returns_features(module: nn.Linear) -> bool:
+    """Return True if a linear layer returns one tensor, of its own number of features."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        found = module(torch.zeros(2, module.in_features, dtype=module.weight.dtype))
+    except Exception:  # whatever a class makes of two tokens
+        return False
+    return isinstance(found, Tensor) and found.shape == (2, module.out_features)
 
 
 def _batch(name: str, inputs: str, dtype: torch.dtype) -> dict[str, Tensor]:
