@@ -462,9 +462,9 @@ MECHANISMS = {
     "gemma3, images that see both ways": "Gemma3ForConditionalGeneration full float64",
     "recurrent-gemma, linear recurrences": "RecurrentGemmaForCausalLM full float64",
     "voxtral, sound": "VoxtralForConditionalGeneration full float64",
-    "qwen3.5, gated delta net": "Qwen3_5ForCausalLM full float64",
+    "qwen3.5, gated delta net": "Qwen3_5ForCausalLM full mixed",
     "bamba, Mamba 2 and attention": "BambaForCausalLM full float64",
-    "lfm2, short convolutions": "Lfm2ForCausalLM full float64",
+    "lfm2, short convolutions": "Lfm2ForCausalLM full mixed",
     "minicpm3, keys of low rank": "MiniCPM3ForCausalLM full float64",
     "qwen2-moe, shared experts": "Qwen2MoeForCausalLM full mixed",
 }
