@@ -77,7 +77,7 @@ def read_results(path: Path = RESULTS) -> Results:
 def write_results(results: Results, path: Path = RESULTS) -> None:
     """Write results as JSON with one line a class."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
+    lines = ",\n".join(f"{json.dumps(name)}: {_without_folders(json.dumps(results[name]))}" for name in sorted(results))
     path.write_text(f"{{\n{lines}\n}}\n")
 
 
@@ -93,6 +93,15 @@ def kept(cell: Cell) -> float | str:
         return float(f"{cell.error:.1e}")
     kind, text = ("refused", cell.refusal) if cell.refusal is not None else ("FAILED", cell.failure or "")
     return f"{kind}: {_brief(text)}"
+
+
+def _without_folders(text: str) -> str:
+    """Return a text in which files are named from their package on, without the folders of a machine."""
+    return re.sub(
+        r"(?<=[\s\"'(])/[^\s\"']*/(?=(?:transformers|torch|peft|lora_parallel|tests|benchmarks|huggingface_hub)/)",
+        "",
+        text,
+    )
 
 
 def _brief(text: str) -> str:
@@ -312,9 +321,8 @@ def page(results: Results, names: list[str]) -> str:
 
 
 def _line(value: str) -> str:
-    """Return an error as one line of the page, without the paths of a machine."""
-    text = re.sub(r'File "[^"]*/site-packages/', 'File "', value.removeprefix("FAILED: "))
-    text = re.sub(r'File "[^"]*/(?=(lora_parallel|tests|benchmarks)/)', 'File "', text)
+    """Return an error as one line of the page."""
+    text = value.removeprefix("FAILED: ")
     return escaped(" ".join(text.split())[:LENGTH]).replace("`", "'").replace("_", r"\_").replace("[", r"\[")
 
 

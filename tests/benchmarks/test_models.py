@@ -31,7 +31,7 @@ FOUND = {
     },
     "BertForMaskedLM": {
         **{"inputs": "full", "dtype": "float64", ONE: 5.6, "transformers": "5.23.0", "commit": "abc"},
-        **{"2x1": "refused: tp=2: 'x' cannot. More.", "1x2": 'FAILED: KeyError: [1] | File "/a/lora_parallel/b.py"'},
+        **{"2x1": "refused: tp=2: 'x' cannot. More.", "1x2": 'FAILED: KeyError: [1] | File "lora_parallel/b.py"'},
     },
     "T5ForConditionalGeneration": {ONE: "FAILED: an error", "transformers": "5.23.0", "commit": "abc"},
 }
@@ -143,6 +143,13 @@ def test_the_page_is_made_of_the_data(tmp_path):
     assert "| BertForMaskedLM | text | float64 | refused (1) | **FAILED** | - | - | - | - |" in text
     assert "1. tp=n: `x` cannot\n" in text
     assert r'File "lora\_parallel/b.py"' in text
+
+
+def test_results_name_no_folders_of_a_machine(tmp_path):
+    write_results(
+        FOUND | {"A": {ONE: "FAILED: x @ ['File \"/home/me/.venv/lib/torch/nn/linear.py\", line 1']"}}, tmp_path / "r"
+    )
+    assert read_results(tmp_path / "r")["A"] == {ONE: "FAILED: x @ ['File \"torch/nn/linear.py\", line 1']"}
 
 
 def test_the_page_in_the_repository_is_that_of_its_data():

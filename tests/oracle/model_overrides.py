@@ -110,7 +110,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # In pixels: windows of one token of the text.
     "Qwen2_5_VLVisionConfig": {"window_size": 8},
     # Without norms: larger weights make scores of attention so large that gradients have no digits.
-    "MobileBertForMaskedLM": {"scale": 0.03},
+    "MobileBertForMaskedLM": {"scale": 0.02},
     # The last hidden states, and those of the two intermediate layers.
     "MllamaVisionConfig": {"vision_output_dim": 192},
 }
