@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.oracle.workers import SCRIPT_LIMIT
+from tests.accelerate_plugin.test_launch import command
 
 ROOT = Path(__file__).parents[1]
-LAUNCH = ("-m", "accelerate_lora", "launch", "--config_file", "examples/fsdp2_tp.yaml")
+LAUNCH = ("accelerate_lora", "launch", "--config_file", "examples/fsdp2_tp.yaml")
 
 
 def losses(output: Path, *words: str) -> list[float]:
     """Run the example and return the losses that it prints."""
-    command = [sys.executable, *words, "--output", str(output), "--steps", "10"]
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=SCRIPT_LIMIT,
-        check=False,
-    )
+    done = command(*words, "--output", str(output), "--steps", "10", cwd=ROOT, HF_HOME=str(output))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line[line.index("{'loss'") :] for line in done.stdout.splitlines() if "{'loss'" in line]
     return [float(ast.literal_eval(line)["loss"]) for line in lines]
@@ -38,7 +25,7 @@ def losses(output: Path, *words: str) -> list[float]:
 @pytest.mark.processes
 def test_the_example_logs_the_same_losses_in_one_process_and_on_four(tmp_path):
     pytest.importorskip("trl")
-    one = losses(tmp_path / "one", "examples/image_sft.py")
+    one = losses(tmp_path / "one", "runpy", "examples/image_sft.py")
     four = losses(tmp_path / "four", *LAUNCH, "examples/image_sft.py", "--batch-size", "4")
     assert len(one) == 2
     assert one[1] < one[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-__all__ = ["Differences", "Outcome", "compare", "read"]
+__all__ = ["Differences", "Outcome", "compare", "logged", "read", "saved"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,23 @@ class Differences:
 
 def read(folder: Path) -> Outcome:
     """Return what the Trainer whose output folder this is has logged and saved."""
-    states = [json.loads(path.read_text())["log_history"] for path in folder.rglob("trainer_state.json")]
-    steps = [each for each in max(states, key=len) if "loss" in each]
-    found = sorted(folder.rglob("adapter_model.safetensors"))
-    files = [path for path in found if "train_state" not in path.parts]  # which is this library's own, for resuming
-    adapter = {f"{path.relative_to(folder)} {name}": each for path in files for name, each in load_file(path).items()}
+    steps = logged(folder)
+    adapter = {
+        f"{path.relative_to(folder)} {name}": each for path in saved(folder) for name, each in load_file(path).items()
+    }
     return Outcome([each["loss"] for each in steps], [each["grad_norm"] for each in steps], adapter)
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """Return what was logged at each step."""
+    states = [json.loads(path.read_text())["log_history"] for path in folder.rglob("trainer_state.json")]
+    return [each for each in max(states, key=len) if "loss" in each]
+
+
+def saved(folder: Path) -> list[Path]:
+    """Return the files of every adapter that was saved for PEFT; those for resuming are this library's own."""
+    found = sorted(folder.rglob("adapter_model.safetensors"))
+    return [path for path in found if "train_state" not in path.parts]
 
 
 def compare(got: Outcome, want: Outcome) -> Differences:

@@ -24,7 +24,7 @@ from transformers import (
 from accelerate_plugin import cli
 from benchmarks.applications.cases import MESHES
 
-__all__ = ["make"]
+__all__ = ["make", "write_mesh"]
 
 ANIMALS = "cat dog owl fox bee ant cow pig hen rat elk bat".split()
 VERBS = "eats sees likes hears finds wants".split()
@@ -80,9 +80,13 @@ def make(folder: Path) -> None:
     _write(folder / "text", ({"text": f"{a} {b}"} for a, b, _ in rows))
     _write(folder / "pairs", ({"anchor": a, "positive": b, "label": len(b) / 200} for a, b, _ in rows))
     for mesh, processes in MESHES.items():
-        options = f"--num_processes {processes} --num_machines 1 --tp_size 2 --dp_replicate_size 1 --mixed_precision no"
-        file = str(folder / f"mesh{mesh}.yaml")
-        cli.config(["--config_file", file, *options.split(), "--activation_checkpointing", "no"])
+        write_mesh(folder / f"mesh{mesh}.yaml", processes)
+
+
+def write_mesh(file: Path, processes: int) -> None:
+    """Write the configuration file of a mesh with tp 2."""
+    options = f"--num_processes {processes} --num_machines 1 --tp_size 2 --dp_replicate_size 1 --mixed_precision no"
+    cli.config(["--config_file", str(file), *options.split(), "--activation_checkpointing", "no"])
 
 
 def _said(role: str, content: str) -> dict[str, str]:

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accelerate_plugin import cli
+from benchmarks.applications.comparison import logged, saved
+from benchmarks.applications.made import write_mesh
 from benchmarks.gemma.made import ROOT, make
 from benchmarks.tables import write_between
 
@@ -69,18 +70,6 @@ def train(trainer: str, processes: int) -> Path:
     return out
 
 
-def losses(out: Path) -> list[float]:
-    """Return the loss of each step."""
-    state = max(out.rglob("trainer_state.json"))
-    return [each["loss"] for each in json.loads(state.read_text())["log_history"] if "loss" in each]
-
-
-def adapter(out: Path) -> Path:
-    """Return the folder of the saved adapter, as PEFT loads it."""
-    found = [path.parent for path in out.rglob("adapter_model.safetensors") if "train_state" not in path.parts]
-    return found[0]
-
-
 def generate(folder: Path | None) -> str:
     """Return what plain PEFT says with an adapter, or the base without one."""
     model = AutoModelForCausalLM.from_pretrained(MADE / "model", dtype=torch.float32)
@@ -99,12 +88,13 @@ def compared(trainer: str, progress: tqdm) -> tuple[str, bool]:
         progress.set_description(f"{trainer}, {processes} processes")
         outs.append(train(trainer, processes))
         progress.update()
-    alone, mesh = map(losses, outs)
+    alone, mesh = ([each["loss"] for each in logged(out)] for out in outs)
     difference = max(abs(a - b) for a, b in zip(alone, mesh, strict=True))
-    want, got = (load_file(adapter(out) / "adapter_model.safetensors") for out in outs)
+    files = [saved(out)[0] for out in outs]
+    want, got = map(load_file, files)
     assert want.keys() == got.keys()
     apart = max(float((got[name] - each).abs().max()) for name, each in want.items())
-    texts = [generate(adapter(out)) for out in outs]
+    texts = [generate(file.parent) for file in files]
     said = texts[1] if texts[0] == texts[1] else f"**{texts[0]}** / **{texts[1]}**"
     cells = [trainer, f"{alone[0]:.4f} to {alone[-1]:.4f}", f"{difference:.1e}", f"{apart:.1e}", said]
     return f"| {' | '.join(cells)} |", difference <= BOUND and texts[0] == texts[1]
@@ -130,7 +120,7 @@ def main() -> int:
             shutil.rmtree(MADE, ignore_errors=True)
             MADE.mkdir(parents=True)
             make(MADE)
-            _mesh(MADE / "mesh.yaml")
+            write_mesh(MADE / "mesh.yaml", 4)
             done.touch()
         progress.update()
         progress.set_description("plan")
@@ -142,11 +132,6 @@ def main() -> int:
     print(text)
     write_between(PAGE, MARK, text)
     return 0 if all(good for _, good in rows) else 1
-
-
-def _mesh(file: Path) -> None:
-    options = "--num_processes 4 --num_machines 1 --tp_size 2 --dp_replicate_size 1 --mixed_precision no"
-    cli.config(["--config_file", str(file), *options.split(), "--activation_checkpointing", "no"])
 
 
 if __name__ == "__main__":

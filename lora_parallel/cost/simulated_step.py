@@ -80,7 +80,7 @@ class SimulatedStep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = _tensors(args, kwargs.values())
+        inputs = [*tensors_in((args, kwargs))]
         out = self._run(func, args, kwargs, inputs)
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **kwargs, out_val=out)
@@ -90,7 +90,7 @@ class SimulatedStep(TorchDispatchMode):
             self._note_message(func, args, inputs, out)
         # A tensor made on the device "meta" may serve for its shape alone: it counts once an operation reads it.
         is_shape = not inputs and kwargs.get("device") == _META
-        for leaf in ([] if func.is_view else inputs) + ([] if is_shape else _tensors([out])):
+        for leaf in ([] if func.is_view else inputs) + ([] if is_shape else [*tensors_in(out)]):
             if type(leaf) is Tensor and (storage := leaf.untyped_storage())._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes()
                 self._grow(storage.nbytes())
@@ -155,21 +155,9 @@ class SimulatedStep(TorchDispatchMode):
         if axis is None or group.size() == 1:  # a check of all ranks, of the first step
             return
         size = max((tensor.nbytes for tensor in inputs), default=0)  # of the larger side, where outputs are given too
-        received = max([size, *(leaf.nbytes for leaf in _tensors([out]))])
+        received = max([size, *(leaf.nbytes for leaf in tensors_in(out))])
         self.messages[axis] += 1
         self.sent[axis] += rule(size, received, group.size())
-
-
-def _tensors(*nests: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors in the arguments or results of an operator, which are lists and tuples at most."""
-    found = []
-    for nest in nests:
-        for value in nest:
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                found += _tensors(value)
-    return found
 
 
 def _form(value: Any) -> Any:

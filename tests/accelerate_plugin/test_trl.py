@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,10 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.accelerate_plugin.harness import environment, launched
+from tests.accelerate_plugin.test_launch import command
 from tests.cases import cases
 from tests.oracle import dp_of, full, ranks_of, relative_error, trained
 from tests.oracle.trainer_rows import conversations, plain, preferences, write_base
-from tests.oracle.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,25 +117,16 @@ def run(
     base: Path, folder: Path, config: dict[str, Any] | None, *words: str, ours: bool = True
 ) -> list[dict[str, Any]]:
     """Launch TRL's script; return what it logs."""
-    command = [sys.executable, "-m"]
+    asked: list[str] = []
     if config is not None:
         (folder / "config.yaml").write_text(json.dumps(config))
-        command += ["accelerate.commands.launch", "--config_file", str(folder / "config.yaml"), "-m"]
-        command += ["accelerate_plugin.launch", "-m"] if ours else []
-    command += ["trl.scripts.sft", "--model_name_or_path", str(base), "--dataset_name", str(base / "data")]
-    command += ["--use_peft", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
-    command += ["--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"]
-    command += ["--report_to", "none", "--bf16", "False", "--disable_tqdm", "True", "--dtype", "float32", *words]
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=SCRIPT_LIMIT,
-        check=False,
-    )
+        asked += ["accelerate.commands.launch", "--config_file", str(folder / "config.yaml"), "-m"]
+        asked += ["accelerate_plugin.launch", "-m"] if ours else []
+    asked += ["trl.scripts.sft", "--model_name_or_path", str(base), "--dataset_name", str(base / "data")]
+    asked += ["--use_peft", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
+    asked += ["--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"]
+    asked += ["--report_to", "none", "--bf16", "False", "--disable_tqdm", "True", "--dtype", "float32", *words]
+    done = command(*asked, cwd=folder, HF_DATASETS_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{'loss'")]
     return [{key: float(value) for key, value in ast.literal_eval(line).items()} for line in lines]

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin, Qwen2_5_VLProcessor
+from transformers import AutoModelForImageTextToText, ProcessorMixin, Qwen2_5_VLProcessor
+
+from tests.oracle.trainer_rows import word_tokenizer
 
 WORDS = 40
 SIDE, PATCH = 16, 4
@@ -190,22 +189,10 @@ def write_family(name: str, folder: Path) -> Path:
 def make_processor(name: str) -> Any:
     """Return the processor of a family: its image processor, a tokenizer of a few words, and a chat template."""
     family = FAMILIES[name]
-    words = ["<pad>", "<s>", "</s>", "<unk>", *COLOURS]
-    words += [f"w{index}" for index in range(len(words), WORDS)]
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in family.special.values()])
-    written = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens=family.special,
-    )
+    tokenizer = word_tokenizer(WORDS, COLOURS, family.special.values(), extra_special_tokens=family.special)
     return _processor_class(family)(
         image_processor=getattr(transformers, family.image_processor)(**family.resize),
-        tokenizer=written,
+        tokenizer=tokenizer,
         chat_template=CHAT.replace("IMAGE", family.placeholder),
         **family.settings,
     )

@@ -43,7 +43,7 @@ def own_or_mean(outputs: Any) -> Tensor:
 
 
 class Inputs:
-    """What one model takes."""
+    """Describe what one model takes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from tests.oracle.caches import copied
 from tests.oracle.model_inputs import make_batch, own_or_mean
 from tests.oracle.model_overrides import OVERRIDES
-from tests.oracle.rows import VOCABULARY, Batch, Row, fill, rows_of_rank
+from tests.oracle.rows import VOCABULARY, Batch, Row, fill, randomise, rows_of_rank
 
 HIDDEN, HEADS, HEAD_DIM, WIDE, NARROW = 64, 4, 16, 88, 24
 KEPT_LAYERS = 2
@@ -353,15 +353,7 @@ def small_model(name: str) -> nn.Module:
         inner = getattr(module, "config", None)
         if getattr(inner, "_experts_implementation", None) is not None:
             inner._experts_implementation = "eager"  # type: ignore[union-attr]
-    generator = torch.Generator().manual_seed(0)
-    for module in model.modules():
-        scale = 1.0 if isinstance(module, nn.Embedding) else override.get("scale", 0.15)
-        for key, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_floating_point():
-                continue
-            mean = 1.0 if key == "weight" and parameter.dim() == 1 else 0.0  # a norm's
-            parameter.data = (mean + torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
-    model.tie_weights()
+    randomise(model, override.get("scale", 0.15))
     return model
 
 

@@ -44,16 +44,21 @@ def _base_model(name: str, settings: dict[str, Any], change: Callable[[Any], Non
     model = kind(kind.config_class(**settings))
     if change is not None:
         change(model)
+    randomise(model, 0.3)
+    return model
+
+
+def randomise(model: Any, scale: float) -> None:
+    """Give every parameter of a base model random values, but for `own_values` and for integers."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
-        scale = 1.0 if isinstance(module, nn.Embedding) else 0.3
+        of_module = 1.0 if isinstance(module, nn.Embedding) else scale
         for key, parameter in module.named_parameters(recurse=False):
-            if key in getattr(module, "own_values", ()):
+            if key in getattr(module, "own_values", ()) or not parameter.is_floating_point():
                 continue
             mean = 1.0 if key == "weight" and parameter.dim() == 1 else 0.0  # a norm's
-            parameter.data = mean + torch.randn(parameter.shape, generator=generator) * scale
+            parameter.data = (mean + torch.randn(parameter.shape, generator=generator) * of_module).to(parameter.dtype)
     model.tie_weights()
-    return model
 
 
 DEEP = 8
@@ -190,7 +195,7 @@ class Row:
     """Of the outputs; a mean over rows."""
 
     part: Callable[[Batch, int, int], Batch] = rows_of_rank
-    """Of a batch, the rows of one of so many data-parallel ranks."""
+    """Return the rows of a batch that one of so many data-parallel ranks has."""
 
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """A context for the step, on both sides."""

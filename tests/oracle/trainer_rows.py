@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
@@ -52,20 +52,23 @@ LORA: dict[str, Any] = {"r": 4, "target_modules": SEVEN, "task_type": "CAUSAL_LM
 # ---------------------------------------------------------------------- models and data
 
 
-def write_base(path: Path) -> Path:
-    """Write a small model with a tokenizer, a classifier in `reward`, and texts in `data`."""
-    words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{index}" for index in range(4, WORDS)]
+def word_tokenizer(
+    count: int, first: Sequence[str] = (), special: Iterable[str] = (), **settings: Any
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `count` words, the ends and `first` among them, and of special words behind these."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *first]
+    words += [f"w{index}" for index in range(len(words), count)]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    written = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template=CHAT,
-    )
-    written.save_pretrained(path)
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in special])
+    ends = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends, **settings)
+
+
+def write_base(path: Path) -> Path:
+    """Write a small model with a tokenizer, a classifier in `reward`, and texts in `data`."""
+    tokenizer = word_tokenizer(WORDS, chat_template=CHAT)
+    tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings = {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **sizes}
@@ -73,7 +76,7 @@ def write_base(path: Path) -> Path:
     LlamaForSequenceClassification(LlamaConfig(vocab_size=WORDS, num_labels=1, **settings)).save_pretrained(
         path / "reward"
     )
-    written.save_pretrained(path / "reward")
+    tokenizer.save_pretrained(path / "reward")
     (path / "data").mkdir()
     with open(path / "data" / "train.json", "w") as file:
         for text in texts(48):
