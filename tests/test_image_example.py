@@ -1,4 +1,4 @@
-"""`examples/image_sft.py` as its first lines start it: the same losses by stock TRL in one process and on four."""
+"""`examples/image_sft.py` alone, and as its first lines launch it: stock TRL's losses both times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def losses(output: Path, *words: str) -> list[float]:
 @pytest.mark.processes
 def test_the_example_logs_the_same_losses_in_one_process_and_on_four(tmp_path):
     pytest.importorskip("trl")
-    one = losses(tmp_path / "one", "runpy", "examples/image_sft.py")
+    one = losses(tmp_path / "one", "examples.image_sft")
     four = losses(tmp_path / "four", *LAUNCH, "examples/image_sft.py", "--batch-size", "4")
     assert len(one) == 2
     assert one[1] < one[0]

@@ -267,3 +267,17 @@ def test_recomputation_leaves_nothing_behind_after_backward(tmp_path):
     ]
     assert left[1]["peak head"] < left[0]["peak head"]
     assert left[1]["peak optimizer"] == pytest.approx(left[0]["peak optimizer"], abs=1024)
+
+
+def test_a_plan_is_used_again_on_meshes_of_its_tp_alone(tmp_path):
+    """One key-value head makes other plans at tp 2 and 4: its rows are shared by two ranks, or by four."""
+    LlamaConfig(**{**LLAMA.to_diff_dict(), "num_key_value_heads": 1}).save_pretrained(tmp_path)
+    LORA.save_pretrained(str(tmp_path / "lora"))
+    model, other = (DescribedModel(str(tmp_path), str(tmp_path / "lora"), "bfloat16") for _ in range(2))
+
+    def cost(each, tp):
+        return cost_of_a_step(each, ParallelConfig(tp=tp), tp, 1, 64, "SGD").total()
+
+    cost(model, 2)
+    assert cost(model, 4) == cost(other, 4)
+    assert len(model._plans) == 2 * len(other._plans)

@@ -65,8 +65,11 @@ def test_an_operator_is_computed_once_for_arguments_of_one_form():
 
     want = [*map(form, computed())]
     for _ in range(2):
-        with simulated_step():
+        with simulated_step() as step:
             assert [*map(form, computed())] == want
+            step.enter("in place")  # which takes no memory of its own, not even for a moment
+            held = torch.ones(4, 6).mul_(2).mul_(2)
+            assert step.peaks["in place"] == step.alive == held.nbytes
 
 
 def test_attention_keeps_what_a_fused_kernel_keeps():
