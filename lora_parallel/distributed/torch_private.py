@@ -172,9 +172,10 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of `tensor` over the ranks of `group`, as a new tensor."""
     if torch.compiler.is_compiling():
         summed = funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
-        # A view: torch 2.11 keeps what it has waited for, and an autograd function that returned it would get a
-        # gradient of zeros, where the backend of torch.compile does not differentiate ("eager").
-        return summed.view_as(summed)
+        # A copy, which inductor leaves out: torch 2.11 keeps what it has waited for, and an autograd function that
+        # returned it would get a gradient of zeros, where the backend of torch.compile does not differentiate
+        # ("eager"). No view: models add to it in place (Falcon), which autograd refuses for the view of a function.
+        return summed.clone()
     summed = tensor.clone()
     dist.all_reduce(summed, group=group)
     return summed

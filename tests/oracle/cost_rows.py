@@ -17,7 +17,7 @@ from lora_parallel.cost.memory_plan import plan_memory
 from lora_parallel.cost.mesh_cost import MeshCost
 from lora_parallel.distributed.dtensors import local
 
-RANKS, ROWS, TOKENS, STEPS = 4, 2, 256, 5
+RANKS, ROWS, TOKENS, STEPS = 4, 2, 256, 3
 LLAMA = LlamaConfig(
     **{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 4096},
     **{"num_attention_heads": 8, "num_key_value_heads": 4},

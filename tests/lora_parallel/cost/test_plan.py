@@ -41,18 +41,18 @@ def test_prediction_is_what_one_process_measures(pool, simulated_here, tmp_path,
     assert run.predicted({}, 1).total == pytest.approx(found["held"] + found["step"], rel=BOUND)
 
 
+# A pipeline refuses to train all parameters. One mesh a test: processors without AVX-512 take minutes for bfloat16.
+MEASURED = [(kind, mesh) for kind, run in KINDS.items() for mesh in MESHES if run.lora or "pp" not in MESHES[mesh]]
+
+
 @pytest.mark.matrix  # on a busy machine threads of gloo hold what they sent for longer, and more is measured
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", KINDS)
-def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, simulated_here, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "mesh"), MEASURED)
+def test_prediction_is_within_5_percent_of_what_ranks_measure(pool, simulated_here, tmp_path, kind, mesh):
     run = KINDS[kind]
-    folder = checkpoint(run, tmp_path)
-    for name, mesh in MESHES.items():
-        if "pp" in mesh and not run.lora:
-            continue  # refused
-        found = pool.run(RANKS, measure, run, folder, mesh)
-        measured = max(each["held"] + each["step"] for each in found)
-        assert run.predicted(mesh).total == pytest.approx(measured, rel=BOUND), name
+    found = pool.run(RANKS, measure, run, checkpoint(run, tmp_path), MESHES[mesh])
+    measured = max(each["held"] + each["step"] for each in found)
+    assert run.predicted(MESHES[mesh]).total == pytest.approx(measured, rel=BOUND)
 
 
 @pytest.mark.matrix

@@ -231,17 +231,21 @@ def compiled_row(name: str, mesh_text: str) -> tuple[Step, tuple[int, int]]:
     return _step(row, model, dp_rank(mesh), dp_size(mesh)), counted()
 
 
-BREAKS = {"bert, classes", "modernbert", "clip text"}
-"""Families whose own code asks for values of the attention mask: the graph breaks in one process, too."""
+BREAKS = {"bert, classes", "modernbert", "clip text", "qwen2-moe, shared experts"}
+BREAKS |= {"llava, images", "llava, images on one rank", "qwen2.5-vl, patches and their grid"}
+"""Families whose own code asks for values of masks, grids or routers: the graph breaks in one process, too."""
 
 WITHOUT_BLOCKS = {"distilbert", "electra", "deberta-v2"}
+FAILS_ALONE = {"qwen3.5, gated delta net"}  # in one process, too, by AOTAutograd without inductor: a view of its strides
 COMPILED = [
-    row.name for row in rows().values() if row.group in ("family", "quantised") and row.name not in WITHOUT_BLOCKS
+    row.name
+    for row in rows().values()
+    if row.group in ("family", "quantised") and row.name not in WITHOUT_BLOCKS | FAILS_ALONE
 ]
+IN_PLACE = "falcon, grouped"  # adds to the sum over tp in place
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", cases(IN_PLACE, matrix=[name for name in COMPILED if name != IN_PLACE]))
 def test_every_family_compiles(pool, name):
     for step, (graphs, breaks) in pool.run(2, compiled_row, name, "1x2"):
         assert graphs > 0
