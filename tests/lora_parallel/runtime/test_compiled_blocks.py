@@ -236,7 +236,7 @@ BREAKS |= {"llava, images", "llava, images on one rank", "qwen2.5-vl, patches an
 """Families whose own code asks for values of masks, grids or routers: the graph breaks in one process, too."""
 
 WITHOUT_BLOCKS = {"distilbert", "electra", "deberta-v2"}
-FAILS_ALONE = {"qwen3.5, gated delta net"}  # in one process, too, by AOTAutograd without inductor: a view of its strides
+FAILS_ALONE = {"qwen3.5, gated delta net"}  # in one process, too, by AOTAutograd without inductor
 COMPILED = [
     row.name
     for row in rows().values()
