@@ -451,7 +451,7 @@ def model_row(name: str) -> Row:
 MECHANISMS = {
     "llava, images": "LlavaForConditionalGeneration full float64",
     "qwen2.5-vl, patches and their grid": "Qwen2_5_VLForConditionalGeneration full float64",
-    "gemma3, images that see both ways": "Gemma3ForConditionalGeneration full float64",
+    "gemma3, images that see both ways": "Gemma3ForConditionalGeneration full mixed",
     "recurrent-gemma, linear recurrences": "RecurrentGemmaForCausalLM full float64",
     "voxtral, sound": "VoxtralForConditionalGeneration full float64",
     "qwen3.5, gated delta net": "Qwen3_5ForCausalLM full mixed",
