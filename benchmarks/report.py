@@ -19,6 +19,9 @@ matplotlib.use("Agg")  # no display is needed to write a file
 from matplotlib import pyplot as plt
 
 OURS = ("ours", "ours, compiled")
+ALONE = "ours, alone"
+"""Ours in processes of its own, as another commit's is."""
+
 COLOURS = {"ours": "tab:blue", "peer": "tab:orange"}
 
 Bounds = tuple[float, float]
@@ -142,11 +145,11 @@ def markdown_table(results: Sequence[CaseResult]) -> str:
 
 
 def _ratio_text(result: CaseResult, name: str, side: SideResult) -> str:
-    ours = result.side(name)
+    ours = result.side(ALONE if name == OURS[0] and " at " in side.name else name)
     if ours is None or ours is side:
         return ""
     ratio, interval = ratio_by_round(ours.step, side.step)
-    aim = goal(result.case, result.hidden, name, side)
+    aim = None if side.name == ALONE else goal(result.case, result.hidden, name, side)
     text = f"{ratio:.2f} ({range_text(interval, 2)})"
     return text if aim is None else f"{text}, goal <= {aim:.2f}"
 
@@ -168,7 +171,7 @@ def draw(results: Sequence[CaseResult], path: Path) -> None:
             tick_labels=[side.name for side in sides],
         )
         for box, side in zip(boxes["boxes"], sides, strict=True):
-            box.set_facecolor(COLOURS["ours" if side.name in OURS else "peer"])
+            box.set_facecolor(COLOURS["ours" if side.name in (*OURS, ALONE) else "peer"])
         axis.invert_yaxis()
         axis.set_xlim(left=0)
         axis.set_title(f"mesh {result.case}, hidden {result.hidden}: whole step, ms", fontsize=9)

@@ -102,14 +102,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class OtherCommit:
-    """A contestant in a process of its own, which imports the package of another commit and steps when it is told to.
+    """A contestant in a process of its own, which imports the package of a commit and steps when it is told to.
 
     Each process of a case has one such partner, and the partners have a process group of their own. The processes that
     wait for their partners sleep, so both commits see the same machine, in turns.
     """
 
-    def __init__(self, package: Path, scratch: str, arguments: dict[str, Any]) -> None:
-        command = [sys.executable, "-W", "ignore", str(SERVER), f"{scratch}/other", json.dumps(arguments)]
+    def __init__(self, package: Path, rendezvous: str, arguments: dict[str, Any]) -> None:
+        command = [sys.executable, "-W", "ignore", str(SERVER), rendezvous, json.dumps(arguments)]
         # PYTHONPATH comes before site-packages, and so before the package that is installed.
         environment = {**os.environ, "PYTHONPATH": str(package)}
         self._process = subprocess.Popen(
