@@ -371,6 +371,15 @@ def _groups_of(unit: FSDPModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def units_of(model: torch.nn.Module) -> list[list[FSDPModule]]:
+    """List the FSDP units in `model`, each as its modules: those given to `fully_shard` together share a state."""
+    units: dict[Any, list[FSDPModule]] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            units.setdefault(module._get_fsdp_state(), []).append(module)
+    return list(units.values())
+
+
 def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
     """Return the parameters that FSDP2 gathers from the shards of `unit`, also while they are not in place."""
     states = (state for group in _groups_of(unit) for state in group.fsdp_params)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.gradients import Gradients
 from lora_parallel.distributed.mesh import axis_size
-from lora_parallel.distributed.torch_private import reduces_gradients
+from lora_parallel.distributed.torch_private import reduces_gradients, units_of
 from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.fsdp.wrapping import below
 from lora_parallel.sizes import AXES
@@ -53,12 +53,13 @@ class UnusedParameters:
         self._had_gradient: list[bool] = []
         self._forgets_units = False
         index_of = {parameter: index for index, parameter in enumerate(self._trained)}
-        units = (_Unit(module, index_of, self._reach) for module in model.modules() if isinstance(module, FSDPModule))
+        units = (_Unit(modules, index_of, self._reach) for modules in units_of(model))
         self._units = [unit for unit in units if unit.trained]
         self._root = next((unit for unit in self._units if cast(nn.Module, unit.module) is model), None)
         for unit in self._units:
             if unit is not self._root or root_is_called:  # else `begin_stage` is called once its weights are gathered
-                cast(nn.Module, unit.module).register_forward_pre_hook(unit.begin)
+                for module in unit.modules:
+                    cast(nn.Module, module).register_forward_pre_hook(unit.begin)
 
     def begin_stage(self) -> None:
         """Watch the root unit's parameters in a stage of a pipeline, after FSDP2 has gathered them."""
@@ -120,13 +121,13 @@ class UnusedParameters:
 class _Unit:
     """Watch which gathered parameters of one FSDP unit gradients reach, and fill in zeros for the others."""
 
-    def __init__(self, module: FSDPModule, index_of: Mapping[nn.Parameter, int], reach: Any) -> None:
-        self.module = module
-        inside = [inner for _, inner in below(cast(nn.Module, module)) if not isinstance(inner, FSDPModule)]
+    def __init__(self, modules: list[FSDPModule], index_of: Mapping[nn.Parameter, int], reach: Any) -> None:
+        self.modules, self.module = modules, modules[0]  # several of one unit: tied layers, of which not all may run
+        inside = [inner for module in modules for _, inner in below(cast(nn.Module, module))]
         # trained parameters that FSDP2 gathers together, and their numbers
         self.trained = [
             (owner, key, index_of[parameter])
-            for owner in (cast(nn.Module, module), *inside)
+            for owner in (*cast("list[nn.Module]", modules), *(m for m in inside if not isinstance(m, FSDPModule)))
             for key, parameter in owner._parameters.items()
             if parameter is not None and parameter in index_of
         ]

@@ -353,7 +353,7 @@ def small_model(name: str) -> nn.Module:
         inner = getattr(module, "config", None)
         if getattr(inner, "_experts_implementation", None) is not None:
             inner._experts_implementation = "eager"  # type: ignore[union-attr]
-    randomise(model, override.get("scale", 0.15))
+    randomise(model, 0.15)
     return model
 
 

@@ -304,6 +304,41 @@ def test_a_block_that_no_rank_runs_reduces_nothing(pool):
         assert counts == [1, 2, 1, 2]
 
 
+class HalfUsed(nn.Module):
+    """Two blocks with tied layers, of which only the second block runs its own (as Zamba2's blocks do)."""
+
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers[0].choices[1][0].weight = self.layers[1].choices[1][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x, 0), 1).pow(2).mean()
+
+
+def half_used(mesh_text: str | None) -> list[list[str]]:
+    """Name what has a gradient after each of two steps."""
+    torch.manual_seed(0)
+    model = get_peft_model(HalfUsed(), LoraConfig(r=2, target_modules=["choices.0.0", "choices.1.0"])).double()
+    if mesh_text is not None:
+        model = parallelize(model, *on_mesh(mesh_text))
+    found = []
+    for _ in range(2):
+        model(torch.ones(3, WIDTH, dtype=torch.float64)).backward()
+        found.append([name for name, p in trained(model).items() if p.grad is not None])
+        model.zero_grad()
+    return found
+
+
+def test_a_tied_layer_that_does_not_run_has_no_gradient(pool):
+    """FSDP2 has one unit for tied layers, and sends zeros for those that do not run."""
+    want = half_used(None)
+    assert not any("layers.0.choices.1" in name for name in want[0])
+    assert pool.run(2, half_used, "2x1") == [want, want]
+
+
 def switch() -> nn.Module:
     torch.manual_seed(0)
     config = SwitchTransformersConfig(
