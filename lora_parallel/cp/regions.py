@@ -66,7 +66,7 @@ def _run_replicated(
             return x
         if isinstance(x, SlicedTensor):
             return sliced_tensor(scale_gradient(part_of(x), 1 / ranks), x.slicing)
-        return scale_gradient(x, 1 / ranks)
+        return scale_gradient(x, 1 / ranks).clone()  # no view: models change embeddings in place (RoCBert)
 
     args, kwargs = tree_map_only(Tensor, entering, (args, kwargs))
     return tree_map_only(Tensor, leaving, compute(*args, **kwargs))

@@ -301,10 +301,12 @@ def one_gloo_thread() -> Iterator[None]:
     gloo: Any = c10d.ProcessGroupGloo
 
     class OneThread(gloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **later: Any) -> None:
             usual = gloo(dist.HashStore(), 0, 1, timeout).options  # for its devices, which the environment selects
             options = gloo._Options()
             options._threads, options._timeout, options._devices = 1, timeout, usual._devices
+            for name, value in later.items():  # enable_reconfigure, from torch 2.14 on
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = OneThread

@@ -630,7 +630,7 @@ def one_process(name: str, column: str = "1x1") -> Step:
 def on_ranks(name: str, column: str) -> list[Step | Failure]:
     """The same on a mesh, on every rank; a `Failure` where it is refused. Any other error is raised.
 
-    It is refused by `parallelize`, or by the first forward, in which pipeline stages learn what a model is called for.
+    It is refused by `parallelize`, or by the first forward, which tells what a model is called with.
     In a list, so that the pool keeps the group after a refusal: ranks that refuse together are in step.
     """
     from lora_parallel import parallelize
@@ -646,11 +646,12 @@ def on_ranks(name: str, column: str) -> list[Step | Failure]:
     refusal = next((found for found in (settings, model) if isinstance(found, Failure)), None)
     if refusal is None:
         share = dp_rank(mesh), dp_size(mesh)
-        step = attempt(_step, row, model, *share) if "pp" in column else _step(row, model, *share)
+        step = attempt(_step, row, model, *share)
         if not isinstance(step, Failure):
             return [replace(step, gradients=over_stages(step.gradients, mesh_in(column)))]
         refusal = step
-    if refusal.kind not in ("TypeError", "ValueError"):
+    raised_in = refusal.trace.rsplit('File "', 1)[-1].split('"')[0]
+    if refusal.kind not in ("TypeError", "ValueError") or "/lora_parallel/" not in raised_in:
         raise RuntimeError(refusal.trace)
     return [refusal]
 

@@ -69,6 +69,7 @@ class Gated(OnTop):
 
     def forward(self, input_ids: Tensor | None = None) -> Any:
         embeds = self.model.embed_tokens(input_ids)
+        embeds += 1  # in place, as RoCBert does
         hidden = self.model(inputs_embeds=embeds).last_hidden_state
         return self.head(hidden * torch.sigmoid(self.gate(embeds)) + embeds.mean(1, keepdim=True))
 
