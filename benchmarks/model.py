@@ -23,8 +23,10 @@ import subprocess
 import sys
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from contextlib import closing
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +261,21 @@ reason below; **FAILED**; or a dash, which means that it was not run yet.
 """
 
 
+MISSED = """## Refused
+
+Data parallelism refuses no class, tensor parallelism three, for which a `tp_plan` of your own is the remedy. The other
+axes prove first that a class computes the same with them. What is missed most, and what to use in its place:
+
+- `sequence_parallel` for latent attention (DeepSeek's), state spaces and gates whose output is gathered: tp without it.
+- Pipelines for models with a tower of images or sound, and for encoder-decoders: dp_shard and tp.
+- Context parallelism for state spaces, linear attention and encoder-decoders, which mix tokens outside of the attention
+  that it knows: tp, and recomputation.
+
+| | reason | cells | such as |
+|---|---|---|---|
+"""
+
+
 def family_of(name: str) -> str:
     """Return the family of a class: the folder of transformers that has its code."""
     return getattr(transformers, name).__module__.split(".")[2]
@@ -272,6 +289,23 @@ def inputs_of(name: str, inputs: str) -> str:
     if inputs == "text":
         return "text alone" if image or sound else "text"
     return "image" if image else "sound" if sound else "text"
+
+
+def kind_of(refusal: str) -> str:
+    """Return the reason of a refusal, as one for all classes: without names of modules, and what is in brackets."""
+    said = re.sub(r"\s*\([^()]*(\([^()]*\)[^()]*)*\)", "", reason(refusal.removeprefix("refused: ")))
+    said = re.sub(r"`?\b[A-Za-z_]\w*(\.\w+)+\b`?", "a layer", said)
+    return re.sub(r"\b(the tokens|asked|output) of (?!the model|a layer|that|its)\w+", r"\1 of the model", said)
+
+
+def refused(kinds: dict[str, list[tuple[str, str]]], numbers: dict[str, int]) -> str:
+    """Return the table of the reasons, those of most cells first, from the class and the column of each cell."""
+    text = MISSED
+    for said, number in numbers.items():
+        cells = Counter(column for _, column in kinds[said])
+        counts = ", ".join(f"{COLUMNS[column]}: {count}" for column, count in cells.items())
+        text += f"| {number} | {said.replace('|', '&#124;')} | {counts} | {kinds[said][0][0]} |\n"
+    return text + "\n"
 
 
 def page(results: Results, names: list[str]) -> str:
@@ -288,17 +322,21 @@ def page(results: Results, names: list[str]) -> str:
         text += f"| {title} | {' | '.join(map(str, counts))} |\n"
     text += "\n## Classes\n\n"
     text += f"| class | inputs | dtype | {' | '.join(COLUMNS.values())} |\n{'|---' * (3 + len(COLUMNS))}|\n"
-    refusals: dict[str, int] = {}
+    kinds: dict[str, list[tuple[str, str]]] = defaultdict(list)
     failures: list[str] = []
-    for name in sorted(trained, key=lambda each: (family_of(each), each)):
+    in_order = sorted(trained, key=lambda each: (family_of(each), each))
+    for name, column in product(in_order, COLUMNS):
+        if state_of(value := results[name].get(column)) == "refused":
+            kinds[kind_of(value)].append((name, column))
+    numbers = {said: number for number, said in enumerate(sorted(kinds, key=lambda each: -len(kinds[each])), 1)}
+    for name in in_order:
         known = results[name]
         cells = []
         for column in COLUMNS:
             value = known.get(column)
             state = state_of(value)
             if state == "refused":
-                number = refusals.setdefault(reason(value.removeprefix("refused: ")), len(refusals) + 1)
-                cells.append(f"refused ({number})")
+                cells.append(f"refused ({numbers[kind_of(value)]})")
             elif state == "failed":
                 cells.append("**FAILED**")
                 failures.append(f"- {name}, {COLUMNS[column]}: {_line(value)}")
@@ -306,8 +344,8 @@ def page(results: Results, names: list[str]) -> str:
                 cells.append("-" if value is None else f"{value:.0e}")
         text += f"| {name} | {inputs_of(name, known['inputs'])} | {known['dtype']} | {' | '.join(cells)} |\n"
     text += "\n"
-    if refusals:
-        text += "## Refused\n\n" + "".join(f"{number}. {said}\n" for said, number in refusals.items()) + "\n"
+    if kinds:
+        text += refused(kinds, numbers)
     if failures:
         text += "## Failed\n\n" + "\n".join(failures) + "\n\n"
     if len(trained) < len(listed):
