@@ -195,6 +195,7 @@ def without_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tu
 
 def without_cache(output: Any) -> Any:
     """Return what a model returns without its cache, or None, as a hook does, if there is none in it."""
-    if isinstance(output, ModelOutput) and isinstance(output.get("past_key_values"), Cache):
-        return type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
+    # By its class: transformers 5.24 calls it `cache`, and `past_key_values` before.
+    if isinstance(output, ModelOutput) and any(isinstance(value, Cache) for value in output.values()):
+        return type(output)(**{key: value for key, value in output.items() if not isinstance(value, Cache)})
     return None
