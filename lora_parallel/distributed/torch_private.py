@@ -203,7 +203,9 @@ def all_to_all(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of an existing process group: `init_device_mesh` makes its groups with torch's default."""
     if not is_simulated():  # a group that sends nothing has no timeout
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        # torch 2.14 has a public function, and warns at the private one.
+        set_on = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_on(timedelta(seconds=seconds), group)
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str | None) -> None:

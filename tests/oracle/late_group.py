@@ -241,6 +241,9 @@ class LateGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo  # its timeout can be set
 
+    def set_timeout(self, timeout: timedelta) -> None:  # which torch calls from 2.14 on
+        self._gloo._set_default_timeout(timeout)
+
 
 def _run_late(run: Run, values: Tensors, sources: Tensors, issued: torch.cuda.Event | None) -> None:
     time.sleep(DELAY)
