@@ -88,7 +88,8 @@ class UnusedParameters:
     def _reach(self, index: int, parameter: Tensor) -> None:
         """Note that a gradient has reached trained parameter `index`; `parameter` is its gathered form."""
         self._begin_backward()
-        self._used.add(index)
+        if parameter.grad is not None:  # it is, of an input that a compiled graph uses without gradients alone
+            self._used.add(index)
 
     def _has_more(self, index: int) -> bool:
         """Return True if a parameter filled with zeros also has the gradient of a loss term of the parameter itself."""

@@ -338,7 +338,7 @@ def test_layers_share_no_input_with_one_that_had_no_gradient(pool):
         assert relative_error(got, want) < 1e-12
 
 
-@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x2"]))
+@pytest.mark.parametrize("mesh", cases("1x2", "2x1", matrix=["2x2"]))
 def test_a_layer_that_is_used_without_gradients_alone_gets_none(pool, mesh):
     """A backend that differentiates has its factors among the graph's inputs, and autograd brings them nothing."""
     want = gated_gradients(gated_model())
