@@ -15,6 +15,7 @@ from benchmarks.model import (
     RESULTS,
     inputs_of,
     is_of_float32,
+    kind_of,
     mixed_rows,
     page,
     read_results,
@@ -141,8 +142,14 @@ def test_the_page_is_made_of_the_data(tmp_path):
     assert "| 1x2 | 1 | 0 | 1 | 0 |" in text
     assert "| pp 2 | 1 | 0 | 0 | 1 |" in text
     assert "| BertForMaskedLM | text | float64 | refused (1) | **FAILED** | - | - | - | - |" in text
-    assert "1. tp=n: `x` cannot\n" in text
+    assert "| 1 | tp=n: `x` cannot | 2x1: 1 | BertForMaskedLM |\n" in text
     assert r'File "lora\_parallel/b.py"' in text
+
+
+def test_refusals_that_differ_in_names_are_of_one_kind():
+    said = "refused: tp=2: the output of {} (A: shape (1, 2)) cannot be split, in {}. Use tp=1."
+    kinds = {kind_of(said.format(*names)) for names in (("Qwen3", "model.layers.1"), ("Llama", "transformer.h.0.attn"))}
+    assert kinds == {"tp=n: the output of the model cannot be split, in a layer"}
 
 
 def test_results_name_no_folders_of_a_machine(tmp_path):
