@@ -23,7 +23,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import closing
 from fnmatch import fnmatch
 from itertools import product
@@ -263,8 +263,8 @@ reason below; **FAILED**; or a dash, which means that it was not run yet.
 
 MISSED = """## Refused
 
-Data parallelism refuses no class, tensor parallelism three, for which a `tp_plan` of your own is the remedy. The other
-axes prove first that a class computes the same with them. What is missed most, and what to use in its place:
+The axes other than data parallelism prove first that a class computes the same with them. Where tensor parallelism
+cannot, a `tp_plan` of your own is the remedy. What is missed most of the others, and what to use in its place:
 
 - `sequence_parallel` for latent attention (DeepSeek's), state spaces and gates whose output is gathered: tp without it.
 - Pipelines for models with a tower of images or sound, and for encoder-decoders: dp_shard and tp.
@@ -298,13 +298,14 @@ def kind_of(refusal: str) -> str:
     return re.sub(r"\b(the tokens|asked|output) of (?!the model|a layer|that|its)\w+", r"\1 of the model", said)
 
 
-def refused(kinds: dict[str, list[tuple[str, str]]], numbers: dict[str, int]) -> str:
-    """Return the table of the reasons, those of most cells first, from the class and the column of each cell."""
+def refused(refusals: dict[tuple[str, str], str], numbers: dict[str, int]) -> str:
+    """Return the table of the reasons, those of most cells first, from the reason of each class and column."""
     text = MISSED
     for said, number in numbers.items():
-        cells = Counter(column for _, column in kinds[said])
-        counts = ", ".join(f"{COLUMNS[column]}: {count}" for column, count in cells.items())
-        text += f"| {number} | {said.replace('|', '&#124;')} | {counts} | {kinds[said][0][0]} |\n"
+        cells = [cell for cell, kind in refusals.items() if kind == said]
+        columns = Counter(column for _, column in cells)
+        counts = ", ".join(f"{COLUMNS[column]}: {count}" for column, count in columns.items())
+        text += f"| {number} | {said.replace('|', '&#124;')} | {counts} | {cells[0][0]} |\n"
     return text + "\n"
 
 
@@ -322,13 +323,14 @@ def page(results: Results, names: list[str]) -> str:
         text += f"| {title} | {' | '.join(map(str, counts))} |\n"
     text += "\n## Classes\n\n"
     text += f"| class | inputs | dtype | {' | '.join(COLUMNS.values())} |\n{'|---' * (3 + len(COLUMNS))}|\n"
-    kinds: dict[str, list[tuple[str, str]]] = defaultdict(list)
     failures: list[str] = []
     in_order = sorted(trained, key=lambda each: (family_of(each), each))
-    for name, column in product(in_order, COLUMNS):
-        if state_of(value := results[name].get(column)) == "refused":
-            kinds[kind_of(value)].append((name, column))
-    numbers = {said: number for number, said in enumerate(sorted(kinds, key=lambda each: -len(kinds[each])), 1)}
+    refusals = {
+        (name, column): kind_of(value)
+        for name, column in product(in_order, COLUMNS)
+        if state_of(value := results[name].get(column)) == "refused"
+    }
+    numbers = {kind: number for number, (kind, _) in enumerate(Counter(refusals.values()).most_common(), 1)}
     for name in in_order:
         known = results[name]
         cells = []
@@ -336,7 +338,7 @@ def page(results: Results, names: list[str]) -> str:
             value = known.get(column)
             state = state_of(value)
             if state == "refused":
-                cells.append(f"refused ({numbers[kind_of(value)]})")
+                cells.append(f"refused ({numbers[refusals[name, column]]})")
             elif state == "failed":
                 cells.append("**FAILED**")
                 failures.append(f"- {name}, {COLUMNS[column]}: {_line(value)}")
@@ -344,8 +346,8 @@ def page(results: Results, names: list[str]) -> str:
                 cells.append("-" if value is None else f"{value:.0e}")
         text += f"| {name} | {inputs_of(name, known['inputs'])} | {known['dtype']} | {' | '.join(cells)} |\n"
     text += "\n"
-    if kinds:
-        text += refused(kinds, numbers)
+    if refusals:
+        text += refused(refusals, numbers)
     if failures:
         text += "## Failed\n\n" + "\n".join(failures) + "\n\n"
     if len(trained) < len(listed):

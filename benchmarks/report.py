@@ -77,6 +77,8 @@ def ratio_by_round(ours: Sequence[float], other: Sequence[float], resamples: int
 
 def goal(case: str, hidden: int, ours: str, side: SideResult) -> float | None:
     """The largest ours / other side of a whole step that we aim for; None if there is no goal for the pair."""
+    if side.name == ALONE:
+        return None
     if " at " in side.name:  # of another commit
         if ours == "ours":
             return 1.0
@@ -149,7 +151,7 @@ def _ratio_text(result: CaseResult, name: str, side: SideResult) -> str:
     if ours is None or ours is side:
         return ""
     ratio, interval = ratio_by_round(ours.step, side.step)
-    aim = None if side.name == ALONE else goal(result.case, result.hidden, name, side)
+    aim = goal(result.case, result.hidden, name, side)
     text = f"{ratio:.2f} ({range_text(interval, 2)})"
     return text if aim is None else f"{text}, goal <= {aim:.2f}"
 
