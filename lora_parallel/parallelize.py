@@ -32,7 +32,7 @@ from lora_parallel.loading.quantisers import check_loaded
 from lora_parallel.planning.plan import check_globs, plan_layers, set_local_sizes
 from lora_parallel.pp.pipeline import keep_own_stages, run_stages
 from lora_parallel.quantised.conversion import check_quantised, hold_quantised
-from lora_parallel.runtime.compiled_blocks import checkpoint_activations, compile_each_block, leave_tied_eager
+from lora_parallel.runtime.compiled_blocks import checkpoint_activations, compile_each_block, leave_nested_eager
 from lora_parallel.runtime.description import end_if_checked, is_checked, log_description
 from lora_parallel.runtime.guards import verify_result
 from lora_parallel.runtime.optimizer_params import guard_optimizers
@@ -71,7 +71,7 @@ PASSES = (
     checkpoint_activations,
     # From here on parameters are as the optimizer sees them, and then have values.
     shard_over_dp,
-    leave_tied_eager,
+    leave_nested_eager,
     fill_shards,
     # What a step, a save and a mistake of the user's do.
     allow_save_pretrained,

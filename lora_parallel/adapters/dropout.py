@@ -165,7 +165,7 @@ class TopologyInvariantDropout(nn.Module):
     @property
     def _threshold(self) -> int:
         """Return the signed 32-bit number below which a random one is with probability `p`."""
-        return round(self.p * 2**32) - 2**31
+        return min(round(self.p * 2**32), 2**32 - 1) - 2**31
 
     def check_counted(self) -> None:
         """Raise a RuntimeError in training if the forward of the parallelized model, which counts, is not running."""

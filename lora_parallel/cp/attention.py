@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
-from lora_parallel.distributed.collectives import chunk_bounds, unless_compiled
+from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.distributed.token_chunks import TokenChunks, gather_keys, heads_to_tokens, tokens_to_heads
 from lora_parallel.distributed.torch_private import in_backward
 from lora_parallel.tp.context import Tokens
@@ -237,7 +237,7 @@ def attend_to_all_tokens(context: CPContext, name: str) -> Callable[..., Any]:
         if not context.on_chunk:
             return function(module, *args, **kwargs)
         call = AttentionCall.of(function, module, *args, **{key: whole_of(value) for key, value in kwargs.items()})
-        where = unless_compiled(name)
+        where = "" if torch.compiler.is_compiling() else name
         if context.method == "ulysses":
             return _by_heads(context, where, call), None
         check_method(implementation)

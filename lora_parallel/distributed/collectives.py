@@ -25,11 +25,6 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * width, size), min((index + 1) * width, size)
 
 
-def unless_compiled(name: str) -> str:
-    """Return the name of a layer for error messages, or "" in a graph, which serves the same layer of every block."""
-    return "" if torch.compiler.is_compiling() else name
-
-
 @contextmanager
 def named(what: str, where: str, group: ProcessGroup) -> Iterator[None]:
     """Turn the failure of a collective into an error that names it: `what` is the kind of tensor, `where` the layer."""

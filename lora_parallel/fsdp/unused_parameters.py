@@ -28,6 +28,8 @@ from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.fsdp.wrapping import below
 from lora_parallel.sizes import AXES
 
+_ZEROS = "_lora_parallel_zeros"
+
 
 class UnusedParameters:
     """Note which trained parameters of a model the backward passes of a step reach, and send zeros for the others."""
@@ -88,7 +90,9 @@ class UnusedParameters:
     def _reach(self, index: int, parameter: Tensor) -> None:
         """Note that a gradient has reached trained parameter `index`; `parameter` is its gathered form."""
         self._begin_backward()
-        if parameter.grad is not None:  # it is, of an input that a compiled graph uses without gradients alone
+        gradient = parameter.grad
+        # For an input that a compiled graph uses without gradients alone, it is None, or zeros to which none is added.
+        if gradient is not None and not (hasattr(gradient, _ZEROS) and gradient._version == 0):
             self._used.add(index)
 
     def _has_more(self, index: int) -> bool:
@@ -167,3 +171,4 @@ class _Unit:
             for gathered in self._gathered:
                 if gathered is not None and gathered.grad is None:
                     gathered.grad = torch.zeros_like(gathered)
+                    setattr(gathered.grad, _ZEROS, True)

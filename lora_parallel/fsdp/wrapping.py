@@ -223,6 +223,20 @@ def check_scalars(model: nn.Module) -> None:
             )
 
 
+def check_dtypes(model: nn.Module) -> None:
+    """Raise ValueError if a layer that tp may cut trains in two dtypes: it needs all of its weights at once."""
+    # FSDP2 reduces one dtype in a unit, so that the parts of the layer would be units that are gathered in turn.
+    for name, layer in model.named_modules():
+        dtypes = {parameter.dtype for parameter in layer.parameters() if parameter.requires_grad}
+        if isinstance(layer, BaseTunerLayer) and len(dtypes) > 1:
+            found = " and ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"{name} trains in {found}, which FSDP2 and tp cannot do together: PEFT has adapters in float32 beside "
+                "the biases of a base in bfloat16. Load the base in float32, or make the adapters with "
+                "get_peft_model(..., autocast_adapter_dtype=False), or leave the biases frozen (bias='none')."
+            )
+
+
 def check_whole_base(setup: Setup) -> None:
     """Raise ValueError if `shard_base=False` leaves a weight in another dtype than the one to compute in."""
     config = setup.config
@@ -249,7 +263,8 @@ def _base_parameters(setup: Setup) -> dict[str, nn.Parameter]:
 def make_units(setup: Setup) -> list[nn.Module]:
     """Make each block an FSDP unit, and the rest another one; return the layers tied to layers of other blocks.
 
-    Without `config.shard_base` one unit holds what trains, but for layers of another dtype, and the base is in none.
+    Layers that train in another dtype than most are units of their own. Without `config.shard_base` one unit holds what
+    trains beside them, and the base is in none.
 
     At dp_shard 2 and tp 2, with 64 features and r 8, a rank then has of
 
@@ -276,14 +291,15 @@ def make_units(setup: Setup) -> list[nn.Module]:
     if not config.shard_base:
         base = {*_base_parameters(setup).values()}
         sharding["ignored_params"] |= base
-        blocks = _of_other_dtypes([p for p in model.parameters() if p not in base], model)
-    tied = _tied_across(model, blocks)
+        blocks = []
+    units = [*blocks, *_of_other_dtypes(model)]
+    tied = _tied_across(model, units)
     for layers in tied:
         fully_shard(layers, reshard_after_forward=False, **sharding)  # in use from the first of the layers to the last
     inside = [layer for layers in tied for layer in layers]
-    for block in blocks:
-        if block not in inside:
-            fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
+    for unit in reversed(units):
+        if unit not in inside:
+            fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **sharding)
     # The root's weights (embedding, head) are needed again as backward starts: they stay gathered until its end.
     fully_shard(model, reshard_after_forward=False, **sharding)
     _prefetch(blocks, config.prefetch_blocks)
@@ -296,14 +312,15 @@ def make_units(setup: Setup) -> list[nn.Module]:
     return inside
 
 
-def _of_other_dtypes(sharded: list[nn.Parameter], model: nn.Module) -> list[nn.Module]:
-    """Return the layers whose parameters have another dtype than most that is sharded: FSDP2 gathers one in a unit."""
-    # Such as a saved head in bfloat16 beside adapters in float32.
+def _of_other_dtypes(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that train in another dtype than most that trains: FSDP2 reduces one in a unit."""
+    # Such as a saved head or norm in bfloat16 beside adapters in float32.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = Counter[torch.dtype]()
-    for parameter in sharded:
+    for parameter in trained:
         sizes[parameter.dtype] += parameter.numel()
     most = max(sizes, key=sizes.__getitem__, default=None)
-    others = {parameter for parameter in sharded if parameter.dtype != most}
+    others = {parameter for parameter in trained if parameter.dtype != most}
     return [m for m in model.modules() if any(p in others for p in m._parameters.values() if p is not None)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import Parameter, Signature, signature
 from types import MethodType
 from typing import Any
@@ -23,15 +24,15 @@ def wrap_forward(module: nn.Module, around: Around) -> Callable[[], None]:
     instance_forward: Any = module.__dict__.get("forward")
     is_method = getattr(instance_forward, "__self__", None) is module
 
-    # A method, not a `partial`: torch.compile then shares the graph of one block with all others.
+    # The wrapper is a method, not a `partial`: torch.compile then shares the graph of one block with all others.
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         compute = instance_forward
         if is_method:
-            compute = instance_forward.__func__.__get__(self)
+            compute = partial(instance_forward.__func__, self)
         elif instance_forward is None:
             # FSDP2 gives the module another class later, and transformers' GradientCheckpointingLayer recomputes in the
             # forward of the last class only. So each call asks the class: what is recomputed gets what `around` passes.
-            compute = type(self).forward.__get__(self)
+            compute = partial(type(self).forward, self)
         return around(self, compute, args, kwargs)
 
     def undo() -> None:

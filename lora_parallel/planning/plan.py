@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from lora_parallel.adapters.peft_private import keep_factored
-from lora_parallel.fsdp.wrapping import check_scalars, check_whole_base, wants_fsdp
+from lora_parallel.fsdp.wrapping import check_dtypes, check_scalars, check_whole_base, wants_fsdp
 from lora_parallel.layers.layer_parameters import clean_names, innermost
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition, Style, style_named
 from lora_parallel.lazy.tracking import check_fresh
@@ -186,11 +186,14 @@ def _structures(
 def plan_layers(setup: Setup) -> None:
     """Refuse parameters that cannot be sharded, and resolve the model's plan, which is empty without a tp axis."""
     check_fresh(setup.model)
+    tp = setup.mesh["tp"].size()
     if wants_fsdp(setup.mesh, setup.config):
         check_scalars(setup.model)
         check_whole_base(setup)
+        if tp > 1:
+            check_dtypes(setup.model)
     keep_factored(setup.model)  # the plan is made of what is computed on a mesh
-    config, tp = setup.config, setup.mesh["tp"].size()
+    config = setup.config
     globs = None if isinstance(config.tp_plan, str) else config.tp_plan
     if setup.plan is None:
         setup.plan = resolve_plan(setup.model, globs, tp, config.sequence_parallel) if tp > 1 else Plan({})

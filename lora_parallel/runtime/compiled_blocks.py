@@ -9,7 +9,7 @@ graph serves every block of its kind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from inspect import signature
@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
@@ -69,15 +70,6 @@ def compiled_parts(model: nn.Module) -> dict[nn.Module, list[CompiledPart]]:
     """Map each module in a block of `model` to the list of the block's parts, to which parts may be added."""
     blocks = [block for block in model.modules() if _BLOCK in block.__dict__]
     return {module: block.__dict__[_BLOCK].parts for block in blocks for module in block.modules()}
-
-
-def leave_eager(blocks: Iterable[nn.Module], tied: Collection[nn.Module]) -> None:
-    """Run blocks eagerly that share a weight (`tied` layers) with another block: not all is gathered as they begin."""
-    eager = [block for block in blocks if any(module in tied for module in block.modules())]
-    for block in eager:
-        block.__dict__[_BLOCK].eager = True
-    if eager and is_rank_zero():
-        log.warning("%d blocks share a weight with another block, and are not compiled.", len(eager))
 
 
 @cache
@@ -256,10 +248,16 @@ def compile_each_block(setup: Setup) -> None:
         compile_blocks(setup.model, setup.blocks, setup.mesh.device_type, setup.context, setup.cp_context, arguments)
 
 
-def leave_tied_eager(setup: Setup) -> None:
-    """Run compiled blocks eagerly that FSDP2 gathers with another block's tied weight."""
-    if setup.config.compile_arguments is not None:
-        leave_eager(setup.blocks, setup.tied_across)
+def leave_nested_eager(setup: Setup) -> None:
+    """Run compiled blocks eagerly that have FSDP units inside: not all of such a block is gathered as it begins."""
+    if setup.config.compile_arguments is None:
+        return
+    eager = [b for b in setup.blocks if any(isinstance(m, FSDPModule) and m is not b for m in b.modules())]
+    for block in eager:
+        block.__dict__[_BLOCK].eager = True
+    if eager and is_rank_zero():
+        reason = "a weight that is another block's too, or one that trains in another dtype than the others"
+        log.warning("%d blocks have FSDP units inside (%s), and are not compiled.", len(eager), reason)
 
 
 def checkpoint_activations(setup: Setup) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial as partial_of
 from typing import Any
 
+import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.peft_private import refuse_merge, refuse_unload, sum_weight_norm
-from lora_parallel.distributed.collectives import all_reduce, unless_compiled
+from lora_parallel.distributed.collectives import all_reduce
 from lora_parallel.distributed.dtensors import sharded_as
 from lora_parallel.distributed.gradients import Gradients
 from lora_parallel.distributed.torch_private import local_region
@@ -124,9 +125,13 @@ def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPCon
     """Sum DoRA's norms of a rowwise weight over tp, and refuse merges that would be wrong for slices."""
     if not isinstance(style.weight, Shard):
         return
+
+    def total(x: Tensor) -> Tensor:
+        return all_reduce(x, context.group, "DoRA weight norm", "" if torch.compiler.is_compiling() else name)
+
     for adapter, dora in module.lora_magnitude_vector.items():
         if style.leave in ("reduce", "tokens"):
-            sum_weight_norm(dora, lambda x: all_reduce(x, context.group, "DoRA weight norm", unless_compiled(name)))
+            sum_weight_norm(dora, total)
         refuse_merge(module, f"the DoRA adapter {adapter!r}")
     for adapter, biased in module.lora_bias.items():
         if biased and selected:

@@ -33,7 +33,6 @@ from lora_parallel.distributed.collectives import (
     gather_last_dim,
     split_last_dim,
     sum_over_tp,
-    unless_compiled,
 )
 from lora_parallel.distributed.torch_private import local_tensor
 from lora_parallel.fsdp.wrapping import is_at_rest
@@ -138,10 +137,11 @@ class TPLayer:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         style, context = self.style, self.context
-        where = unless_compiled(self.name)
+        # In a graph, which serves this layer of every block, no name; torch 2.11 guards a name that is an argument.
+        where = "" if torch.compiler.is_compiling() else self.name
         outside = None
         if self.sharing is not None:
-            args, kwargs = self._routed(self.sharing, args, kwargs)
+            args, kwargs = self._routed(self.sharing, args, kwargs, where)
         elif style.enter != "keep":
             first = None if args else next(iter(kwargs))
             x = args[0] if first is None else kwargs[first]
@@ -193,11 +193,11 @@ class TPLayer:
         split = isinstance(self.style.lora_A, Shard) and self.style.enter != "mask"
         return chunk_bounds(features, self.context.mesh.size(), self.context.rank)[0] if split else 0
 
-    def _routed(self, sharing: ExpertSharing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _routed(self, sharing: ExpertSharing, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         """Return the arguments of this rank's share of the experts; in backward their gradients are summed over tp."""
         leaves, structure = tree_flatten((args, kwargs))
         indices = [index for index, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-        fed = copy_all_to_tp([leaves[index] for index in indices], self.context.group, unless_compiled(self.name))
+        fed = copy_all_to_tp([leaves[index] for index in indices], self.context.group, where)
         for index, x in zip(indices, fed, strict=True):
             leaves[index] = x
         return sharing.local_arguments(tree_unflatten(leaves, structure), self.context.rank)

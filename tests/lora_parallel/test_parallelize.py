@@ -361,6 +361,9 @@ def refusals():
     scaled.scale = nn.Parameter(torch.tensor(1.0))
     sharding, free = on_mesh("2x1", require_adapters=False)
     found["a scalar"] = attempt(parallelize, scaled, sharding, free), state_of(scaled) is None
+    biased = get_peft_model(causal_lm(attention_bias=True, dtype=torch.bfloat16), lora_config(bias="lora_only"))
+    of_a_dtype, computing = on_mesh("1x2", param_dtype=torch.bfloat16)
+    found["two dtypes"] = attempt(parallelize, biased, of_a_dtype, computing), state_of(biased) is None
     twice = parallelize(adapted(), mesh, config)
     found["twice"] = attempt(parallelize, twice, mesh, config), True
     dist.barrier()  # no rank is out of step
@@ -393,6 +396,7 @@ REFUSED = {
     "only rank 1": ("ValueError", "LlamaForCausalLM"),
     "another mesh": ("ValueError", "the mesh has sizes (1, 1, 2)"),
     "a scalar": ("ValueError", "scale is a scalar that trains"),
+    "two dtypes": ("ValueError", "q_proj trains in torch.bfloat16 and torch.float32, which FSDP2 and tp cannot"),
     "twice": ("ValueError", "parallelized already"),
 }
 

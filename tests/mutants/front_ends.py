@@ -153,7 +153,7 @@ BREAKAGES = [
     Mutant(
         "guard",
         "vLLM generates completions with weights that lack the adapter.",
-        "tests/accelerate_plugin/test_refusals.py::test_bad_input_is_one_error_on_every_rank",
+        "tests/accelerate_plugin/test_refusals.py::test_bad_input_for_trl_is_one_error_on_every_rank",
         "if asked_by_environment() and getattr(self, name, False):",
         "if False:",
     ),

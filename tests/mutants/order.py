@@ -66,7 +66,7 @@ BREAKAGES = [
         ),
         (
             "shard_over_dp",
-            "leave_tied_eager",
+            "leave_nested_eager",
             "Compiled blocks with a weight of another block compute with the shard of it that is there as they begin.",
             "runtime/test_compiled_blocks.py::test_blocks_that_share_a_weight_with_another_run_eagerly",
         ),

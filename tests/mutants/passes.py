@@ -15,10 +15,18 @@ BREAKAGES = [
     ),
     Mutant(
         "pass",
+        "A base in bfloat16 with saved norms ends in an assertion of FSDP2 in the first forward.",
+        f"{ENGINE}/fsdp/test_whole_base.py::test_a_block_that_trains_in_two_dtypes_is_as_in_one_process",
+        """units = [*blocks, *_of_other_dtypes(model)]""",
+        """units = blocks""",
+    ),
+    Mutant(
+        "pass",
         "With shard_base=False each block gathers its adapters by itself.",
         f"{ENGINE}/fsdp/test_whole_base.py::test_one_gather_of_what_trains_and_none_of_the_base",
-        """blocks = _of_other_dtypes([p for p in model.parameters() if p not in base], model)""",
-        """pass""",
+        """        blocks = []
+    units =""",
+        """    units =""",
     ),
     Mutant(
         "pass",

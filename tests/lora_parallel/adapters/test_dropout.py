@@ -217,6 +217,7 @@ def test_forward_scales_what_it_keeps():
     assert module.eval()(x) is x
     assert dropout(p=0.0)(x) is x
     assert not dropout(p=1.0)(x).any()
+    assert not dropout(p=1 - 1e-10)(x).any()  # a threshold that no int32 holds
     assert "p=0.25" in repr(module)
 
 

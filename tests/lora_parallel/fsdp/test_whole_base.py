@@ -157,6 +157,38 @@ def test_a_checkpoint_knows_nothing_of_it(pool, tmp_path):
     assert relative_error(got, {name: sharded_later[2][name] for name in got}) < 1e-15
 
 
+@dataclass(frozen=True)
+class OfTwoDtypes(Case):
+    """Saved norms in float32 in each block, beside adapters in float64."""
+
+    def model(self) -> Any:
+        model = super().model()
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.data = parameter.data.float()
+        return model
+
+
+def of_two_dtypes(mesh: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    options = [{}, {"shard_base": False}] + [COMPILED] * ("p" not in mesh)
+    runs = [oracle.sharded(NORMS, mesh, **each) for each in options]
+    return [(run.losses, oracle.over_stages(run.gradients, mesh)) for run in runs]
+
+
+NORMS = OfTwoDtypes(steps=2, lora={"modules_to_save": ["input_layernorm"]})
+COMPILED: dict[str, Any] = {"compile": {"backend": "aot_eager", "fullgraph": True}}
+
+
+@pytest.mark.parametrize("mesh", cases("2x1", matrix=["1x2", "2x2", "2x1x2", "2x1pp2", "2x1cp2"]))
+def test_a_block_that_trains_in_two_dtypes_is_as_in_one_process(pool, mesh):
+    """And compiled: such a block runs eagerly."""
+    want = oracle.reference(NORMS)
+    for runs in pool.run(ranks_of(mesh), of_two_dtypes, mesh):
+        for losses, gradients in runs:
+            assert losses == pytest.approx(want.losses, abs=1e-6)
+            assert relative_error(gradients, want.gradients) < 1e-6
+
+
 def with_a_head_in_bfloat16(shard_base: bool) -> dict[str, torch.Tensor]:
     """Train adapters in float32, as PEFT has them on a base in bfloat16, beside a saved head in the base's dtype."""
     mesh, config = on_mesh("2x1", shard_base=shard_base)
