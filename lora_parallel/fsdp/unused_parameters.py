@@ -92,7 +92,7 @@ class UnusedParameters:
         self._begin_backward()
         gradient = parameter.grad
         # For an input that a compiled graph uses without gradients alone, it is None, or zeros to which none is added.
-        if gradient is not None and not (hasattr(gradient, _ZEROS) and gradient._version == 0):
+        if gradient is not None and not (hasattr(gradient, _ZEROS) and local(gradient)._version == 0):
             self._used.add(index)
 
     def _has_more(self, index: int) -> bool:
