@@ -102,7 +102,20 @@ def _half_imported() -> dict[str, ModuleSpec]:
 
 def _set_default_file() -> None:
     """Let `accelerate launch` take the file where it is given none, in commands that launch by themselves."""
-    sys.modules["accelerate.commands.config.config_args"].default_config_file = os.environ[VARIABLE]  # type: ignore[attr-defined]
+    config_args: Any = sys.modules["accelerate.commands.config.config_args"]
+    config_args.default_config_file = os.environ[VARIABLE]
+    original = config_args.load_config_from_file
+
+    @wraps(original)
+    def load_config_from_file(config_file: str | None) -> Any:
+        try:
+            return original(config_file)
+        except AttributeError as error:  # no mapping: Accelerate looks for its keys at once
+            if config_file is not None:
+                raise
+            raise ValueError(_text("it is no configuration: `accelerate-lora config` writes one.")) from error
+
+    config_args.load_config_from_file = load_config_from_file
 
 
 def _activate() -> None:
@@ -122,6 +135,8 @@ def _refuse_alone() -> None:
     from accelerate import Accelerator
 
     text = "this process is no rank: start it by torchrun, `accelerate launch` or a command that calls one of them."
+    if not os.path.isfile(os.environ[VARIABLE]):  # `accelerate launch` starts one process then, which is no rank
+        text = "there is no such file: write it with `accelerate-lora config`."
     # `accelerate-lora check` sets both; ms-swift sets RANK where nobody has, and Axolotl the other one.
     _refuse(Accelerator, _text(text), unless={"RANK", "ACCELERATE_USE_FSDP"})
 

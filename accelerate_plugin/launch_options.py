@@ -27,8 +27,8 @@ def launch_options(arguments: list[str]) -> argparse.Namespace:
     path = config_file_of(arguments)
     if path is None:
         raise FileNotFoundError(
-            f"{options.config_file or default_config_file} is not there: write it with `accelerate-lora config`, or "
-            "pass --config_file."
+            f"there is no file {options.config_file or default_config_file}: write it with `accelerate-lora config`, "
+            "or pass --config_file."
         )
     if options.cpu:
         raise ValueError(

@@ -8,7 +8,7 @@
 
 - Rows are made by rules, in `tests/oracle/model_rows.py`; the processes are those of the tests.
 - Results are data: `benchmarks/models/results.json` has a line for each class, with transformers' version and the
-  commit. A class that another version of transformers was run with counts as missing.
+  commits that its cells were run at. A class that another version of transformers was run with counts as missing.
 - A class is run in one process first, with the fullest inputs and in the widest dtype that its code can compute with.
 """
 
@@ -36,9 +36,11 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 import torch
 import transformers
+from filelock import FileLock
 from tqdm import tqdm
 
 from benchmarks.oracle import escaped, reason
+from tests.conftest import _shard
 from tests.oracle import relative_error, workers
 from tests.oracle.model_rows import FLOAT32_BOUND, MIXED, model_classes
 from tests.oracle.rows import Cell, Step, compare, one_process, row_named
@@ -77,10 +79,19 @@ def read_results(path: Path = RESULTS) -> Results:
 
 
 def write_results(results: Results, path: Path = RESULTS) -> None:
-    """Write results as JSON with one line a class."""
+    """Write results as JSON with one line a class; the file is replaced as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"{json.dumps(name)}: {_without_folders(json.dumps(results[name]))}" for name in sorted(results))
-    path.write_text(f"{{\n{lines}\n}}\n")
+    new = path.with_suffix(".new")
+    new.write_text(f"{{\n{lines}\n}}\n")
+    new.replace(path)
+
+
+def keep(name: str, known: dict[str, Any], path: Path) -> None:
+    """Add what is known of a class to the results; processes of several shards may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        write_results(read_results(path) | {name: known}, path)
 
 
 def commit() -> str:
@@ -182,9 +193,9 @@ def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS)
                 if any(first.get(key) != known.get(key) for key in ("inputs", "dtype")):
                     known = {}
                 known = {**{k: v for k, v in known.items() if k != "tried"}, **first}
-                known |= {"transformers": transformers.__version__, "commit": here}
-                results = read_results(path) | {name: known}
-                write_results(results, path)
+                commits = known.get("commit", "").split() if known.keys() & COLUMNS.keys() else []
+                known |= {"transformers": transformers.__version__, "commit": " ".join(dict.fromkeys([*commits, here]))}
+                keep(name, known, path)
             if state_of(known[ONE]) != "right":
                 continue
             wanted = [each for each in columns if each not in known or again in (state_of(known[each]), "all")]
@@ -198,9 +209,9 @@ def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS)
                 cells = _cells(pool, f"{name} {known['inputs']} {dtype}", wanted)
                 if not any(map(is_of_float32, cells.values())):
                     break
+            others = known["commit"].split() if known.keys() & COLUMNS.keys() - cells.keys() else []
             known |= {column: kept(cell) for column, cell in cells.items()}
-            results = read_results(path) | {name: known | {"transformers": transformers.__version__, "commit": here}}
-            write_results(results, path)
+            keep(name, known | {"commit": " ".join(dict.fromkeys([*others, here]))}, path)
 
 
 def _cells(pool: WorkerPool, row: str, columns: list[str]) -> dict[str, Cell]:
@@ -246,10 +257,15 @@ against one process of plain PEFT. It is written by
 make table NAME=model
 ```
 
-A row is a tiny model made by rules from the default values of the class's own config: each kind of layer twice, heads
-in the published ratio, an odd vocabulary, experts, towers of images and sound, random weights everywhere, and LoRA on
-all linear layers of text and towers. Four rows of data are one batch; each has an image or a sound if the table says
-so, and "text alone" stands for classes that take one which we could not make. Meshes are dp_shard x tp.
+A row is a tiny model made by rules from the default values of the class's own config: each kind of layer that they
+have, twice; one key-value head, fewer than tp, where published models have fewer than heads; an odd vocabulary,
+experts, towers of images and sound, random weights everywhere, and LoRA on all linear layers of text and towers. What a
+class has by other settings only (experts of Gemma 4, LongT5's global attention) is not in its row. Four rows of data
+are one batch; each has an image or a sound if the table says so, and "text alone" stands for classes that take one
+which we could not make. Meshes are dp_shard x tp.
+
+A class that is not here (your own, or one of `trust_remote_code`): `accelerate-lora check mesh.yaml train.py` says
+whether the mesh can run it, and why not ([plans](plans.md)).
 
 Models compute in float64, where a cell has failed above 1e-12; for classes that compute in float32 alone the bound is
 1e-5. "mixed": the class's own code casts to float32 in places (scores of experts, rotations), where each rank rounds
@@ -286,9 +302,13 @@ def inputs_of(name: str, inputs: str) -> str:
     known = inspect.signature(getattr(transformers, name).forward).parameters
     image = bool({"pixel_values", "flattened_patches"} & known.keys())
     sound = "input_features" in known or ("input_values" in known and "input_ids" not in known)
-    if inputs == "text":
-        return "text alone" if image or sound else "text"
-    return "image" if image else "sound" if sound else "text"
+    if inputs == "full" and (image or sound):
+        return "image" if image else "sound"
+    # such as `image_pixel_values`, or `input_values` beside token ids, which the rows do not have
+    takes_more = any(
+        re.search("pixel|image|audio|speech|flattened_patches|input_(features|values)", key) for key in known
+    )
+    return "text alone" if takes_more else "text"
 
 
 def kind_of(refusal: str) -> str:
@@ -351,9 +371,8 @@ def page(results: Results, names: list[str]) -> str:
     if failures:
         text += "## Failed\n\n" + "\n".join(failures) + "\n\n"
     if len(trained) < len(listed):
-        text += (
-            "## Not trained in one process\n\nWhat plain PEFT, or the class itself, says to the rows that we make.\n\n"
-        )
+        text += "## Not trained in one process\n\nWhat plain PEFT, the class itself, or the table's own check of "
+        text += "independent rows says to the rows that we make.\n\n"
         untrained = sorted(set(listed) - set(trained), key=lambda each: (family_of(each), each))
         text += "".join(f"- {name}: {_line(results[name][ONE])}\n" for name in untrained) + "\n"
     versions = sorted({results[name]["transformers"] for name in listed})
@@ -370,15 +389,15 @@ def main() -> int:
     """Run what is missing, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", nargs="+", default=["*"], metavar="GLOB", help="classes by name")
-    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), help=f"of {', '.join(COLUMNS)}")
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th part of N of the classes")
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=list(COLUMNS))
+    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th part of N of the classes")
     parser.add_argument("--again", default="", choices=["", "failed", "refused", "all"], help="cells to run anew")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     names = model_classes()
-    part, parts = map(int, args.shard.split("/"))
+    part, parts = args.shard
     chosen = [name for name in names if any(fnmatch(name, glob) for glob in args.classes)][part - 1 :: parts]
     if not chosen:
         parser.error(f"no class is called {' or '.join(args.classes)}")

@@ -330,7 +330,7 @@ def log_plan(builder: PlanBuilder, problem: str, tried_later: bool) -> None:
             style,
         )
     if problem:
-        log.warning(
+        (log.info if tried_later else log.warning)(
             "tp_plan: %s could not be run without its weights (%s%s): its plan %s.",
             model,
             "its forward was replaced, as TRL's trainers do; " if "forward" in vars(inner) else "",

@@ -213,11 +213,20 @@ def test_an_import_that_has_begun_is_waited_for(packages, tmp_path):
     assert called == [[True, True]]
 
 
-def test_commands_that_launch_take_the_file(monkeypatch):
-    monkeypatch.setenv("LORA_PARALLEL", "/here/mesh.yaml")
-    monkeypatch.setattr(config_args, "default_config_file", config_args.default_config_file)
+def test_commands_that_launch_take_the_file(monkeypatch, tmp_path):
+    path = tmp_path / "mesh.yaml"
+    path.write_text("- no mapping")
+    monkeypatch.setenv("LORA_PARALLEL", str(path))
+    for name in ("default_config_file", "load_config_from_file"):
+        monkeypatch.setattr(config_args, name, getattr(config_args, name))
     autoload._set_default_file()
-    assert config_args.default_config_file == "/here/mesh.yaml"
+    assert config_args.default_config_file == str(path)
+    with pytest.raises(ValueError, match=r"mesh.yaml: it is no configuration: `accelerate-lora config` writes one"):
+        config_args.load_config_from_file(None)
+    with pytest.raises(AttributeError):  # of another file, which is not ours to judge
+        config_args.load_config_from_file(str(path))
+    path.write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    assert config_args.load_config_from_file(None).num_processes == 2
 
 
 def test_what_cannot_be_prepared_does_not_train(monkeypatch, capsys):
@@ -230,16 +239,24 @@ def test_what_cannot_be_prepared_does_not_train(monkeypatch, capsys):
         PartialState()
 
 
-@pytest.mark.parametrize("name", ["RANK", "ACCELERATE_USE_FSDP"])
-def test_a_process_that_is_no_rank_does_not_train(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "is_there", "message"),
+    [
+        ("RANK", True, "this process is no rank: start it by torchrun"),
+        ("ACCELERATE_USE_FSDP", True, "this process is no rank: start it by torchrun"),
+        ("RANK", False, "mesh.yaml: there is no such file: write it with `accelerate-lora config`"),
+    ],
+)
+def test_a_process_that_is_no_rank_does_not_train(monkeypatch, tmp_path, name, is_there, message):
     """An application may set one of the variables in a process that it has not launched."""
-    monkeypatch.setenv("LORA_PARALLEL", "/here/mesh.yaml")
+    path = written(tmp_path) if is_there else tmp_path / "mesh.yaml"
+    monkeypatch.setenv("LORA_PARALLEL", str(path))
     for each in ("RANK", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "0")
     monkeypatch.setattr(Accelerator, "__init__", Accelerator.__init__)
     autoload._refuse_alone()
-    with pytest.raises(RuntimeError, match="this process is no rank: start it by torchrun"):
+    with pytest.raises(RuntimeError, match=message):
         Accelerator()
 
 

@@ -136,7 +136,10 @@ def test_num_processes_of_the_command_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["none.yaml"], "none.yaml is not there"), (["--config_file", "none.yaml", "train.py"], "none.yaml is not there")],
+    [
+        (["none.yaml"], "there is no file none.yaml"),
+        (["--config_file", "none.yaml", "train.py"], "there is no file none.yaml"),
+    ],
 )
 def test_a_file_that_is_not_there(arguments, message):
     with pytest.raises(FileNotFoundError, match=message):

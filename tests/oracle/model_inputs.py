@@ -129,8 +129,10 @@ class Inputs:
         token = self.token(kind)
         if "qformer_input_ids" in self.known:
             form = {**form, "qformer_input_ids": self.ids(6)}
-        own = getattr(self.model, f"get_{kind}_features", None)
-        features = own or getattr(getattr(self.model, "model", None), f"get_{kind}_features", None)
+        kinds = (kind, "video") if kind == "image" else (kind,)  # a class may know images as frames of a video
+        places = (self.model, getattr(self.model, "model", None))
+        found = (getattr(place, f"get_{each}_features", None) for place in places for each in kinds)
+        features = next(filter(None, found), None)
         count = self.count(features, form) if token is not None and features is not None else 0
         ids = self.ids(TOKENS + -count % 4)
         batch = dict(form)
@@ -151,7 +153,8 @@ class Inputs:
 
     def token(self, kind: str) -> int | None:
         """Return the id that stands for a feature of an image or of sound in the text."""
-        names = (f"{kind}_token_id", f"{kind}_token_index", f"{kind}_patch_id", "media_placeholder_token_id")
+        names = [f"{kind}_token_id", f"{kind}_token_index", f"{kind}_patch_id", "media_placeholder_token_id"]
+        names += ["video_token_id", "video_token_index"] if kind == "image" else []
         return next((value for name in names if isinstance(value := getattr(self.config, name, None), int)), None)
 
     @torch.no_grad()

@@ -16,9 +16,27 @@ def gemma4() -> Any:
     return kind(vision_config=transformers.Gemma4VisionConfig(), audio_config=transformers.Gemma4AudioConfig())
 
 
+GROUPED = (
+    *("ApertusConfig", "ArceeConfig", "Cohere2Config", "CohereConfig", "DogeConfig", "Dots1Config", "Exaone4Config"),
+    *("FlexOlmoConfig", "GemmaConfig", "GraniteConfig", "GraniteMoeConfig", "GraniteMoeHybridConfig"),
+    *("GraniteMoeSharedConfig", "HeliumConfig", "HunYuanDenseV1Config", "HunYuanMoEV1Config", "LlamaConfig"),
+    *(
+        "Olmo2Config",
+        "Olmo3Config",
+        "Phi3Config",
+        "Qwen2Config",
+        "Qwen2MoeConfig",
+        "Qwen3Config",
+        "Qwen3VLMoeTextConfig",
+    ),
+    *("Qwen3VLTextConfig", "RecurrentGemmaConfig", "StableLmConfig"),
+)
+"""Configs whose defaults have as many key-value heads as heads, and whose published models have fewer."""
+
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    **{name: {"num_key_value_heads": 1} for name in GROUPED},
     # Number of patches of an image, and of queries that read them.
     "AriaConfig": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4},
     # The names of the words that stand for pieces of an image.
@@ -60,7 +78,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "NemotronConfig": {"num_key_value_heads": 1, "head_dim": 16},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "XmodConfig": {"default_language": "en_XX"},
+    # Each kind of layer, where the defaults have one.
+    "BambaConfig": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "GraniteMoeHybridConfig": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+    },
+    "GraniteMoeSharedConfig": {"shared_intermediate_size": 24, "num_key_value_heads": 1},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 6, "num_key_value_heads": 1},
     # Its code reads settings that its config lacks.
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
     # By kind of layer.

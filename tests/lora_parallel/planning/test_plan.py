@@ -249,6 +249,7 @@ def test_an_own_plan_of_such_a_model_that_matches_nothing_is_refused():
 
 
 def test_a_plan_of_such_a_model_holds_until_the_first_batch_and_a_line_says_so(caplog):
+    caplog.set_level(logging.INFO)
     model = Unknown().requires_grad_(False)
     torch.manual_seed(3)
     drawn = torch.rand(2)
@@ -272,6 +273,7 @@ def test_a_plan_of_a_model_that_cannot_be_copied_holds_and_a_line_says_that_it_i
 
 def test_a_forward_that_was_replaced_is_named(caplog):
     """As TRL does; it may go on with the model itself, not with the copy that is tried."""
+    caplog.set_level(logging.INFO)
     model = Unknown().requires_grad_(False)
     model.forward = model.forward
     styles_of(model, PAIR)
