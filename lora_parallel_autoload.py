@@ -170,4 +170,4 @@ def _say(error: Exception) -> str:
 
 
 def _text(text: str) -> str:
-    return f"{VARIABLE}={os.environ[VARIABLE]}: {text} Unset it to train without this library."
+    return f"{VARIABLE}={os.environ[VARIABLE]}: {text.rstrip('.')}. Unset it to train without this library."

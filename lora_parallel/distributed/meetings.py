@@ -159,7 +159,7 @@ def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -
     number, mine = meetings.number, _Announcement(what, place_of_call())
     meetings.number += 1
     try:
-        if not _wait(meetings, number, mine):
+        if not _wait(meetings, number, mine, remedy):
             _raise_unlike(meetings.read(number), meetings.rank, remedy)
         meetings.forget_before(number)
     except dist.DistError as error:
@@ -169,7 +169,7 @@ def meet(what: str, remedy: str = _REMEDY, ranks: Iterable[int] | None = None) -
         ) from error
 
 
-def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
+def _wait(meetings: _Meetings, number: int, mine: _Announcement, remedy: str) -> bool:
     """Announce a call; return True once every rank has announced the same, False if one makes another call or gives up.
 
     All ranks poll the key "open", so that a rank's number of requests does not depend on the number of ranks. The rank
@@ -183,16 +183,18 @@ def _wait(meetings: _Meetings, number: int, mine: _Announcement) -> bool:
     elif store.add(f"{number}/arrived", 1) == len(meetings.ranks):
         store.compare_set(opened, "", _ALIKE)
     start, reminder = time.monotonic(), TELL_SECONDS[0]
+    more = "" if remedy == _REMEDY else f" {remedy}"  # which says no more than that every rank must call it
     try:
         while not store.check([opened]):
             waited = time.monotonic() - start
             if waited >= limit:
                 raise TimeoutError(
                     f"rank {meetings.rank} waited {waited:.0f} s for {_missing(meetings, number)} in {mine}: every "
-                    "rank must call it."
+                    f"rank must call it.{more}"
                 )
             if waited >= reminder:
-                _log.warning("waiting for %s in %s: every rank must call it", _missing(meetings, number), mine)
+                late = _missing(meetings, number)
+                _log.warning("waiting for %s in %s: every rank must call it%s", late, mine, more and f".{more}")
                 reminder = next((seconds for seconds in TELL_SECONDS if seconds > waited), 2 * reminder)
             time.sleep(min(max(waited / 20, 0.0005), 0.5))
     except BaseException:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,9 @@ from benchmarks.model import (
     RESULTS,
     inputs_of,
     is_of_float32,
+    keep,
     kind_of,
+    main,
     mixed_rows,
     page,
     read_results,
@@ -44,7 +49,8 @@ def config_of(name):
 
 def test_heads_keep_their_ratio_and_the_vocabulary_is_odd():
     llama, qwen, bert = map(config_of, ("LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration", "BertForMaskedLM"))
-    assert (llama.num_attention_heads, llama.num_key_value_heads) == (4, 4)
+    assert (llama.num_attention_heads, llama.num_key_value_heads) == (4, 1)  # Llama 3 has 32 and 8, the class 32 and 32
+    assert config_of("OlmoForCausalLM").num_key_value_heads == 4
     assert (qwen.text_config.num_attention_heads, qwen.text_config.num_key_value_heads) == (4, 1)  # of 64 and 8
     assert llama.vocab_size == bert.vocab_size == qwen.text_config.vocab_size == 131
     assert bert.hidden_dropout_prob == bert.attention_probs_dropout_prob == 0.0
@@ -56,6 +62,20 @@ def test_each_kind_of_layer_is_there_twice():
     assert [gemma.layer_types.count(kind) for kind in kinds] == [2, 2]
     assert gemma.num_hidden_layers == 4
     assert [jamba.layers_block_type.count(kind) for kind in set(jamba.layers_block_type)] == [2, 2]
+    for name, kinds in (  # whose default values have one kind alone
+        ("Lfm2ForCausalLM", {"Lfm2ShortConv", "Lfm2Attention"}),
+        ("BambaForCausalLM", {"BambaMixer", "BambaAttention"}),
+        ("RecurrentGemmaForCausalLM", {"RecurrentGemmaRecurrentBlock", "RecurrentGemmaAttention"}),
+        ("GraniteMoeHybridForCausalLM", {"GraniteMoeHybridMambaLayer", "GraniteMoeHybridAttention"}),
+        ("GraniteMoeSharedForCausalLM", {"GraniteMoeSharedMLP"}),
+    ):
+        found = Counter(type(module).__name__ for module in small_model(name).modules())
+        assert all(found[kind] >= 2 for kind in kinds), name
+
+
+def test_an_image_that_a_class_knows_as_frames_of_a_video_is_used():
+    batch = model_row("InstructBlipVideoForConditionalGeneration full float64").batch()
+    assert (batch["input_ids"] == 121).any(dim=1).all()
 
 
 def test_lists_of_layer_numbers_follow_the_layers_that_are_kept():
@@ -130,6 +150,22 @@ def test_the_page_says_what_a_row_has():
     assert inputs_of("LlavaForConditionalGeneration", "text") == "text alone"
     assert inputs_of("WhisperForConditionalGeneration", "full") == "sound"
     assert inputs_of("LlamaForCausalLM", "full") == inputs_of("LlamaForCausalLM", "text") == "text"
+    assert inputs_of("Phi4MultimodalForCausalLM", "full") == "text alone"
+
+
+def test_shards_add_to_one_file_at_once(tmp_path):
+    path = tmp_path / "results.json"
+    names = [f"Class{number}" for number in range(40)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda name: keep(name, {ONE: 1.0}, path), names))
+    assert read_results(path) == {name: {ONE: 1.0} for name in names}
+
+
+@pytest.mark.parametrize("arguments", [["--shard", "5/4"], ["--shard", "x"], ["--columns", "3x3"]])
+def test_arguments_that_say_nothing_are_refused(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["model", "--page", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
 
 
 def test_the_page_is_made_of_the_data(tmp_path):

@@ -187,6 +187,6 @@ def test_reminders_become_sparse(monkeypatch):
     monkeypatch.setattr(meetings, "_limits", {None: 2000})
     one_of_two = meetings._Meetings(0, (0, 1), dist.HashStore())
     one_of_two.store.set_timeout(timedelta(seconds=5000))
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 2000 s for ranks \[1\] in a call"):
-        meetings._wait(one_of_two, 0, meetings._Announcement("a call", "here"))
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 2000 s for ranks \[1\] in a call.* must call it. Try."):
+        meetings._wait(one_of_two, 0, meetings._Announcement("a call", "here"), "Try.")
     assert told == pytest.approx([10, 30, 60, 300, 600, 1200], abs=0.5)
