@@ -86,6 +86,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "GraniteMoeSharedConfig": {"shared_intermediate_size": 24, "num_key_value_heads": 1},
+    # With one expert a token, the default, weights of experts are 1, and gradients of the router rounding alone.
+    "HunYuanMoEV1Config": {"moe_topk": 2, "num_key_value_heads": 1},
     "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "RecurrentGemmaConfig": {"num_hidden_layers": 6, "num_key_value_heads": 1},
