@@ -237,7 +237,7 @@ def attend_to_all_tokens(context: CPContext, name: str) -> Callable[..., Any]:
         if not context.on_chunk:
             return function(module, *args, **kwargs)
         call = AttentionCall.of(function, module, *args, **{key: whole_of(value) for key, value in kwargs.items()})
-        where = "" if torch.compiler.is_compiling() else name
+        where = "" if torch.compiler.is_compiling() else name  # see `TPLayer._run`
         if context.method == "ulysses":
             return _by_heads(context, where, call), None
         check_method(implementation)

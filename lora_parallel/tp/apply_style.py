@@ -126,7 +126,7 @@ def _prepare_adapters(name: str, module: LoraLayer, style: Style, context: TPCon
     if not isinstance(style.weight, Shard):
         return
 
-    def total(x: Tensor) -> Tensor:
+    def total(x: Tensor) -> Tensor:  # without a name in graphs: see `TPLayer._run`
         return all_reduce(x, context.group, "DoRA weight norm", "" if torch.compiler.is_compiling() else name)
 
     for adapter, dora in module.lora_magnitude_vector.items():

@@ -18,20 +18,11 @@ def gemma4() -> Any:
 
 GROUPED = (
     *("ApertusConfig", "ArceeConfig", "Cohere2Config", "CohereConfig", "DogeConfig", "Dots1Config", "Exaone4Config"),
-    *("FlexOlmoConfig", "GemmaConfig", "GraniteConfig", "GraniteMoeConfig", "GraniteMoeHybridConfig"),
-    *("GraniteMoeSharedConfig", "HeliumConfig", "HunYuanDenseV1Config", "HunYuanMoEV1Config", "LlamaConfig"),
-    *(
-        "Olmo2Config",
-        "Olmo3Config",
-        "Phi3Config",
-        "Qwen2Config",
-        "Qwen2MoeConfig",
-        "Qwen3Config",
-        "Qwen3VLMoeTextConfig",
-    ),
-    *("Qwen3VLTextConfig", "RecurrentGemmaConfig", "StableLmConfig"),
+    *("FlexOlmoConfig", "GemmaConfig", "GraniteConfig", "GraniteMoeConfig", "HeliumConfig", "HunYuanDenseV1Config"),
+    *("LlamaConfig", "Olmo2Config", "Olmo3Config", "Phi3Config", "Qwen2Config", "Qwen2MoeConfig", "Qwen3Config"),
+    *("Qwen3VLMoeTextConfig", "Qwen3VLTextConfig", "StableLmConfig"),
 )
-"""Configs whose defaults have as many key-value heads as heads, and whose published models have fewer."""
+"""Configs with as many key-value heads as heads by default, whose published models have fewer. More are below."""
 
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
