@@ -230,6 +230,9 @@ class Gradients:
         self.synchronise = True  # True if the next backward pass finishes sums over ranks; `no_sync` sets it to False
         self.ranks = ranks  # of tp
         self.finishers: Sequence[GradientFinisher] = ()
+        # Called as a gradient reaches a leaf or an FSDP unit, which may be the first of the model in a backward pass:
+        # nobody sees outputs that a forward returns in an object of its own, or keeps. Begins the pass.
+        self.reached: Callable[[], None] = lambda: None
         self._trained: Sequence[nn.Parameter] = ()
         self._unfinished: set[Tensor] = set()  # of all finishers
         self._runs = False
@@ -257,21 +260,19 @@ class Gradients:
             queue_after_backward(self._end_terms)
 
     def _end_terms(self) -> None:
-        if not self._runs:  # else the pass has reached the model since, and `_end` comes behind this
+        if not self._runs:  # else the pass has reached the model since, and `end_backward` comes behind this
             self._hooks.call(self._hooks.restore())
 
     def begin_backward(self) -> None:
-        """Begin a backward pass, once in each: called at the model's outputs, and by each leaf or unit reached."""
-        if self._runs or not self.finishers:
-            return
+        """Begin a backward pass: set aside what is in `.grad`, before any gradient of this pass gets there."""
         self._runs = True
         self._hooks.postpone(self._trained)
         self._met = self._hooks.due()
         for finisher in self.finishers:
             finisher.prepare()
-        queue_after_backward(self._end)
 
-    def _end(self) -> None:
+    def end_backward(self) -> None:
+        """Finish the gradients of a backward pass, all of which FSDP2 has reduced. Collective."""
         self._runs = False
         due = self._hooks.restore()
         finished: dict[Tensor, None] = {}
@@ -317,7 +318,7 @@ class Gradients:
                 "backward(create_graph=True): gradients of parameters that tensor parallelism cuts have no graph, and "
                 "a loss of them would train nothing. Leave create_graph out, or use tp=1."
             )
-        self.begin_backward()
+        self.reached()
         if is_partial and self.ranks > 1:
             gradient.mul_(self.ranks)
         if parameter.grad is None:

@@ -45,8 +45,7 @@ def backward_pass() -> int:
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass in progress has accumulated every gradient."""
-    # DDP and FSDP2 use the same queue. Callbacks run in the order in which they were queued, so one that is queued
-    # after FSDP2's own sees reduce-scattered gradients.
+    # DDP and FSDP2 use the same queue. Callbacks run in the order in which they were queued: see `queue_fsdp_end`.
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -407,6 +406,34 @@ def drop_gathered_gradients(unit: FSDPModule) -> None:
             state.unsharded_accumulated_grad = None
             if hasattr(state, "_unsharded_param"):
                 state._unsharded_param.grad = None
+
+
+def queue_fsdp_end(model: torch.nn.Module) -> None:
+    """Queue FSDP2's own end of the backward pass in progress, if it is not: what is queued later runs behind it."""
+    # FSDP2 queues it when a gradient reaches an output that FSDP2 has found, which may be later, or never.
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    state._register_root_post_backward_final_callback()
+
+
+def check_fsdp_end(model: torch.nn.Module) -> None:
+    """Raise RuntimeError if FSDP2 has not ended the backward pass: it may still hold gradients, not reduced over dp."""
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    if state._state_ctx.post_backward_final_callback_queued:
+        raise RuntimeError(
+            "FSDP2 has not ended this backward pass, and sums over ranks would miss gradients that it has not reduced "
+            f"yet: torch {torch.__version__} queues its end otherwise than lora_parallel expects. Use a torch that "
+            "lora_parallel has been tested with, and report this."
+        )
+
+
+def gather_for_backward(unit: torch.nn.Module, tensor: Tensor) -> None:
+    """Let FSDP2 gather the parameters of `unit` once a gradient reaches `tensor`, as it does for outputs that it finds.
+
+    It finds those in tuples, lists, dicts and (from torch 2.13 on) dataclasses.
+    """
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    if not any(getattr(hook, "__self__", None) is state for hook in (tensor._backward_hooks or {}).values()):
+        tensor.register_hook(state._pre_backward)
 
 
 def forward_by_method(model: torch.nn.Module, name: str) -> None:

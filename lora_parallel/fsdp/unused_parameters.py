@@ -47,7 +47,7 @@ class UnusedParameters:
         self._groups = [mesh.get_group(axis) for axis in AXES if axis not in ("pp", "tp") and axis_size(mesh, axis) > 1]
         self._trained = [p for p in model.parameters() if p.requires_grad] if self._groups else []
         self._device = mesh.device_type
-        self._begin_backward = gradients.begin_backward
+        self._gradients = gradients
         over_tp = set(partial_sums)
         # numbers of the trained parameters whose gradients are finished here; those of the others, by `PartialSums`
         self.unfinished = {p: index for index, p in enumerate(self._trained) if p not in over_tp}
@@ -89,7 +89,7 @@ class UnusedParameters:
 
     def _reach(self, index: int, parameter: Tensor) -> None:
         """Note that a gradient has reached trained parameter `index`; `parameter` is its gathered form."""
-        self._begin_backward()
+        self._gradients.reached()
         gradient = parameter.grad
         # For an input that a compiled graph uses without gradients alone, it is None, or zeros to which none is added.
         if gradient is not None and not (hasattr(gradient, _ZEROS) and local(gradient)._version == 0):

@@ -15,7 +15,8 @@ A part without a method costs nothing there. `parallelize` lists the parts of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,17 @@ from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.gradients import GradientFinisher, ParametersNotInGraph, PartialSums
 from lora_parallel.distributed.mesh import axis_size, same_batch_groups, sharded_axes
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
-from lora_parallel.distributed.torch_private import backward_pass, in_backward, is_simulated, queue_after_backward
+from lora_parallel.distributed.torch_private import (
+    backward_pass,
+    check_fsdp_end,
+    gather_for_backward,
+    in_backward,
+    is_simulated,
+    queue_after_backward,
+    queue_fsdp_end,
+)
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
-from lora_parallel.fsdp.wrapping import Units, leave_inference_mode
+from lora_parallel.fsdp.wrapping import Units, below, leave_inference_mode
 from lora_parallel.runtime.compiled_blocks import refuse_whole_compile
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.refusals import FrozenParameters, Substitutes, explain_passing
@@ -47,12 +56,19 @@ FirstCheck = Callable[[tuple[Any, ...], dict[str, Any]], None]
 class Step:
     """Call the parts of one model's step, from hooks on its forward.
 
-    `_before` runs before FSDP2's hook on the forward, and `_after` behind it: so the hook on the outputs stands behind
-    FSDP2's, and what `_backward_ends` and `Gradients` queue runs when FSDP2 has reduced the last gradient.
+    A backward pass begins where its gradient reaches the model first: at an output, at what a block or a layer outside
+    of the blocks returns (the model may return its loss in any object, or keep it), or at a parameter. There FSDP2's
+    own end of the pass is queued, and `_backward_ends` behind it, whoever came first.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, count: ForwardCount, parts: Sequence[Any], first: Sequence[FirstCheck]
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        count: ForwardCount,
+        parts: Sequence[Any],
+        first: Sequence[FirstCheck],
+        blocks: Collection[nn.Module],
     ) -> None:
         def methods(name: str) -> list[Callable[..., None]]:
             return [method for part in parts if (method := getattr(part, name, None)) is not None]
@@ -67,8 +83,14 @@ class Step:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._in_forward = False
         self._backward: int | None = None  # number of the backward pass that is running or has failed
+        self._fsdp_root = model if isinstance(model, FSDPModule) else None
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._returned)
         model.register_forward_hook(self._after, always_call=True)
+        for _, module in below(model, blocks):
+            if next(module.parameters(), None) is not None:
+                unit = module if isinstance(module, FSDPModule) else self._fsdp_root
+                module.register_forward_hook(partial(self._inner_returned, unit))
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_sharded and torch.compiler.is_compiling():
@@ -93,18 +115,25 @@ class Step:
                     check(args, kwargs)
         self._is_first = False
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _returned(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if in_backward():
+            return
+        self._in_forward = False
+        if self._watches_outputs:
+            self.watch(output)
+
+    def _inner_returned(self, unit: nn.Module | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self.watch(output, unit)
+
+    def _after(self, *_: Any) -> None:
         if in_backward():
             return
         self._count.running = False
         for end in self._end_forward:
             end()
-        if output is None:  # the forward failed
+        if self._in_forward:  # the forward failed
             explain_passing()
-            return
-        self._in_forward = False
-        if self._watches_outputs:
-            self.watch(output)
 
     def begin_schedule(self) -> None:
         """Check, before a pipeline's forward with gradients, that nothing trains or has hooks unknown to it."""
@@ -116,29 +145,39 @@ class Step:
         for begin in self._begin_stage:
             begin()
 
-    def watch(self, output: Any) -> None:
-        """Watch the backward pass that begins at the tensors of `output`."""
+    def watch(self, output: Any, unit: nn.Module | None = None) -> None:
+        """Watch for a backward pass that reaches the tensors of `output`, which FSDP unit `unit` has computed."""
         this = self._count.current
 
-        def backward_begins(grad: Tensor) -> None:
+        def reached(grad: Tensor) -> None:
             self._count.current = this  # what is recomputed from here on belongs to this forward
             if self._backward not in (None, backward_pass()):
                 raise RuntimeError(
                     "the last backward pass of this model failed, and what it left is of no use to another one: call "
                     "the model again before the next backward."
                 )
-            if self._backward is None:
-                self._backward = backward_pass()
-                # Called here, not in a layer: a reentrant checkpoint runs the layers in backward passes of their own.
-                for begin in self._begin_backward:
-                    begin()
-                queue_after_backward(self._backward_ends)
+            self.begin_backward()
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(backward_begins)
+                tensor.register_hook(reached)
+                if unit is not None:
+                    gather_for_backward(unit, tensor)
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass, if none has begun. A reentrant checkpoint runs passes inside of it: they are part."""
+        if self._backward is not None:
+            return
+        self._backward = backward_pass()
+        if self._fsdp_root is not None:
+            queue_fsdp_end(self._fsdp_root)
+        for begin in self._begin_backward:
+            begin()
+        queue_after_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
+        if self._fsdp_root is not None:
+            check_fsdp_end(self._fsdp_root)
         self._backward = None
         for end in self._end_backward:
             end()
@@ -202,4 +241,5 @@ def hook_step(setup: Setup) -> None:
     ]
     leave_inference_mode(model)
     first = [each.check for each in plan.first_batch_checks]
-    setup.step = Step(model, mesh, setup.count, [part for part in parts if part is not None], first)
+    setup.step = Step(model, mesh, setup.count, [part for part in parts if part is not None], first, setup.blocks)
+    gradients.reached = setup.step.begin_backward

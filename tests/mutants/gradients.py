@@ -8,7 +8,45 @@ FINISHED = f"{GRADIENTS}::test_gradients_are_finished_when_backward_returns"
 
 CLIPPING = "tests/lora_parallel/distributed/test_gradients.py::test_clipping_equals_torchs_in_one_process"
 
+RETURNED = f"{GRADIENTS}::test_gradients_are_finished_whatever_a_model_returns"
+
 BREAKAGES = [
+    Mutant(
+        "pass",
+        "Partial sums are finished before FSDP2 has reduced them, if it does not find the tensors a model returns.",
+        RETURNED,
+        """            queue_fsdp_end(self._fsdp_root)""",
+        """            pass""",
+    ),
+    Mutant(
+        "guard",
+        "Gradients that FSDP2 reduces later than is expected are left out of the sums over tp.",
+        f"{GRADIENTS}::test_sums_are_refused_that_would_miss_what_fsdp_has_not_reduced",
+        """            check_fsdp_end(self._fsdp_root)""",
+        """            pass""",
+    ),
+    Mutant(
+        "pass",
+        "A layer outside of the blocks computes its backward with freed weights, where FSDP2 does not see the outputs.",
+        RETURNED,
+        """                    gather_for_backward(unit, tensor)""",
+        """                    pass""",
+    ),
+    Mutant(
+        "pass",
+        "A block is recomputed with the dropout masks of a later forward, where nobody sees what the model returns.",
+        f"{GRADIENTS}::test_a_block_is_recomputed_with_the_masks_of_its_forward_whatever_a_model_returns",
+        """                module.register_forward_hook(partial(self._inner_returned, unit))""",
+        """                pass""",
+    ),
+    Mutant(
+        "pass",
+        "Nothing finishes the gradients of a loss that comes from inside of a block alone.",
+        f"{GRADIENTS}::test_a_loss_from_inside_of_a_block_has_one_processs_gradients",
+        """    gradients.reached = setup.step.begin_backward
+""",
+        "",
+    ),
     Mutant(
         "backward",
         "A user's hook of a parameter that only a loss term of its own reaches is not called.",

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-from functools import cache
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lora_parallel import clip_grad_norm_, no_sync, parallelize
+from lora_parallel.distributed import torch_private
 from lora_parallel.distributed.gradients import clip_grad_value_
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.runtime import step
 from tests.cases import cases
 from tests.oracle import (
+    SEVEN,
     Case,
     differing,
     full,
@@ -39,8 +48,10 @@ SCENARIOS = {
     "no_sync, sync": ["no_sync 1", "2"],
     "no_sync, no_sync, sync": ["no_sync 1", "no_sync 2", "3"],
     "sync, no_sync, sync": ["1", "no_sync 2", "3"],
-    "retained graph": ["retain 1", "again"],
+    "retained graph": ["forward 1", "retain 1", "backward 1"],
     "joint": ["1 + 2"],
+    "two forwards, two backwards": ["forward 1", "forward 2", "backward 1", "backward 2"],
+    "evaluated before backward": ["forward 1", "evaluate 3", "backward 1"],
     "evaluated between": ["1", "evaluate 3", "2"],
     "inference mode first": ["infer 3", "1", "infer 3", "2"],
     "failed": ["failed 1", "zero", "2"],
@@ -60,6 +71,8 @@ SUMS: dict[str, tuple[int, ...]] = {
     "sync, no_sync, sync": (1, 2, 3),
     "retained graph": (1, 1),
     "joint": (1, 2),
+    "two forwards, two backwards": (1, 2),
+    "evaluated before backward": (1,),
     "evaluated between": (1, 2),
     "inference mode first": (1, 2),
     "failed": (2,),
@@ -72,6 +85,29 @@ SUMS: dict[str, tuple[int, ...]] = {
     "a term of the parameters in no_sync": (PENALTY, 1, 2),
 }
 CASE = Case(steps=3)
+WITH_HEAD = Case(steps=3, lora={"target_modules": [*SEVEN, "lm_head"]})
+"""A gradient reaches an adapter of the root unit, which has no output of a block, before anything of a block."""
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "a tuple": lambda loss: (loss,),
+    "UserDict": lambda loss: UserDict(loss=loss),  # as transformers' BatchEncoding
+    "an object": lambda loss: SimpleNamespace(loss=loss),
+    "a function": lambda loss: lambda: loss,
+    "nothing": lambda loss: None,
+}
+"""What a model may return. FSDP2 finds tensors in tuples, lists, dicts and dataclasses."""
+
+
+class Returning(nn.Module):
+    """A model that returns its loss in one of these, and keeps it too."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind, self.loss = model, kind, torch.zeros(())
+
+    def forward(self, **inputs: Tensor) -> Any:
+        self.loss = self.model(**inputs).loss
+        return RETURNED[self.kind](self.loss)
 
 
 class InjectedError(Exception):
@@ -81,11 +117,12 @@ class InjectedError(Exception):
 def play(events, model, mesh):
     """Run one scenario; the gradients in full."""
     batches = [batch.chunk(dp_size(mesh))[dp_rank(mesh)] for batch in CASE.batches()]
-    kept = None
+    kept = {}
 
     def loss_of(number):
         mine = batches[int(number) - 1]
-        return model(input_ids=mine, labels=mine).loss
+        output = model(input_ids=mine, labels=mine)
+        return model.loss if isinstance(model, Returning) else output.loss
 
     def penalised(number):
         """With half the sum of squares of all that trains."""
@@ -101,8 +138,10 @@ def play(events, model, mesh):
             model.zero_grad()
         elif event == "zero in place":
             model.zero_grad(set_to_none=False)
-        elif event == "again":
-            kept.backward()
+        elif words == ["forward"]:
+            kept[number] = loss_of(number)
+        elif words in (["backward"], ["retain"]):
+            kept[number].backward(retain_graph=words == ["retain"])
         elif event == "1 + 2":
             (loss_of(1) + loss_of(2)).backward()
         elif words in (["evaluate"], ["infer"]):
@@ -110,9 +149,6 @@ def play(events, model, mesh):
             with torch.no_grad() if words == ["evaluate"] else torch.inference_mode():
                 loss_of(number)
             model.train()
-        elif words == ["retain"]:
-            kept = loss_of(number)
-            kept.backward(retain_graph=True)
         elif words == ["penalty"]:
             penalised(number).backward()
         elif words[:1] == ["no_sync"]:
@@ -134,13 +170,14 @@ def play(events, model, mesh):
             handle.remove()
         else:
             loss_of(number).backward()
-    return {name: full(p.grad) for name, p in trained(model).items()}
+    return {name.removeprefix("model."): full(p.grad) for name, p in trained(model).items()}
 
 
-def play_all(mesh_text, scenarios, checkpointing=False):
+def play_all(mesh_text, scenarios, checkpointing=False, returned=None, case=WITH_HEAD, **config):
     """By scenario: the gradients, or what went wrong; one after the other on one model."""
-    mesh, config = on_mesh(mesh_text, activation_checkpointing=checkpointing)
-    model, found = parallelize(CASE.model(), mesh, config), {}
+    mesh, config = on_mesh(mesh_text, activation_checkpointing=checkpointing, **config)
+    model = CASE.model() if returned is None else Returning(case.model(), returned)
+    model, found = parallelize(model, mesh, config), {}
     for name in scenarios:
         found[name] = attempt(play, SCENARIOS[name], model, mesh)
         model.zero_grad()
@@ -148,20 +185,20 @@ def play_all(mesh_text, scenarios, checkpointing=False):
 
 
 @cache
-def one_process(number):
-    model = CASE.model()
+def one_process(case, number):
+    model = case.model()
     if number == PENALTY:
         return {name: full(p) for name, p in trained(model).items()}
-    batch = CASE.batches()[number - 1]
+    batch = case.batches()[number - 1]
     model(input_ids=batch, labels=batch).loss.backward()
     return {name: full(p.grad) for name, p in trained(model).items()}
 
 
-def check_scenarios(answers):
+def check_scenarios(answers, case=CASE):
     for found in answers:
         for scenario, got in found.items():
             assert not isinstance(got, Failure), f"{scenario}:\n{got.trace}"
-            parts = [one_process(number) for number in SUMS[scenario]]
+            parts = [one_process(case, number) for number in SUMS[scenario]]
             want = {name: sum(part[name] for part in parts) for name in parts[0]}
             assert relative_error(got, want) <= 1e-12, scenario
 
@@ -190,6 +227,81 @@ def test_gradients_are_finished_when_backward_returns(pool, mesh, checkpointing)
 def test_an_error_in_a_step_leaves_nothing_behind(pool, mesh, scenarios):
     """After zero_grad the next step's gradients are its own, whatever the failed one had got to."""
     check_scenarios(pool.run(ranks_of(mesh), play_all, mesh, scenarios))
+
+
+HIDDEN = [*(name for name in USUAL if "term" not in name and name != "twice"), "failed", "failed in no_sync"]
+FEW = ["once", "joint", "evaluated before backward", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "returned", "scenarios", "config"),
+    cases(
+        ("2x2", "UserDict", [*FEW, "two forwards, two backwards", "no_sync, sync"], {}),
+        ("2x2", "nothing", [*FEW, "retained graph"], {}),
+        ("2x2", "a function", FEW, {"checkpointing": True}),
+        ("1x2cp2", "UserDict", FEW, {}),
+        ("1x2cp2", "an object", FEW, {"checkpointing": True}),
+        ("2x1", "nothing", ["once"], {"shard_base": False}),  # one unit, of whose outputs FSDP2 finds none
+        matrix=[
+            (mesh, kind, HIDDEN, config)
+            for mesh in ("2x2", "1x2cp2", "2x1", "1x2", "2x1x2", "2x1cp2")
+            for kind in RETURNED
+            for config in ({}, {"checkpointing": True}, {"shard_base": False}, {"reshard_after_forward": False})
+        ],
+    ),
+)
+def test_gradients_are_finished_whatever_a_model_returns(pool, mesh, returned, scenarios, config):
+    """The end of a pass is behind FSDP2's own end, also if FSDP2 sees no output, or sees one after others did."""
+    answers = pool.run(ranks_of(mesh), partial(play_all, mesh, scenarios, returned=returned, **config))
+    check_scenarios(answers, WITH_HEAD)
+
+
+def loss_inside_of_a_block(model, batch):
+    """The gradients of a loss that is computed from what a hook in a block has kept, and from nothing else."""
+    kept = []
+    block = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
+    block.register_forward_hook(lambda module, args, output: kept.append(output))
+    model(input_ids=batch)
+    kept[0].pow(2).mean().backward()
+    return {name: full(p.grad) for name, p in trained(model).items() if p.grad is not None}
+
+
+def loss_inside_on_mesh(mesh_text):
+    mesh, config = on_mesh(mesh_text, reshard_after_forward=False)
+    batch = CASE.batches()[0].chunk(dp_size(mesh))[dp_rank(mesh)]
+    return loss_inside_of_a_block(parallelize(CASE.model(), mesh, config), batch)
+
+
+@pytest.mark.parametrize("mesh", cases("2x2", matrix=["1x2", "2x1"]))
+def test_a_loss_from_inside_of_a_block_has_one_processs_gradients(pool, mesh):
+    want = loss_inside_of_a_block(CASE.model(), CASE.batches()[0])
+    for got in pool.run(ranks_of(mesh), loss_inside_on_mesh, mesh):
+        assert relative_error(got, want) <= 1e-12
+
+
+def recomputed_masks(returned):
+    case = replace(WITH_HEAD, lora={**WITH_HEAD.lora, "lora_dropout": 0.4})
+    return play_all("1x2", ["two forwards, two backwards"], checkpointing=True, returned=returned, case=case)
+
+
+def test_a_block_is_recomputed_with_the_masks_of_its_forward_whatever_a_model_returns(pool):
+    seen, hidden = (next(iter(pool.run(2, recomputed_masks, kind)[0].values())) for kind in ("a tuple", "nothing"))
+    assert differing(hidden, seen) == []
+
+
+def an_end_of_fsdps_that_comes_late():
+    step.queue_fsdp_end = lambda model: None
+    try:
+        return play_all("2x2", ["once", "twice"], returned="UserDict")
+    finally:
+        step.queue_fsdp_end = torch_private.queue_fsdp_end
+
+
+def test_sums_are_refused_that_would_miss_what_fsdp_has_not_reduced(pool):
+    for found in pool.run(4, an_end_of_fsdps_that_comes_late):
+        for failure in found.values():
+            assert failure.kind == "RuntimeError"
+            assert "FSDP2 has not ended this backward pass" in failure.message
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "1x2"])
@@ -224,7 +336,7 @@ def sync_after_an_error_in_no_sync():
 
 def test_an_error_in_no_sync_ends_accumulation(pool):
     for got in pool.run(4, sync_after_an_error_in_no_sync):
-        assert relative_error(got, one_process(1)) <= 1e-12
+        assert relative_error(got, one_process(CASE, 1)) <= 1e-12
 
 
 # Norms. Gradients with rows that the ranks do not divide, with less rows than ranks, and with nothing in them.

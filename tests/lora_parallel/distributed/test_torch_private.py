@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +103,66 @@ def test_a_callback_queued_after_fsdps_sees_reduced_gradients(pool):
     """FSDP2 queues its own as the gradient of the output arrives; hooks run in the order of registration."""
     for seen in pool.run(2, callback_after_fsdp):
         assert seen == [[[3.0] * 3] * 4]  # the mean over dp of 2 rows of 1 and 2 rows of 2
+
+
+class Hiding(nn.Module):
+    """A model of one layer, which is an FSDP unit, whose output FSDP2 does not find in that of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return UserDict(y=self.layer(x))
+
+
+def ends_behind_fsdps(queue):
+    """What a callback sees, and `check_fsdp_end` says, that is queued before FSDP2 queues its own."""
+    model, mesh = Hiding(), mesh_of("2x1")["dp_shard"]
+    fully_shard(model.layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    seen = []
+
+    def hook(grad):
+        if queue:
+            torch_private.queue_fsdp_end(model)
+        torch_private.queue_after_backward(
+            lambda: seen.append((attempt(torch_private.check_fsdp_end, model), model.layer.weight.grad))
+        )
+
+    y = model(torch.full((2, 3), 1.0 + dist.get_rank()))["y"].clone()
+    y.register_hook(hook)  # before that of FSDP2, which is on the layer's output
+    y.sum().backward()
+    return [(error, isinstance(grad, DTensor) and grad.full_tensor().tolist()) for error, grad in seen]
+
+
+def test_a_callback_behind_fsdps_end_sees_reduced_gradients_whoever_came_first(pool):
+    for seen in pool.run(2, ends_behind_fsdps, True):
+        assert seen == [(None, [[3.0] * 3] * 4)]
+    for ((failure, grad),) in pool.run(2, ends_behind_fsdps, False):
+        assert failure.kind == "RuntimeError"
+        assert grad is False  # the gathered weight's own gradient: the day it is a sharded one, ours can be thinner
+
+
+def gathered_for_backward(gathers):
+    """The gradient of a unit's input, whose output FSDP2 does not find."""
+    model = fully_shard(Hiding(), mesh=mesh_of("2x1")["dp_shard"])
+    x = torch.ones(2, 3, requires_grad=True)
+    y = model(x)["y"]
+    model.reshard()
+    if gathers:
+        torch_private.gather_for_backward(model, y)
+        torch_private.gather_for_backward(model, y)
+    found = attempt(y.sum().backward), len(y._backward_hooks or ())
+    return found, x.grad
+
+
+def test_a_unit_is_gathered_as_a_gradient_reaches_a_tensor_of_it(pool):
+    for found, grad in pool.run(2, gathered_for_backward, True):
+        assert found == (None, 1)  # one hook, also if FSDP2 has found the tensor itself
+        assert grad is not None
+    for (failure, _), _ in pool.run(2, gathered_for_backward, False):
+        assert isinstance(failure, Failure)
 
 
 def regions():
