@@ -116,7 +116,7 @@ def _check_models(contents: Contents, module: nn.Module) -> None:
         model, folder = module.get_submodule(name), contents.adapter_folder(name)
         configs = peft_configs(model)
         for adapter in contents.record["adapters"][name]:
-            check_config(folder if adapter == "default" else folder / adapter, configs[adapter])
+            check_config(folder if adapter == "default" else folder / adapter, configs[adapter], model)
         _check_base(contents, name, model)
 
 

@@ -38,13 +38,14 @@ from lora_parallel.adapters.inspection import (
     tensors_by_name,
     with_sorted_patterns,
 )
+from lora_parallel.adapters.peft_private import converted_adapter
 from lora_parallel.distributed.dtensors import class_of, gather_on_rank_zero, local, region_of, reshard
 from lora_parallel.distributed.meetings import collective_call
 from lora_parallel.distributed.mesh import over_stages
 from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
 from lora_parallel.distributed.replicas import warn_of_unequal_replicas
 from lora_parallel.layers.layer_parameters import innermost
-from lora_parallel.lazy.files import opened_safetensors
+from lora_parallel.lazy.files import Reader, SafetensorsFile
 from lora_parallel.state import mesh_of
 from lora_parallel.storage import Scratch, local_path
 
@@ -188,7 +189,7 @@ def _compare(file: Path, state: dict[str, Tensor]) -> None:
         )
 
 
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 @collective_call("load_adapter")
@@ -251,17 +252,21 @@ def read_adapter(
         if holder is None or adapter_name not in configs:
             raise ValueError(f"no adapter {adapter_name!r} in the model; it has: {', '.join(configs) or 'none'}.")
         folder = Path(directory)
-        check_config(folder, configs[adapter_name])
+        check_config(folder, configs[adapter_name], model)
         alike["directory"] = f"a folder with digest {_digest(folder)}"
     of_adapter = keys_on_disk(model, holder, adapter_name, save_embedding_layers=False)
     # The folder may or may not hold embeddings: its writer chose.
     with_embeddings = hasattr(holder, "get_input_embeddings")
     more = keys_on_disk(model, holder, adapter_name, save_embedding_layers=True) if with_embeddings else {}
-    with agreed(), opened_safetensors(folder / WEIGHTS) as stored:
-        stored_keys = set(stored.keys())
-        keys = of_adapter | {key: name for key, name in more.items() if key in stored_keys}
+    source = SafetensorsFile(folder / WEIGHTS)
+    with agreed(), source.open() as read:
+        stored: Mapping[str, Any] = source.list()
+        if not of_adapter.keys() <= stored.keys() <= (of_adapter | more).keys():
+            stored = tensors = converted_adapter(folder, innermost(holder), configs[adapter_name], adapter_name)
+            read = lambda key, region: tensors[key][region]  # noqa: E731
+        keys = of_adapter | {key: name for key, name in more.items() if key in stored}
         targets = _targets(model, keys)
-        values = _read_slices(folder / WEIGHTS, stored, targets, keys)
+        values = _read_slices(source.path, stored, read, targets, keys)
         for key, parameter in targets.items():
             if same_dtypes and values[key].dtype != parameter.dtype:
                 raise ValueError(
@@ -276,11 +281,13 @@ def read_adapter(
 
 def _targets(model: nn.Module, keys: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors of this rank that keys of a file belong to, by key; `keys` has the names of all stages."""
-    # A tied weight may be on two pipeline stages, under another name on each.
+    # A tied weight may be on two pipeline stages, under another name on each. First names lack what PEFT adds, so that
+    # layers that PEFT puts one around the other (for two parameters of experts) share theirs.
     tensors = tensors_by_name(model)
     first = first_names(model, {*tensors, *keys.values()})
-    by_first_name = {first[name]: tensor for name, tensor in tensors.items()}
-    return {key: by_first_name[first[name]] for key, name in keys.items() if first[name] in by_first_name}
+    known = {first[name]: tensor for name, tensor in tensors.items()} | tensors
+    found = {key: known.get(name, known.get(first[name])) for key, name in keys.items()}
+    return {key: tensor for key, tensor in found.items() if tensor is not None}
 
 
 def _digest(folder: Path) -> str:
@@ -297,10 +304,10 @@ def _digest(folder: Path) -> str:
 
 
 def _read_slices(
-    file: Path, stored: Any, targets: Mapping[str, Tensor], expected: Collection[str]
+    file: Path, stored: Mapping[str, Any], read: Reader, targets: Mapping[str, Tensor], expected: Collection[str]
 ) -> dict[str, Tensor]:
-    """Read this rank's slices of tensors in a file, opened as `stored`, that must have exactly the expected keys."""
-    keys = set(stored.keys())
+    """Read this rank's slices of the tensors of a file, which must have exactly the expected keys."""
+    keys = set(stored)
     missing, unexpected = sorted(set(expected) - keys), sorted(keys - set(expected))
     if missing or unexpected:
         raise ValueError(
@@ -309,16 +316,15 @@ def _read_slices(
         )
     values = {}
     for key, parameter in targets.items():
-        view = stored.get_slice(key)
-        if parameter.is_floating_point() and view.get_dtype() not in _FLOATS:
-            raise ValueError(f"{file}: {key} has dtype {view.get_dtype()}, which no adapter has.")
-        shape = tuple(view.get_shape())
+        shape, dtype = tuple(stored[key].shape), stored[key].dtype
+        if parameter.is_floating_point() and dtype not in _FLOATS:
+            raise ValueError(f"{file}: {key} has dtype {dtype}, which no adapter has.")
         if shape != tuple(parameter.shape):
             raise ValueError(f"{file}: {key} has shape {shape}, the model's has {tuple(parameter.shape)}.")
         if not local(parameter).numel():
             values[key] = torch.empty_like(local(parameter))
         else:
-            values[key] = view[region_of(parameter)] if shape else stored.get_tensor(key)
+            values[key] = read(key, region_of(parameter))
         if isinstance(parameter, nn.Parameter) and not torch.isfinite(values[key]).all():
             raise ValueError(f"{file}: {key} holds values that are not finite: the adapter is broken.")
     return values

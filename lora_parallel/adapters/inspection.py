@@ -24,7 +24,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lora_parallel.adapters.peft_private import get_pattern_key
+from lora_parallel.adapters.peft_private import converted_config, get_pattern_key
 from lora_parallel.distributed.dtensors import local, persistent_buffers
 from lora_parallel.distributed.mesh import merged_over_stages, stage_group
 from lora_parallel.distributed.rank_checks import agreed
@@ -225,28 +225,26 @@ _SAME_FUNCTION = _FIRST_VALUES | {
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 """Fields that together say r and alpha of each layer."""
 
-_FORMER = {"merge_weights": "says whether evaluation merges; PEFT dropped it in 0.3"}
-"""Fields of former versions of PEFT that a folder may set, with the reason why its function stays the same."""
-
 _LEAVES_BASE = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights as they were (peft/tuners/lora/layer.py, `*_init`): PiSSA
 and its kin subtract from them.
 """
 
 
-def check_config(folder: Path, own: PeftConfig) -> None:
+def check_config(folder: Path, own: PeftConfig, model: nn.Module) -> None:
     """Check that an adapter folder holds weights whose config computes what the model's own config computes.
 
-    A field that the folder's config lacks has PEFT's default, as PEFT reads it.
+    PEFT reads it: a field that the folder's config lacks has PEFT's default, of one that PEFT does not know it warns.
 
     Args:
         folder: The adapter folder.
         own: The config of the model's adapter.
+        model: The model.
 
     Raises:
         FileNotFoundError: The folder lacks the config or the weights.
-        ValueError: The folder's config cannot be read, is of another PEFT type, sets a field that the installed PEFT
-            does not know, or differs in a field on which the function depends.
+        ValueError: The folder's config cannot be read, is of another PEFT type, or differs in a field on which the
+            function depends.
     """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -268,12 +266,9 @@ def check_config(folder: Path, own: PeftConfig) -> None:
         option.name: option.default if option.default_factory is MISSING else option.default_factory()
         for option in fields(own)
     }
-    if unknown := {field: value for field, value in config.items() if field not in {**defaults, **_FORMER} and value}:
-        raise ValueError(
-            f"{folder} was trained with {', '.join(f'{field}={value!r}' for field, value in unknown.items())}, which "
-            "the installed PEFT does not know: install the version of PEFT that wrote it, or a later one."
-        )
-    theirs, ours = {**defaults, **config}, own.to_dict()
+    if unknown := {field: value for field, value in config.items() if field not in defaults}:
+        type(own).from_peft_type(peft_type=kind, **unknown)  # warns of them
+    theirs, ours = converted_config({**defaults, **config}, own, adapted_model(model)), own.to_dict()
     compared = _function(theirs), _function(ours)
     layers = None
     with suppress(SafetensorError, OSError), safe_open(folder / WEIGHTS, "pt") as weights:

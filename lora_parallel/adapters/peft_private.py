@@ -11,9 +11,11 @@ low_cpu_mem_usage=True leaves adapters on meta, uninitialised.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
+from pathlib import Path
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -24,13 +26,20 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import load_peft_weights
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import get_pattern_key as get_pattern_key
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers,
+    convert_peft_config_for_transformers,
+)
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations import PeftAdapterMixin
 
 from lora_parallel.adapters.base_dependent import in_memory, initialise_from
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
+from lora_parallel.distributed.dtensors import class_of
 from lora_parallel.lazy.tracking import DEFER, accept_memory, is_deferred, is_readable
 
 _observers: list[Callable[[nn.Module], None]] = []
@@ -262,6 +271,32 @@ def _factors(layer: Any, adapter: str, weight: Tensor) -> Factors:
     B = B.reshape(B.shape[0], -1, experts).permute(2, 0, 1)
     factors = Factors(B, A, layer.scaling[adapter])
     return factors if layer._did_swap_in_out_features else factors.transposed
+
+
+def converted_config(read: dict[str, Any], own: Any, model: Any) -> dict[str, Any]:
+    """Return the fields of a config that was read, as PEFT changes them when it puts the adapter into `model`.
+
+    Experts that were layers in a former release of transformers become parameters, of which a fused one has a larger r.
+    """
+    config = copy.copy(own)
+    config.__dict__ = dict(read)
+    convert_peft_config_for_transformers(config, model, None)
+    return vars(config)
+
+
+def converted_adapter(folder: Path, base: nn.Module, config: Any, adapter_name: str) -> dict[str, Tensor]:
+    """Read the tensors of an adapter, converted by PEFT to the layers that the model has in this transformers release.
+
+    A former release named layers otherwise, or had a layer for each expert.
+    """
+    renamed = getattr(base, "_checkpoint_conversion_mapping", {})
+    tensors = load_peft_weights(str(folder), device="cpu", key_mapping=renamed)
+    if not isinstance(base, PreTrainedModel):
+        return tensors
+    # PEFT looks at the classes of all modules. Those of a sharded model are FSDP2's, and a stage lacks modules.
+    with torch.device("meta"):
+        unsharded = class_of(base)(copy.deepcopy(base.config))
+    return convert_peft_adapter_state_dict_for_transformers(unsharded, config, tensors, adapter_name)
 
 
 def activate(layer: Any, adapters: list[str]) -> None:

@@ -6,6 +6,7 @@ CONFIG = "tests/lora_parallel/adapters/test_config_check.py"
 OTHER = f"{CONFIG}::test_a_config_of_another_function_is_refused"
 FOLDER = "tests/lora_parallel/adapters/test_adapter_folder.py"
 MISFITS = f"{FOLDER}::test_a_folder_that_does_not_fit_is_refused_on_every_rank"
+FORMER = "tests/lora_parallel/adapters/test_former_folders.py::test_former_keys_are_loaded_as_peft_does"
 DROPOUT = "tests/lora_parallel/adapters/test_dropout.py"
 PLACE = f"{DROPOUT}::test_the_mask_depends_on_the_global_place_only"
 OPERATION = "tests/lora_parallel/tp/test_experts.py::test_an_operation_on_factors_is_that_on_their_sum"
@@ -48,10 +49,40 @@ BREAKAGES = [
     ),
     Mutant(
         "guard",
-        "An adapter is loaded without a setting that the installed PEFT does not know.",
-        f"{CONFIG}::test_an_unknown_field_that_is_set_is_refused",
-        """if field not in {**defaults, **_FORMER} and value}:""",
-        """if False}:""",
+        "A setting of an adapter that the installed PEFT does not know is ignored without a word.",
+        f"{CONFIG}::test_an_unknown_field_is_ignored_with_peft_s_warning",
+        """type(own).from_peft_type(peft_type=kind, **unknown)""",
+        """pass""",
+    ),
+    Mutant(
+        "checkpoint",
+        "An adapter of a former transformers' expert layers is compared by the r and alpha of one of these layers.",
+        FORMER,
+        """    convert_peft_config_for_transformers(config, model, None)""",
+        """    pass""",
+    ),
+    Mutant(
+        "checkpoint",
+        "Keys of a former transformers release are refused where FSDP2 has changed the model's class.",
+        FORMER,
+        """(unsharded, config, tensors, adapter_name)""",
+        """(base, config, tensors, adapter_name)""",
+    ),
+    Mutant(
+        "checkpoint",
+        "Keys that a model's own mapping renames for PEFT are refused.",
+        FORMER,
+        """key_mapping=renamed""",
+        """key_mapping={}""",
+    ),
+    Mutant(
+        "checkpoint",
+        "Under pp an adapter of two parameters of experts is taken for that of one of them.",
+        FORMER,
+        """for name, tensor in tensors.items()} | tensors
+""",
+        """for name, tensor in tensors.items()}
+""",
     ),
     Mutant(
         "checkpoint",

@@ -102,7 +102,7 @@ BREAKAGES = [
         "guard",
         "load_from_checkpoint loads adapters whose config computes another function of them.",
         UNLIKE,
-        """check_config(folder if adapter == "default" else folder / adapter, configs[adapter])""",
+        """check_config(folder if adapter == "default" else folder / adapter, configs[adapter], model)""",
         "pass",
     ),
     Mutant(

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file
+from torch import nn
 
 from lora_parallel import load_adapter, save_adapter
 from lora_parallel.adapters.inspection import _SAME_FUNCTION, check_config
@@ -158,10 +159,6 @@ def test_patterns_whose_order_matters_are_written_so_that_peft_reads_the_same(tm
     assert json.loads((tmp_path / "sorted" / CONFIG).read_text())[field] == SORTED
 
 
-def test_a_field_of_a_former_peft_is_taken(tmp_path):
-    load_adapter(adapted(), rewritten(saved(tmp_path, {}), merge_weights=True, enable_lora=None))
-
-
 def test_a_field_that_the_folder_lacks_has_peft_s_default(tmp_path):
     """A folder of an older PEFT has no such fields: the model's own value is not meant."""
     later = ("use_rslora", "rank_pattern", "alpha_pattern", "alora_invocation_tokens", "layer_replication", "lora_bias")
@@ -172,14 +169,16 @@ def test_a_field_that_the_folder_lacks_has_peft_s_default(tmp_path):
             load_adapter(adapted(**changes), tmp_path)
 
 
-@pytest.mark.parametrize("value", [None, False, 0, [], {}, ""])
-def test_an_unknown_field_that_is_not_set_is_taken(tmp_path, value):
-    load_adapter(adapted(), rewritten(saved(tmp_path, {}), use_later_method=value))
-
-
-def test_an_unknown_field_that_is_set_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="use_later_method=True, which the installed PEFT does not know"):
-        load_adapter(adapted(), rewritten(saved(tmp_path, {}), use_later_method=True))
+@pytest.mark.parametrize("field", ["use_later_method", "merge_weights"])  # of a later and of a former PEFT
+def test_an_unknown_field_is_ignored_with_peft_s_warning(tmp_path, field):
+    want = logits(PeftModel.from_pretrained(base(), saved(tmp_path, {})))
+    rewritten(tmp_path, **{field: True})
+    with pytest.warns(UserWarning, match=rf"Unexpected keyword arguments \['{field}'\] for class LoraConfig"):
+        PeftModel.from_pretrained(base(), tmp_path)
+    model = adapted()
+    with pytest.warns(UserWarning, match=rf"Unexpected keyword arguments \['{field}'\] for class LoraConfig"):
+        load_adapter(model, tmp_path)
+    torch.testing.assert_close(logits(model), want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["corda", "lora_ga", "loftq"])
@@ -190,9 +189,9 @@ def test_how_the_base_was_changed_is_compared(tmp_path, kind):
     own = adapted().peft_config["default"]
     own.init_lora_weights = kind
     with pytest.raises(ValueError, match=rf"{configs[kind]}=\{{'seed': 1\}}"):
-        check_config(tmp_path, own)
+        check_config(tmp_path, own, nn.Module())
     setattr(own, configs[kind], {"seed": 1})
-    check_config(tmp_path, own)
+    check_config(tmp_path, own, nn.Module())
 
 
 def test_a_pickled_adapter_is_named(tmp_path):

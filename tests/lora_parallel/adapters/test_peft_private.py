@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +24,14 @@ from transformers import (
 )
 
 from lora_parallel import meta_init
-from lora_parallel.adapters.peft_private import activate, observe_layers, refuse_merge, sum_weight_norm
+from lora_parallel.adapters.peft_private import (
+    activate,
+    converted_adapter,
+    converted_config,
+    observe_layers,
+    refuse_merge,
+    sum_weight_norm,
+)
 from tests.oracle import SEVEN, SIZES, causal_lm, lora_config
 
 TO_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -479,6 +487,29 @@ def test_no_tuner_layer_of_lora_has_another_way_to_move():
 
     own = {kind for kind in below(BaseTunerLayer) if "_move_adapter_to_device_of_base_layer" in kind.__dict__}
     assert {kind for kind in own if kind.__module__.startswith("peft.tuners.lora")} <= {ParamWrapper}
+
+
+def test_peft_converts_what_a_former_transformers_named_otherwise(tmp_path):
+    """Another signature of the two functions, or other keys than PEFT writes today, would show."""
+    config = MixtralConfig(hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2, vocab_size=5)
+    experts = MixtralForCausalLM(config)
+    lora = LoraConfig(r=2, target_modules=["w1", "w2", "w3"])
+    got = converted_config(lora.to_dict(), lora, experts)
+    assert got["target_parameters"] == {"gate_up_proj", "down_proj"}
+    assert list(got["rank_pattern"].values()) == [4]
+    assert lora.target_modules == {"w1", "w2", "w3"}
+    key = "base_model.model.model.layers.0.block_sparse_moe.experts.{}.w2.lora_{}.weight"
+    shapes = {"A": (2, config.intermediate_size), "B": (config.hidden_size, 2)}
+    save_file(
+        {key.format(e, n): torch.ones(shape) for e in range(8) for n, shape in shapes.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    found = converted_adapter(tmp_path, experts, lora, "default")
+    place = "base_model.model.model.layers.0.mlp.experts.lora_"
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        f"{place}A.weight": (16, config.intermediate_size),
+        f"{place}B.weight": (config.hidden_size, 16),
+    }
 
 
 def test_observers_see_each_layer_with_its_adapter_in_memory(checkpoints):
