@@ -21,12 +21,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import load_peft_weights
+from peft.utils import hotswap, load_peft_weights
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import get_pattern_key as get_pattern_key
 from peft.utils.transformers_weight_conversion import (
@@ -48,13 +49,13 @@ _sharded: WeakSet[nn.Module] = WeakSet()
 
 
 def _patch(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replace a method of PEFT's by the decorated function, which gets PEFT's own method as its first argument."""
+    """Replace a method or function of PEFT's by the decorated one, which gets PEFT's own as its first argument."""
     original = getattr(owner, name)
 
     def replace(function: Callable[..., Any]) -> None:
         @wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(original, self, *args, **kwargs)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
 
         setattr(owner, name, method)
 
@@ -136,6 +137,19 @@ def adapters_off_meta() -> None:
     def take_norms(original: Any, self: Any, *, base_layer: nn.Module, **kwargs: Any) -> None:
         with in_memory(base_layer):
             original(self, base_layer=base_layer, **kwargs)
+
+    # All functions of `hotswap` call one of these, by its name in the module, before they change anything.
+    for name in ("hotswap_adapter_from_state_dict", "_convert_scalings_to_tensor"):
+
+        @_patch(hotswap, name)
+        def swap(original: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if dist.is_initialized() and dist.get_world_size() > 1 and any(m in _sharded for m in model.modules()):
+                raise ValueError(
+                    f"hotswap_adapter would write full tensors into a {type(model).__name__} that is sharded: fill its "
+                    "adapter with lora_parallel.load_adapter(model, folder), on every rank; adapters of other sizes "
+                    "are tenants: TenantPool(model).add(...)."
+                )
+            return original(model, *args, **kwargs)
 
     @_patch(BaseTuner, "_cast_adapter_dtype")
     def cast(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

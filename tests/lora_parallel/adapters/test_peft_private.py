@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -474,6 +475,18 @@ def test_a_layer_that_may_not_merge_says_so():
         refuse_merge(model.base_model.model[0], "the adapter")
         with pytest.raises(ValueError, match="the adapter cannot be merged under tensor parallelism: save the adapter"):
             getattr(model, merge)()
+
+
+def test_hotswap_goes_on_in_one_process(tmp_path):
+    """Refusing it on a sharded model has left PEFT's own functions as they are elsewhere."""
+    model, other = (
+        get_peft_model(causal_lm(dtype=torch.float32), lora_config(init_lora_weights=False)) for _ in range(2)
+    )
+    other.save_pretrained(tmp_path)
+    prepare_model_for_compiled_hotswap(model, target_rank=8)
+    hotswap_adapter(model, str(tmp_path), "default", torch_device="cpu")
+    ids = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(model(input_ids=ids).logits, other(input_ids=ids).logits)
 
 
 @pytest.mark.matrix  # of upstream alone

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -39,6 +40,8 @@ def refused(mesh: str, folder: str) -> Any:
         "add_weighted_adapter": lambda: model.add_weighted_adapter(["default"], [0.5], "half"),
         "get_peft_model": lambda: get_peft_model(base, other(), adapter_name="other"),
         "load_adapter of PEFT": lambda: model.load_adapter(folder, "other"),
+        "hotswap_adapter": lambda: hotswap_adapter(model, folder, "default", torch_device="cpu"),
+        "prepare_model_for_compiled_hotswap": lambda: prepare_model_for_compiled_hotswap(model, target_rank=8),
         "load_state_dict": lambda: model.load_state_dict(whole),
         "load_state_dict of a layer": lambda: base.lm_head.load_state_dict({"weight": torch.zeros(131, 40)}),
         "load_state_dict that assigns": lambda: model.load_state_dict(model.state_dict(), assign=True),
@@ -66,6 +69,7 @@ def refused(mesh: str, folder: str) -> Any:
 
 WORDS: dict[str, tuple[str, list[str]]] = {
     "add_adapter": ("ValueError", ["ForCausalLM that is sharded", "before parallelize", "TenantPool"]),
+    "hotswap_adapter": ("ValueError", ["ForCausalLM that is sharded", "lora_parallel.load_adapter(model, folder)"]),
     "load_state_dict": ("ValueError", ["embed_tokens.weight is a plain tensor of shape (131, 40)", "load_adapter("]),
     "load_state_dict of a layer": ("ValueError", ["load_state_dict: weight is a plain tensor", "load_checkpoint("]),
     "load_state_dict that assigns": ("ValueError", ["assign=True", "leave assign out"]),
@@ -80,6 +84,7 @@ for alike, like in (
     ("get_peft_model", "add_adapter"),
     ("load_adapter of PEFT", "add_adapter"),
     ("add_adapter of transformers", "add_adapter"),
+    ("prepare_model_for_compiled_hotswap", "hotswap_adapter"),
     ("get_peft_model of a base", "add_adapter"),
     ("deepcopy of the base", "deepcopy"),
 ):
