@@ -131,6 +131,11 @@ def clean_names(model: nn.Module) -> dict[nn.Module, str]:
     return names
 
 
+def name_of_block(block: nn.Module, names: Mapping[nn.Module, str]) -> str:
+    """Return the clean name of a block; one in `modules_to_save` is a wrapper, and what is in it has the name."""
+    return next(names[module] for module in block.modules() if module in names)
+
+
 def clean_parameter_name(name: str) -> str:
     """Return a parameter's name without the components that PEFT's layers add: `base_layer`, `original_module`."""
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))

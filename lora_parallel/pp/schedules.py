@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lora_parallel.layers.layer_parameters import name_of_block
 from lora_parallel.layers.linear_classes import matrices
 from lora_parallel.pp.stage_model import Bounds, StageLayers
 
@@ -32,7 +33,7 @@ def split_stages(
     config: Any = None,
 ) -> Bounds:
     """Return the blocks of each stage: balanced, or such that each block in `split` begins one."""
-    blocks = [names[block] for block in layers.blocks]
+    blocks = [name_of_block(block, names) for block in layers.blocks]
     if len(blocks) < stages:
         raise ValueError(
             f"the model has {len(blocks)} blocks ({blocks[0]}, ...), and pp x pp_stages_per_rank makes {stages} "

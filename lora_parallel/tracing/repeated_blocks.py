@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from lora_parallel.layers.layer_parameters import name_of_block
 from lora_parallel.tracing.inputs import TraceError
 
 _KEPT = 2  # Blocks of each kind that are run. The second one stands for those that are left out
@@ -31,7 +32,8 @@ class RepeatedBlocks:
 
     def leave_out(self, block: nn.Module, kept: nn.Module, names: Mapping[nn.Module, str]) -> None:
         """Leave a block out, for which another one stands."""
-        self._others.setdefault(f"{names[kept]}.", []).append(f"{names[block]}.")
+        name, other = name_of_block(kept, names), name_of_block(block, names)
+        self._others.setdefault(f"{name}.", []).append(f"{other}.")
         for module, like in zip(block.modules(), kept.modules(), strict=True):
             self._likes.setdefault(like, []).append(module)
             if module is not like:  # blocks may share a module

@@ -17,6 +17,9 @@ CASES = {
     "llama-accumulate": Case(accumulate=3, clip=0.05),
     "qwen3": Case(family="qwen3", steps=20),
     "llama-tied": Case(sizes={"tie_word_embeddings": True}),
+    "blocks saved": Case(
+        lora={"modules_to_save": ["layers.1", "layers.2", "layers.3"]}, sizes={"num_hidden_layers": 5}
+    ),
     "llama-float32": Case(dtype=torch.float32, steps=10, clip=1.0),
 }
 FEW = {

@@ -89,6 +89,16 @@ def test_a_known_plan_is_proven_on_three_blocks(monkeypatch, tp):
     assert len(few.sequences[0].modules) == 2 * BLOCKS
 
 
+def test_blocks_that_train_as_a_whole_are_left_out_too(monkeypatch):
+    """PEFT puts a wrapper around each of them, which has no name of its own."""
+    saved = [f"layers.{index}" for index in range(1, 5)]
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], modules_to_save=saved))
+    few, blocks = run_on(monkeypatch)(model, None, 2)
+    every, all_blocks = run_on(monkeypatch, None)(model, None, 2)
+    assert blocks < all_blocks
+    assert classes.differing([few], [every]) == []
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -141,6 +141,8 @@ RUNS = {
     "head, norm and embedding train": Run(
         lora={"target_modules": [*SEVEN, "lm_head", "embed_tokens"], "modules_to_save": ["norm"]}
     ),
+    "a saved block": Run(lora={"modules_to_save": ["layers.1"]}),
+    "gpipe, a saved block": Run(config=GPIPE, lora={"modules_to_save": ["layers.1"]}),
     "gemma 3": Run(
         kind="Gemma3ForCausalLM",
         settings={
@@ -173,6 +175,7 @@ LOOPED = {
         config={**INTERLEAVED, "activation_checkpointing": True}, settings={"tie_word_embeddings": True}
     ),
     "interleaved, gpt-2": Run(**GPT, config=INTERLEAVED),
+    "interleaved, a saved block": Run(config=INTERLEAVED, lora={"modules_to_save": ["layers.1"]}),
 }
 """On four stages of two ranks."""
 

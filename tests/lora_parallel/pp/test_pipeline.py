@@ -44,7 +44,7 @@ ELSEWHERE = [
     *("1f1b", "one micro-batch", "two micro-batches", "tokens vary", "right padding"),
     *("a function of the loss", "gpipe, a function of the loss"),
     *("gpipe", "gpipe, a third of the loss, three times", "gpipe, labels shifted by hand"),
-    *("head, norm and embedding train", "gpt-2", "mixtral", "recomputed, a loss of logits"),
+    *("gpipe, a saved block", "head, norm and embedding train", "gpt-2", "mixtral", "recomputed, a loss of logits"),
 ]
 """Runs whose mechanism another one has, here or on another mesh."""
 

@@ -83,6 +83,7 @@ MODELS: dict[str, Any] = {
         target_modules=[*SEVEN, "embed_tokens", "lm_head"], modules_to_save=["norm"]
     ),
     "a saved head": lambda: llama(modules_to_save=["lm_head"]),
+    "a saved block": lambda: llama(modules_to_save=["layers.1"]),
     "tied": lambda: llama(True),
     "tied, a saved head": lambda: llama(True, modules_to_save=["lm_head"]),
     "tied, a head": lambda: llama(True, target_modules=[*SEVEN, "lm_head"]),
