@@ -14,6 +14,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import MultiheadAttention
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -68,7 +69,7 @@ def check_adapters(
             f"lora_config has init_lora_weights={lora_config.init_lora_weights!r}, which takes more than the base "
             f"weights: make and initialise the PeftModel first ({remedy}), and give that to parallelize."
         )
-    _check_attention(model)
+    _check_wrappers(model)
     present = has_adapters(model)
     if len(peft_models := _outer_peft_models(model)) > 1:
         raise ValueError(
@@ -108,14 +109,22 @@ def _outer_peft_models(model: nn.Module) -> list[str]:
     return [n for n in names if not any(n.startswith(prefix) for other, prefix in names.items() if other != n)]
 
 
-def _check_attention(model: nn.Module) -> None:
-    """Raise a ValueError for adapters that rewrite the base weights while FSDP2 holds them."""
+def _check_wrappers(model: nn.Module) -> None:
+    """Raise a ValueError for adapters that rewrite the base weights while FSDP2 holds them, and copies in copies."""
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
             raise ValueError(
                 f"{name} adapts nn.MultiheadAttention, which PEFT merges into the base weights in each forward: not "
                 f"supported on a mesh. Leave it out of target_modules. {_WORKS}"
             )
+        inside = module.named_modules() if isinstance(module, ModulesToSaveWrapper) else ()
+        for inner, child in inside:
+            if isinstance(child, ModulesToSaveWrapper) and child is not module:
+                raise ValueError(
+                    f"modules_to_save matches {name} and {inner.rpartition('.')[2]} in it, and PEFT makes copies "
+                    "inside of a copy, some of which nothing calls. It compares the ends of names: 'embeddings' matches "
+                    "'word_embeddings' too. Write more of the name (bert.embeddings), or leave the inner one out."
+                )
 
 
 def _check_targets(model: nn.Module, config: LoraConfig) -> None:
@@ -146,7 +155,7 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocas
     with _seeded(seed):
         # PEFT adapts `model` in place. The wrapper around it that PEFT returns is not needed.
         get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
-    _check_attention(model)
+    _check_wrappers(model)
 
 
 class LateAdapter:

@@ -165,13 +165,15 @@ def from_base(config: Any) -> str | None:
     """Return the setting by which an adapter's values are computed from whole base weights, as text, or None."""
     if config.init_lora_weights not in DRAWN:
         return f"init_lora_weights={config.init_lora_weights!r}"
-    return "use_dora=True" if config.use_dora else None
+    wants = {field: getattr(config, field, None) for field in ("use_dora", "kasa_config")}  # KaSA came with PEFT 0.21
+    return next((f"{field}={value!r}" for field, value in wants.items() if value), None)
 
 
 def check_base(config: Any, model: nn.Module) -> None:
     """Refuse an adapter that is computed from base weights on meta, if these cannot be read, or not by themselves."""
     wants, init = from_base(config), str(config.init_lora_weights).lower()
     known = config.init_lora_weights in DRAWN or init == "olora" or init.startswith("pissa")
+    known = known and not getattr(config, "kasa_config", None)  # its new weight is not the old one less the product
     alone = known and not any(getattr(module, "is_quantized", False) for module in model.modules())
     if wants is None and config.trainable_token_indices is not None:
         wants, alone = f"trainable_token_indices={config.trainable_token_indices!r}", True

@@ -317,7 +317,7 @@ class LazyParameter(Tensor):
             raise ValueError(
                 f"{_name(function)} would write into a weight that is still on disk ({describe(written.node)}): on the "
                 "meta device the value is lost. Give it by load_state_dict, do it after parallelize, or load the model "
-                "outside of meta_init."
+                "outside of meta_init, or with LORA_PARALLEL_DEFER=0 set."
             )
         fills_memory = _name(function) in _FILLS and isinstance(target, Tensor) and not target.is_meta
         if fills_memory or _name(function) in _COMPUTES:

@@ -242,6 +242,12 @@ def find_stages(setup: Setup) -> None:
         return
     inner = innermost(model)
     refuse_outputs(inner, {})
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"pp={config.pp}: no parameter of this {type(inner).__name__} trains, as of the frozen teacher of a "
+            "distillation (GKD) or a reference model, and only a model that trains is divided into stages: use pp=1, "
+            "with tp or dp_shard for the memory, or leave it out of the mesh, whole on every rank (do not prepare it)."
+        )
     check_held(config.pp, config.pp_schedule, has_adapters(model))
     names = clean_names(model)
     trace = StageTrace(model, names, config.pp)

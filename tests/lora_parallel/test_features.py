@@ -29,6 +29,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.config import CordaConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 from lora_parallel import ParallelConfig, load_adapter, parallelize, save_adapter
 from lora_parallel.adapters.injection import check_adapters, inject_adapter
@@ -333,6 +334,23 @@ def test_the_attention_of_torch_is_refused():
         check_adapters(model, ParallelConfig(), None)
     with pytest.raises(ValueError, match=reason):
         inject_adapter(Attending(), config, 0)
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(**sizes, vocab_size=11))
+
+
+def test_copies_inside_of_a_saved_copy_are_refused():
+    """PEFT takes the end of word_embeddings for embeddings, and some of the parameters of the copies get no gradient."""
+    config = LoraConfig(r=2, target_modules=["query"], modules_to_save=["embeddings"])
+    reason = r"bert\.embeddings and word_embeddings in it.*Write more of the name \(bert\.embeddings\)"
+    with pytest.raises(ValueError, match=reason):
+        check_adapters(get_peft_model(bert(), config), ParallelConfig(), None)
+    with pytest.raises(ValueError, match=reason):
+        inject_adapter(bert(), config, 0)
+    config.modules_to_save = ["bert.embeddings"]
+    check_adapters(get_peft_model(bert(), config), ParallelConfig(), None)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,17 @@ CALLS = f"{PP}/test_refusals.py::test_calls_are_refused_on_every_rank"
 
 BREAKAGES = [
     Mutant(
+        "guard",
+        "A frozen teacher under pp is refused as a model whose gradients take memory twice.",
+        "tests/lora_parallel/pp/test_refusals.py::test_models_and_configs_are_refused_by_name_and_left_as_they_are",
+        """if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"pp=""",
+        """if False:
+        raise ValueError(
+            f"pp=""",
+    ),
+    Mutant(
         "pass",
         "A block in modules_to_save has no name: neither stages nor a proof on few blocks are found.",
         "tests/lora_parallel/planning/test_proven_plans.py::test_blocks_that_train_as_a_whole_are_left_out_too",

@@ -37,7 +37,11 @@ def frozen_ends() -> nn.Module:
 
 
 def without_adapters() -> nn.Module:
-    return Run().model().unload()  # type: ignore[operator]
+    return Run().model().unload().requires_grad_(True)  # type: ignore[operator]
+
+
+def frozen() -> nn.Module:
+    return without_adapters().requires_grad_(False)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
@@ -65,6 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "relative embeddings": (lambda: rows()["deberta-v2"].build(), {}, "the weight of .*rel_embeddings is used without"),
     "hidden states": (partial(llama, output_hidden_states=True), {}, "output_hidden_states=True: under pp"),
     "no adapters": (without_adapters, {"require_adapters": False}, "pp=2 without adapters"),
+    "a frozen model": (frozen, {"require_adapters": False}, r"of this LlamaForCausalLM trains.*teacher.*GKD.*use pp=1"),
     "adapters in some blocks": (frozen_ends, {}, r"nothing trains on the pipeline ranks \[1\]"),
     "a side output": (partial(adapted, models.WithSideOutput), {}, "is not fed the same by a stage"),
     "a layer between": (partial(adapted, models.WithLayerBetween), {}, "norm is called between blocks"),
