@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
 from lora_parallel.adapters.inspection import adapter_parameters, peft_configs
-from lora_parallel.adapters.peft_private import check_base, from_base, observe_layers
+from lora_parallel.adapters.peft_private import check_base, from_base, observe_layers, tied_targets
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local
 from lora_parallel.distributed.mesh import dp_rank, share_random_state
@@ -69,7 +69,7 @@ def check_adapters(
             f"lora_config has init_lora_weights={lora_config.init_lora_weights!r}, which takes more than the base "
             f"weights: make and initialise the PeftModel first ({remedy}), and give that to parallelize."
         )
-    _check_wrappers(model)
+    _check_layers(model)
     present = has_adapters(model)
     if len(peft_models := _outer_peft_models(model)) > 1:
         raise ValueError(
@@ -109,8 +109,8 @@ def _outer_peft_models(model: nn.Module) -> list[str]:
     return [n for n in names if not any(n.startswith(prefix) for other, prefix in names.items() if other != n)]
 
 
-def _check_wrappers(model: nn.Module) -> None:
-    """Raise a ValueError for adapters that rewrite the base weights while FSDP2 holds them, and copies in copies."""
+def _check_layers(model: nn.Module) -> None:
+    """Raise a ValueError for adapters that PEFT keeps in the memory of base weights or another adapter, or in a copy."""
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
             raise ValueError(
@@ -125,6 +125,14 @@ def _check_wrappers(model: nn.Module) -> None:
                     "inside of a copy, some of which nothing calls. It compares the ends of names: 'embeddings' matches "
                     "'word_embeddings' too. Write more of the name (bert.embeddings), or leave the inner one out."
                 )
+    for name, peft_config in peft_configs(model).items():
+        if tied := tied_targets(peft_config):
+            raise ValueError(
+                f"adapter {name!r} has ensure_weight_tying=True, with which PEFT trains the LoRA of tied weights "
+                f"({', '.join(sorted(tied))}) in the memory of the embedding's LoRA, as parameters of their own. On a "
+                "mesh that memory is not shared, and they would train apart. Use ensure_weight_tying=False, or "
+                "modules_to_save or trainable_token_indices for the embedding, which stay tied."
+            )
 
 
 def _check_targets(model: nn.Module, config: LoraConfig) -> None:
@@ -155,7 +163,7 @@ def inject_adapter(model: nn.Module, lora_config: LoraConfig, seed: int, autocas
     with _seeded(seed):
         # PEFT adapts `model` in place. The wrapper around it that PEFT returns is not needed.
         get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
-    _check_wrappers(model)
+    _check_layers(model)
 
 
 class LateAdapter:
@@ -171,6 +179,7 @@ class LateAdapter:
         self._layers: list[nn.Module] = []
         with _seeded(0), observe_layers(self._layers.append):  # observed layers end on meta; these values are lost
             get_peft_model(model, lora_config, autocast_adapter_dtype=autocast_adapter_dtype)
+        _check_layers(model)
 
     def draw(self, model: nn.Module, seed: int, device: str) -> None:
         """Draw the adapter's values layer by layer, and put this rank's part of them into the model. Call it once."""

@@ -169,6 +169,11 @@ def from_base(config: Any) -> str | None:
     return next((f"{field}={value!r}" for field, value in wants.items() if value), None)
 
 
+def tied_targets(config: Any) -> set[str]:
+    """Return the layers whose LoRA PEFT puts into the memory of the embedding's, which no field of a config says."""
+    return getattr(config, "target_modules_to_tie", None) or set()
+
+
 def check_base(config: Any, model: nn.Module) -> None:
     """Refuse an adapter that is computed from base weights on meta, if these cannot be read, or not by themselves."""
     wants, init = from_base(config), str(config.init_lora_weights).lower()

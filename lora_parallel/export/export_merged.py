@@ -200,7 +200,7 @@ def write_merged(
                 if files.is_sharded:
                     index = {"metadata": {"total_size": total}, "weight_map": files.tensor_to_filename}
                     (scratch.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-                _write_configs(base, scratch.path, any(form.is_quantised for form in forms.values()))
+                _write_configs(base, scratch.path, forms)
                 _check(scratch.path, stored, files.tensor_to_filename)
                 if is_taken(target):
                     _place_beside(scratch, [*files.filename_to_tensors, *([INDEX] if files.is_sharded else [])])
@@ -242,13 +242,16 @@ def _as_saved(base: nn.Module, merged: Mapping[str, Leaf], forms: Mapping[str, W
     return dict(reverted(base, stored)) if isinstance(base, PreTrainedModel) else stored  # type: ignore[arg-type]
 
 
-def _write_configs(base: nn.Module, folder: Path, quantised: bool) -> None:
+def _write_configs(base: nn.Module, folder: Path, forms: Mapping[str, WeightForm]) -> None:
     config = copy.deepcopy(getattr(base, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [class_of(base).__name__]  # type: ignore[union-attr]
         config.dtype = str(base.dtype).removeprefix("torch.")  # type: ignore[union-attr]
-        if quantised:
+        if any(form.is_quantised for form in forms.values()):
             del config.quantization_config  # type: ignore[union-attr]
+        tied = getattr(base, "all_tied_weights_keys", {})
+        if tied and forms.keys() >= {*tied, *tied.values()}:  # adapters have made them differ
+            config.tie_word_embeddings = False  # type: ignore[union-attr]
         config.save_pretrained(folder)  # type: ignore[union-attr]
     generation = getattr(base, "generation_config", None)
     if hasattr(generation, "save_pretrained") and base.can_generate():  # type: ignore[operator]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from peft.tuners.lora import Embedding, Linear, LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from lora_parallel.layers.styles import RowPartition, partition_of
 from lora_parallel.lazy.files import Reader, Source
 from lora_parallel.lazy.graph import Leaf, Region, whole
 
+Adapted = LoraLayer | TrainableTokensLayer
+"""The layers of PEFT that change a weight."""
+
 
 @dataclass(frozen=True)
 class WeightForm:
@@ -40,7 +44,7 @@ class WeightForm:
     # row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is
     selected: tuple[RowPartition, int] | None
     transposed: bool  # True for a quantised `Conv1D`, whose weight bitsandbytes transposes to [out, in]
-    is_merged: bool  # True if adapters are to be merged into the tensor
+    adapted_by: str  # name of the layer whose adapters are to be merged into the tensor; "" if there are none
     is_quantised: bool
 
 
@@ -49,9 +53,10 @@ class MergedWeight:
     """Describe one tensor of the merged model."""
 
     tensor: Tensor
-    place: str  # name of the tensor in the sharded model
-    # LoRA layer whose adapters are to be merged into the tensor; None if there are none to merge
-    layer: LoraLayer | None = None
+    place: str  # name of the tensor in the sharded model, the first of them if it is tied
+    # layer whose adapters are to be merged into the tensor, and its name; None and "" if there are none to merge
+    layer: Adapted | None = None
+    adapted_by: str = ""
     # row partition by which the tensor is stored, and the dim of its rows; None if it is stored as it is
     selected: tuple[RowPartition, int] | None = None
     # layer whose weight `tensor` is, as bytes; None if the tensor is not quantised
@@ -75,15 +80,16 @@ class MergedWeight:
             device=local(self.tensor).device.type,
             selected=self.selected,
             transposed=issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D),
-            is_merged=self.layer is not None,
+            adapted_by=self.adapted_by,
             is_quantised=layer is not None,
         )
 
 
 def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
-    """List what this rank holds of the merged model, by name; a tied tensor once, under its first name on this rank."""
+    """List what this rank holds of the merged model, by name; a tied tensor under each of its names."""
     weights: dict[str, MergedWeight] = {}
-    seen: dict[int, tuple[str, bool]] = {}
+    places: dict[int, str] = {}  # first name of each tensor in the sharded model
+    layer_names: dict[Any, str] = {module: name for name, module in base.named_modules()}
     config_dtype = getattr(getattr(base, "config", None), "dtype", None)  # as transformers' dequantize
     dense_dtype = config_dtype if isinstance(config_dtype, torch.dtype) else torch.float32
     for prefix, module in base.named_modules():
@@ -97,17 +103,10 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
             place = f"{prefix}.{key}" if prefix else key
             name = _merged_name(place)
             layer = _adapted_by(base, prefix, key)
-            merged = layer is not None and bool(active_adapters(layer))
-            if id(tensor) in seen:
-                first, first_merged = seen[id(tensor)]
-                if merged or first_merged:
-                    refuse_one_of_two(name, first)
-                continue
-            seen[id(tensor)] = name, merged
-            if merged:
-                assert layer is not None
+            if isinstance(layer, LoraLayer):
                 _check_kind(name, layer)
-            weight = MergedWeight(tensor, place, layer if merged else None, partition_of(module, key))
+            first = places.setdefault(id(tensor), place)
+            weight = MergedWeight(tensor, first, layer, layer_names.get(layer, ""), partition_of(module, key))
             if quantised is not None and key == "weight":
                 weight = replace(weight, quantised=quantised, dense_dtype=dense_dtype)
             weights[name] = weight
@@ -117,14 +116,6 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
         if remains and active_adapters(module):  # on something else than a tensor of the merged model
             _refuse(_merged_name(prefix), f"a {class_of(module).__name__} layer")
     return weights
-
-
-def refuse_one_of_two(name: str, first: str) -> NoReturn:
-    """Raise a ValueError that says that an adapter is on one of two layers with a tied weight."""
-    raise ValueError(
-        f"{name} and {first} are one weight, and an adapter is on one of them only: merging it would change both. Save "
-        "the adapter (save_adapter) and merge it where it is used."
-    )
 
 
 def _is_left_out(base: nn.Module, prefix: str) -> bool:
@@ -150,24 +141,28 @@ def _is_left_out(base: nn.Module, prefix: str) -> bool:
 
 
 def _merged_name(name: str) -> str:
-    """Return the name in the merged model of a parameter or module, which may be in a copy of `modules_to_save`."""
-    return re.sub(r"\bmodules_to_save\.[^.]+\.?", "", clean_parameter_name(name)).removesuffix(".")
+    """Return the name in the merged model of a parameter or module, which may be in one of PEFT's wrappers."""
+    wrapped = r"\b(modules_to_save\.[^.]+|token_adapter\.base_layer)(\.|$)"
+    return clean_parameter_name(re.sub(wrapped, "", name)).removesuffix(".")
 
 
-def _adapted_by(base: nn.Module, prefix: str, key: str) -> LoraLayer | None:
-    """Return the LoRA layer whose adapters change a parameter `key` of the module `prefix`, or None."""
+def _adapted_by(base: nn.Module, prefix: str, key: str) -> Adapted | None:
+    """Return the layer whose active adapters change a parameter `key` of the module `prefix`, or None."""
     # With PEFT's `target_parameters` several LoRA layers may be nested around one module; each changes one parameter.
     while prefix.endswith(".base_layer"):
         prefix = prefix.removesuffix(".base_layer")
         owner = base.get_submodule(prefix)
-        if isinstance(owner, LoraLayer) and key == getattr(owner, "parameter_name", "weight"):
-            return owner
+        if isinstance(owner, TrainableTokensLayer):
+            owner = owner.tied_adapter or owner  # the layer that has the rows of both ends of a tied weight
+        if isinstance(owner, Adapted) and key == getattr(owner, "parameter_name", "weight"):
+            return owner if active_adapters(owner) else None
     return None
 
 
 def active_adapters(layer: Any) -> list[str]:
-    """List the adapters of a LoRA layer that `merge_and_unload` would merge."""
-    return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
+    """List the adapters of a PEFT layer that `merge_and_unload` would merge."""
+    kinds = [getattr(layer, kind, ()) for kind in layer.adapter_layer_names]
+    return [name for name in layer.active_adapters if any(name in kind for kind in kinds)]
 
 
 def _check_kind(name: str, layer: LoraLayer) -> None:
@@ -187,7 +182,7 @@ def _check_kind(name: str, layer: LoraLayer) -> None:
 def _refuse(name: str, problem: str) -> NoReturn:
     raise ValueError(
         f"export_merged: the adapter of {name} ({problem}) cannot be merged part by part. Save the adapter "
-        "(save_adapter) and merge it in one process with PEFT's merge_and_unload."
+        "(save_adapter) and merge it in one process with PEFT's merge_and_unload, after untying weights that are tied."
     )
 
 
@@ -272,7 +267,10 @@ class MergedModel(Source):
     def _with_adapters(self, key: str, merged: Tensor, region: Region) -> Tensor:
         weight = self.weights[key]
         for adapter, (a, b) in self.factors[key].items() if weight.layer is not None else ():
-            merged += _delta(weight, adapter, a, b, region)
+            if isinstance(weight.layer, TrainableTokensLayer):
+                _replace_rows(merged, a, b, region)
+            else:
+                merged += _delta(weight, adapter, a, b, region)
         return merged
 
 
@@ -288,23 +286,27 @@ def held_by_ranks(model: nn.Module, weights: Mapping[str, MergedWeight], start: 
 
 
 def forms_of(held: Sequence[Held]) -> dict[str, WeightForm]:
-    """Return the tensors of the merged model, by name. A tied tensor is listed once, under the first of its names."""
+    """Return the tensors of the merged model, by name. A tied tensor is listed once, under the first of its names.
+
+    If adapters of one layer alone are to be merged into it, or of several layers, it is listed under all of its names.
+    """
     forms = {form.name: form for of_rank in held for form, _ in of_rank.values()}
     by_weight: dict[str, list[WeightForm]] = {}
     for form in forms.values():
         by_weight.setdefault(form.first_name, []).append(form)
     for tied in by_weight.values():
         first = next((form for form in tied if form.name == form.first_name), tied[0])
-        for other in tied:
+        for other in tied if len({form.adapted_by for form in tied}) == 1 else ():
             if other is not first:
-                if other.is_merged or first.is_merged:
-                    refuse_one_of_two(other.name, first.name)
                 del forms[other.name]
     return forms
 
 
 def _factors(layer: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Gather the full A and B of each active adapter of a layer, by adapter name. Collective."""
+    """Gather the full A and B (or token indices and their rows) of each active adapter, by its name. Collective."""
+    if isinstance(layer, TrainableTokensLayer):
+        rows = layer.trainable_tokens_delta
+        return {name: (torch.tensor(layer.token_indices[name]), _full(rows[name])) for name in active_adapters(layer)}
     pairs = {
         name: (layer.lora_A[name].weight, layer.lora_B[name].weight)
         if name in layer.lora_A
@@ -312,6 +314,12 @@ def _factors(layer: Any) -> dict[str, tuple[Tensor, Tensor]]:
         for name in active_adapters(layer)
     }
     return {name: (_full(a), _full(b)) for name, (a, b) in pairs.items()}
+
+
+def _replace_rows(weight: Tensor, indices: Tensor, rows: Tensor, region: Region) -> None:
+    """Replace those of the rows with these indices that are in a region of the weight, as PEFT's `merge` does."""
+    inside = (indices >= region[0].start) & (indices < region[0].stop)
+    weight[(indices[inside] - region[0].start).to(weight.device)] = rows[inside.to(rows.device), region[1]].to(weight)
 
 
 def _full(parameter: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 
 from lora_parallel import ParallelConfig, load_adapter, parallelize, save_adapter
-from lora_parallel.adapters.injection import check_adapters, inject_adapter
+from lora_parallel.adapters.injection import LateAdapter, check_adapters, inject_adapter
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.layers.styles import STYLES
 from lora_parallel.planning.plan import resolve_plan
@@ -351,6 +352,25 @@ def test_copies_inside_of_a_saved_copy_are_refused():
         inject_adapter(bert(), config, 0)
     config.modules_to_save = ["bert.embeddings"]
     check_adapters(get_peft_model(bert(), config), ParallelConfig(), None)
+
+
+def test_lora_that_is_tied_by_its_memory_is_refused():
+    """The trained copies of `modules_to_save` are one parameter, and stay it."""
+    reason = (
+        r"'default' has ensure_weight_tying=True.* tied weights \(lm_head\) in the memory.* Use ensure_weight_tying=F"
+    )
+    ways: list[Callable[[nn.Module, LoraConfig], object]] = [
+        lambda base, config: check_adapters(get_peft_model(base, config), ParallelConfig(), None),
+        lambda base, config: inject_adapter(base, config, 0),
+        lambda base, config: LateAdapter(base, config, True),
+    ]
+    for way in ways:
+        with pytest.raises(ValueError, match=reason):
+            way(
+                causal_lm(tie_word_embeddings=True),
+                lora_config(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True),
+            )
+        way(causal_lm(tie_word_embeddings=True), lora_config(modules_to_save=["lm_head"], ensure_weight_tying=True))
 
 
 @pytest.mark.parametrize(

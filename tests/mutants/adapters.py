@@ -11,6 +11,8 @@ DROPOUT = "tests/lora_parallel/adapters/test_dropout.py"
 PLACE = f"{DROPOUT}::test_the_mask_depends_on_the_global_place_only"
 OPERATION = "tests/lora_parallel/tp/test_experts.py::test_an_operation_on_factors_is_that_on_their_sum"
 
+TIED = "tests/lora_parallel/test_features.py::test_lora_that_is_tied_by_its_memory_is_refused"
+
 BREAKAGES = [
     Mutant(
         "guard",
@@ -25,6 +27,23 @@ BREAKAGES = [
         "tests/lora_parallel/lazy/test_lazy_parameter.py::test_an_adapter_that_is_computed_in_another_way_is_refused",
         """    known = known and not getattr(config, "kasa_config", None)""",
         """    known = known""",
+    ),
+    Mutant(
+        "guard",
+        "LoRA on tied weights that PEFT keeps in one memory (ensure_weight_tying) trains apart on a mesh.",
+        TIED,
+        """if tied := tied_targets(peft_config):""",
+        """if tied := set[str]():""",
+    ),
+    Mutant(
+        "guard",
+        "LoRA on tied weights that PEFT keeps in one memory trains apart where the base is still on disk.",
+        TIED,
+        """        _check_layers(model)
+
+    def draw""",
+        """
+    def draw""",
     ),
     Mutant(
         "guard",

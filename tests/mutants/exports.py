@@ -6,7 +6,44 @@ MERGED = "tests/lora_parallel/export/test_merged.py"
 SAME = f"{MERGED}::test_the_folder_is_that_of_one_process"
 REFUSED = f"{MERGED}::test_what_cannot_be_exported_is_refused"
 
+PIECES = f"{MERGED}::test_files_are_split_and_read_in_pieces"
+
 BREAKAGES = [
+    Mutant(
+        "pass",
+        "A merged export has the first values of the rows that trainable_token_indices trains.",
+        SAME,
+        """_replace_rows(merged, a, b, region)""",
+        """pass""",
+    ),
+    Mutant(
+        "pass",
+        "A rank writes the rows of trainable_token_indices into other rows of a merged export.",
+        PIECES,
+        """weight[(indices[inside] - region[0].start).to(weight.device)]""",
+        """weight[(indices[inside] % (region[0].stop - region[0].start)).to(weight.device)]""",
+    ),
+    Mutant(
+        "checkpoint",
+        "from_pretrained draws an embedding with trainable_token_indices at random: its key has another name.",
+        SAME,
+        """|token_adapter\\.base_layer)""",
+        """)""",
+    ),
+    Mutant(
+        "guard",
+        "A merged export has one weight for two tied layers, and the adapter of one of them.",
+        SAME,
+        """if len({form.adapted_by for form in tied}) == 1""",
+        """if True""",
+    ),
+    Mutant(
+        "checkpoint",
+        "The config of a merged export calls two weights tied that adapters have made differ.",
+        SAME,
+        """config.tie_word_embeddings = False  # type: ignore[union-attr]""",
+        """pass""",
+    ),
     Mutant(
         "pass",
         "A merged export has the base's weights without the adapters.",

@@ -32,6 +32,7 @@ from lora_parallel.adapters.peft_private import (
     observe_layers,
     refuse_merge,
     sum_weight_norm,
+    tied_targets,
 )
 from tests.oracle import SEVEN, SIZES, causal_lm, lora_config
 
@@ -466,6 +467,16 @@ def test_the_weight_norm_of_dora_is_what_it_was():
             assert got.dtype == want.dtype
             assert not got.requires_grad
             torch.testing.assert_close(got, want, rtol=tolerance, atol=0)
+
+
+def test_a_config_says_which_layers_have_the_memory_of_the_embeddings_lora():
+    config = LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    assert tied_targets(config) == set()
+    base = get_peft_model(causal_lm(tie_word_embeddings=True), config).get_base_model()
+    assert tied_targets(config) == {"lm_head"}
+    one, other = base.lm_head.lora_A["default"].weight, base.get_input_embeddings().lora_embedding_B["default"]
+    assert one is not other
+    assert one.data_ptr() == other.data_ptr()
 
 
 def test_a_layer_that_may_not_merge_says_so():
