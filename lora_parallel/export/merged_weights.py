@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from peft.tuners.lora import Embedding, Linear, LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -90,6 +91,7 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
     weights: dict[str, MergedWeight] = {}
     places: dict[int, str] = {}  # first name of each tensor in the sharded model
     layer_names: dict[Any, str] = {module: name for name, module in base.named_modules()}
+    inside = [name for module, name in layer_names.items() if isinstance(module, PeftModel)]  # of the user's module
     config_dtype = getattr(getattr(base, "config", None), "dtype", None)  # as transformers' dequantize
     dense_dtype = config_dtype if isinstance(config_dtype, torch.dtype) else torch.float32
     for prefix, module in base.named_modules():
@@ -102,6 +104,8 @@ def merged_weights(base: nn.Module) -> dict[str, MergedWeight]:
                 continue
             place = f"{prefix}.{key}" if prefix else key
             name = _merged_name(place)
+            for holder in inside:
+                name = name.replace(f"{holder}.base_model.model.", f"{holder}.", 1)
             layer = _adapted_by(base, prefix, key)
             if isinstance(layer, LoraLayer):
                 _check_kind(name, layer)

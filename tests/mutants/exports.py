@@ -31,6 +31,13 @@ BREAKAGES = [
         """)""",
     ),
     Mutant(
+        "checkpoint",
+        "A merged export of a module that holds a PeftModel has keys with PEFT's names in them.",
+        f"{MERGED}::test_a_model_inside_of_the_users_module_has_the_keys_of_that_module",
+        """name = name.replace(f"{holder}.base_model.model.", f"{holder}.", 1)""",
+        """pass""",
+    ),
+    Mutant(
         "guard",
         "A merged export has one weight for two tied layers, and the adapter of one of them.",
         SAME,

@@ -242,6 +242,35 @@ def test_a_row_is_exported_as_in_one_process(pool, tmp_path, name, mesh):
         torch.testing.assert_close(got_logits, want_logits, rtol=0, atol=2e-5 if "gemma" in name else 1e-12)
 
 
+class Application(nn.Module):
+    """A module of the user's around an adapted model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = adapted(modules_to_save=["lm_head"], trainable_token_indices=TOKENS)
+        self.scale = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def export_application(folder: Path) -> None:
+    torch.manual_seed(0)
+    export_merged(parallelize(Application(), *on_mesh("1x2")), folder)
+
+
+def test_a_model_inside_of_the_users_module_has_the_keys_of_that_module(pool, tmp_path):
+    """As after `application.model = application.model.merge_and_unload()`."""
+    pool.run(2, export_application, tmp_path / "ours")
+    torch.manual_seed(0)
+    application = Application()
+    application.model = application.model.merge_and_unload()
+    got, want = tensors(tmp_path / "ours"), application.state_dict()
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        torch.testing.assert_close(got[key], tensor, rtol=1e-6, atol=1e-7)
+
+
 def test_files_are_split_and_read_in_pieces(pool, tmp_path, monkeypatch):
     for _ in pool.run(4, in_small_pieces, tmp_path / "ours"):
         pass
