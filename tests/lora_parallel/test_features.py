@@ -343,7 +343,7 @@ def bert() -> nn.Module:
 
 
 def test_copies_inside_of_a_saved_copy_are_refused():
-    """PEFT takes the end of word_embeddings for embeddings, and some of the parameters of the copies get no gradient."""
+    """PEFT takes the end of word_embeddings for embeddings, and some parameters of the copies get no gradient."""
     config = LoraConfig(r=2, target_modules=["query"], modules_to_save=["embeddings"])
     reason = r"bert\.embeddings and word_embeddings in it.*Write more of the name \(bert\.embeddings\)"
     with pytest.raises(ValueError, match=reason):
