@@ -8,6 +8,8 @@ LIFTED = f"{GUARDS}::test_parallelize_runs_the_guards_and_require_adapters_lifts
 EVALUATED = f"{GUARDS}::test_a_model_that_is_evaluated_is_checked_once_it_trains"
 REFUSED = "tests/lora_parallel/runtime/test_refusals.py"
 
+FINGERPRINTS = "tests/lora_parallel/distributed/test_rank_checks.py"
+
 BREAKAGES = [
     Mutant(
         "guard",
@@ -86,6 +88,27 @@ BREAKAGES = [
         f"{GUARDS}::test_tp_peers_must_be_fed_the_same_batch",
         """total = total * 1000003 + fingerprint_on_device""",
         """total = total + fingerprint_on_device""",
+    ),
+    Mutant(
+        "guard",
+        "Batches with the same words in another order are taken for the same.",
+        f"{FINGERPRINTS}::test_words_in_any_other_order_change_the_fingerprint",
+        """words += torch.arange(""",
+        """words += 0 * torch.arange(""",
+    ),
+    Mutant(
+        "guard",
+        "Words of a batch are mixed by shifts that keep the sign, and some of their bits are lost.",
+        f"{FINGERPRINTS}::test_a_fingerprint_mixes_each_word_with_its_place",
+        """(words >> shift) & (2 ** (64 - shift) - 1)""",
+        """words >> shift""",
+    ),
+    Mutant(
+        "guard",
+        "Each piece of a large tensor is counted from its own begin, and two that change places are not noticed.",
+        f"{FINGERPRINTS}::test_a_fingerprint_mixes_each_word_with_its_place",
+        """torch.arange(start // 8, start // 8 + len(words), device=words.device)""",
+        """torch.arange(0, len(words), device=words.device)""",
     ),
     Mutant(
         "guard",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from lora_parallel.distributed import dtensors
 from lora_parallel.distributed.dtensors import fingerprint
 from lora_parallel.distributed.rank_checks import agreed, begin_gather, gather_numbers
 from tests.oracle.workers import Failure, attempt
@@ -153,6 +156,40 @@ def test_rows_in_another_order_change_the_fingerprint():
     for length in (12, 512, 4096, 8192):
         batch = torch.randint(0, 1000, (8, length), generator=torch.Generator().manual_seed(0))
         assert fingerprint(batch.flip(0)) != fingerprint(batch), length
+
+
+def mixed(tensor: torch.Tensor) -> int:
+    """SplitMix64's number of each word, with its place for the count of draws, in Python's integers."""
+    raw = bytes(tensor.view(torch.uint8).tolist())
+    total, ones = len(raw), 2**64 - 1
+    for place in range(0, len(raw), 8):
+        x = (int.from_bytes(raw[place : place + 8], "little") + place // 8 * 0x9E3779B97F4A7C15) & ones
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ones
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & ones
+        total += x ^ x >> 31
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("words", [2, 3, 2**20])
+def test_a_fingerprint_mixes_each_word_with_its_place(monkeypatch, words):
+    """Whatever is the size of the pieces: no shift keeps a sign, and the rest of a piece is counted."""
+    monkeypatch.setattr(dtensors, "_PIECE", words)
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 8, 16, 17, 64, 85):
+        tensor = torch.randint(0, 256, (count,), generator=generator).byte()
+        assert fingerprint(tensor) == mixed(tensor), count
+
+
+def test_words_in_any_other_order_change_the_fingerprint():
+    """Also where sums and first moments of rows and columns are the same, as of [1, 0, 0, 1] and [0, 1, 1, 0]."""
+    for words in ([1, 0, 0, 1], [0, 0, 1, 1, 2, 2], [-1, 0, 1, 2**62, -(2**63), 0]):
+        orders = set(permutations(words))
+        for dtype in (torch.int64, torch.float64):
+            assert len({fingerprint(torch.tensor(order).to(dtype)) for order in orders}) == len(orders)
+    rows = torch.randint(0, 1000, (4, 512), generator=torch.Generator().manual_seed(0))
+    assert len({fingerprint(rows[list(order)]) for order in permutations(range(4))}) == 24
+    square = torch.eye(4096, dtype=torch.int64)[:2, :2]
+    assert fingerprint(square) != fingerprint(square.flip(0))
 
 
 def test_zeros_of_other_lengths_differ():
