@@ -317,8 +317,11 @@ def _run_trunk(
     if not context.cuts:
         return output
     hidden, tokens = first_output(output), context.tokens.count
-    hidden = hidden if places.norm_on_chunks else context.chunks.mine(hidden)
-    if not places.after:
+    if not places.norm_on_chunks:
+        if not places.after:
+            return output
+        hidden = context.chunks.cut(hidden, name)  # what comes before computes the same on every rank
+    elif not places.after:
         return with_first_output(output, context.chunks.whole(hidden, tokens, name))
     slicing = Slicing(hidden.shape[-1], None, name, context.chunks, tokens)
     return with_first_output(output, sliced_tensor(hidden, slicing))

@@ -63,7 +63,9 @@ def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Col
             raise TraceError(f"{f'{name}.{trained[0]}'.lstrip('.')} trains, and is in no layer of its own")
         is_layer = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         if is_layer and any(inner in others for inner in module.modules()):
-            return
+            if isinstance(module, BaseTunerLayer):
+                return
+            is_layer = False  # a head in `modules_to_save`: its layers are visited one by one
         if not around and (trained or (is_layer and any(p.requires_grad for p in module.parameters()))):
             layers.append(module)
             twin = tracer.twin_of[module]

@@ -194,6 +194,10 @@ class _Proof:
             raise TraceError(problem)
         tracer, real_of = self._tracer, self._tracer.real_of
         after, ends = layers_after(tracer, whole, blocks, trunk)
+        on_chunks = {*after, *(ends if norm_on_chunks else ())}
+        replicated = replicated_layers(tracer, {real_of[block] for block in blocks}, on_chunks)
+        # A module that uses a parameter of its own computes on all tokens, and so do the layers in it.
+        on_whole = {layer for module in replicated for layer in module.modules()}
         return Places(
             [real_of[block] for block in blocks],
             {real_of[block]: _positional(block) for block in blocks},
@@ -201,8 +205,8 @@ class _Proof:
             real_of[trunk],
             norm_on_chunks,
             {real_of[block]: frozenset(self._cut.get(block, ())) for block in blocks},
-            after,
-            replicated_layers(tracer, {real_of[block] for block in blocks}, {*after, *ends}),
+            [layer for layer in after if layer not in on_whole],
+            replicated,
         )
 
     def _note(

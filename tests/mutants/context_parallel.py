@@ -10,6 +10,34 @@ AROUND = "tests/lora_parallel/cp/test_around_blocks.py::test_what_is_around_the_
 BREAKAGES = [
     Mutant(
         "pass",
+        "Under cp a norm inside of a head in modules_to_save trains on cp times its gradient.",
+        AROUND,
+        """            is_layer = False  # a head""",
+        """            return  # a head""",
+    ),
+    Mutant(
+        "pass",
+        "Under cp the layers of a saved head that has a parameter of its own train on a part of their gradient.",
+        AROUND,
+        """[layer for layer in after if layer not in on_whole]""",
+        """after""",
+    ),
+    Mutant(
+        "backward",
+        "Under cp blocks lose the gradient of other ranks' tokens, which the trunk mixes behind them.",
+        AROUND,
+        """hidden = context.chunks.cut(hidden, name)""",
+        """hidden = context.chunks.mine(hidden)""",
+    ),
+    Mutant(
+        "pass",
+        "Under cp layers of a trunk that mixes tokens behind its blocks train on cp times their gradient.",
+        AROUND,
+        """*(ends if norm_on_chunks else ())""",
+        """*ends""",
+    ),
+    Mutant(
+        "pass",
         "Under cp with Ulysses queries attend to the keys of other heads, where cp does not divide the key heads.",
         f"{CP}::test_key_heads_that_are_repeated_stay_with_their_queries",
         """return query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)""",

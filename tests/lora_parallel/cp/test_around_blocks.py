@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     BertConfig,
+    BertForMaskedLM,
     BertLMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -90,6 +91,65 @@ class ByKeyword(OnTop):
 
     def forward(self, input_ids: Tensor | None = None) -> Any:
         return self.head(input=self.model(input_ids=input_ids).last_hidden_state)
+
+
+class Scaled(nn.Module):
+    """Compute with layers and with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm, self.scale = nn.Linear(16, 16), nn.LayerNorm(16), nn.Parameter(torch.ones(16))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.dense(hidden).tanh()) * self.scale
+
+
+class WithScale(OnTop):
+    """Call a head before the blocks and after them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scaled = Scaled()
+
+    def forward(self, input_ids: Tensor | None = None) -> Any:
+        embeds = self.scaled(self.model.embed_tokens(input_ids))
+        return self.head(self.scaled(self.model(inputs_embeds=embeds).last_hidden_state))
+
+
+class Layered(OnTop):
+    """Call a head of several layers, of which PEFT saves all."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layered = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 16))
+
+    def of_tokens(self, hidden: Tensor) -> Tensor:
+        return self.layered(hidden)
+
+
+class MixedTrunk(LlamaModel):
+    """Mix tokens behind the blocks, by layers of the trunk."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.mix, self.scaled = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **kwargs)
+        hidden = output.last_hidden_state
+        output.last_hidden_state = self.scaled(self.mix(hidden + hidden.mean(1, keepdim=True)))
+        return output
+
+
+class OnMixed(OnTop):
+    """Call a head on what a trunk has mixed."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = MixedTrunk(config)
+
+    def of_tokens(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 class Inside(nn.Module):
@@ -195,6 +255,19 @@ def decoder() -> nn.Module:
     return BertLMHeadModel(BertConfig(**sizes, is_decoder=True, add_cross_attention=True))
 
 
+def masked() -> nn.Module:
+    sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 131}
+    return BertForMaskedLM(BertConfig(**sizes))
+
+
+def labelled(model: Any) -> Tensor:
+    return model(input_ids=ids(tokens=TOKENS), labels=ids(tokens=TOKENS)).loss
+
+
+def by_trunk(model: Any) -> Tensor:
+    return model(input_ids=ids(tokens=TOKENS)).last_hidden_state.square().mul(torch.arange(16)).mean()
+
+
 def reentrant() -> nn.Module:
     model = llama()()
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -208,10 +281,12 @@ class Case:
     loss: Callable[[Any], Tensor] = squares
     targets: list[str] = field(default_factory=lambda: ["q_proj", "v_proj", "down_proj"])
     config: dict[str, Any] = field(default_factory=dict)
+    saved: list[str] | None = None  # modules_to_save
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        model: Any = get_peft_model(self.make().double(), LoraConfig(r=3, target_modules=self.targets)).double()
+        lora = LoraConfig(r=3, target_modules=self.targets, modules_to_save=self.saved)
+        model: Any = get_peft_model(self.make().double(), lora).double()
         fill(model)
         return model.train()
 
@@ -236,6 +311,12 @@ CASES = {
     "cross-attention": Case(decoder, with_encoder, ["query", "value", "dense"]),
     "generate in a forward": Case(llama(Inside)),
     "two lengths": Case(llama(TwoLengths)),
+    "a saved head of several layers": Case(llama(Layered), targets=["q_proj"], saved=["layered", "head"]),
+    "a norm of a saved head, labels": Case(masked, labelled, ["query"], saved=["transform"]),
+    "a bias of a saved head that its decoder has too": Case(masked, labelled, ["query"], saved=["cls"]),
+    "a saved head with a parameter of its own": Case(llama(WithScale), targets=["q_proj", "head"], saved=["scaled"]),
+    "tokens mixed in the trunk": Case(llama(OnMixed), targets=["q_proj", "mix"], saved=["scaled", "head"]),
+    "tokens mixed in the trunk, no head": Case(llama(MixedTrunk), by_trunk, ["q_proj"], saved=["mix", "scaled"]),
 }
 REFUSED = {
     "heads by their index": (Case(llama(attention="by_index_of_head")), "share of its heads is not what it is"),
