@@ -95,6 +95,7 @@ _meetings: WeakKeyDictionary[Any, dict[tuple[int, ...], _Meetings]] = WeakKeyDic
 _limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 _inside: ContextVar[bool] = ContextVar("inside a collective call", default=False)
+alone: ContextVar[bool] = ContextVar("in code that no other rank runs", default=False)
 
 
 def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
@@ -130,6 +131,11 @@ def collective_call(what: str) -> Iterator[None]:
         RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
         TimeoutError: Some ranks have not come in time.
     """
+    if alone.get():
+        raise RuntimeError(
+            f"{what} was called in a save that rank 0 runs alone (a trainer's _save, a model's save_pretrained), and every "
+            "rank must call it: call it before. A trainer's _save is given what trains as its state_dict."
+        )
     if _inside.get():
         yield
         return

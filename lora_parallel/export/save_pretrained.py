@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial, wraps
 from inspect import signature
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -22,11 +25,13 @@ from transformers import PreTrainedModel
 from lora_parallel.adapters.adapter_folder import gather_adapter
 from lora_parallel.adapters.inspection import adapted_model, check_finite, loose_parameters, peft_configs
 from lora_parallel.distributed.dtensors import gather_on_rank_zero, reshard
-from lora_parallel.distributed.meetings import collective_call
-from lora_parallel.distributed.rank_checks import agreed, is_rank_zero
+from lora_parallel.distributed.meetings import alone, collective_call
+from lora_parallel.distributed.rank_checks import agreed, gather_objects, is_rank_zero
 from lora_parallel.export.export_merged import write_merged
 from lora_parallel.layers.layer_parameters import innermost
-from lora_parallel.state import Setup
+from lora_parallel.layers.linear_classes import QuantisedLayer
+from lora_parallel.layers.styles import partition_of
+from lora_parallel.state import Setup, mesh_of
 from lora_parallel.storage import Scratch, local_path
 
 _log = logging.getLogger(__name__)
@@ -39,35 +44,73 @@ _SUPPORTED = frozenset(
 )
 
 
-def allow_save_pretrained(setup: Setup) -> None:
-    """Replace `save_pretrained` of a parallelized model, and of the base in a `PeftModel`, by one for sharded models.
+_ROOT = "_lora_parallel_root"  # attribute of models whose `save_pretrained` writes the parallelized model, its value
 
-    If the model has adapters, the new method writes their folders, as `save_adapter` does; if it has none, it writes
-    the model, as `export_merged` does, into a folder that may hold other files.
+
+class TrainedState(dict[str, Tensor]):
+    """Hold what trains, gathered for a trainer's own save: `save_pretrained` does not need it, and gathers by itself."""
+
+
+def allow_save_pretrained(setup: Setup) -> None:
+    """Make `save_pretrained` of a parallelized model, and of the base in a `PeftModel`, work on a sharded model.
+
+    If the model has adapters, PEFT's and transformers' methods write their folders, as `save_adapter` does; if it has
+    none, they write the model, as `export_merged` does, into a folder that may hold other files. A method of another
+    class runs on rank 0, as it would in one process.
     """
     model = setup.model
+    _replace_methods()
     for holder in {model, adapted_model(model) or model, innermost(model)}:
-        if hasattr(holder, "save_pretrained"):
-            own: Any = holder.save_pretrained
-            holder.__dict__["save_pretrained"] = partial(_save_pretrained, model, own)
+        holder.__dict__[_ROOT] = model
+        own = getattr(holder, "save_pretrained", None)
+        if own and getattr(own, "__func__", own) not in (PreTrainedModel.save_pretrained, PeftModel.save_pretrained):
+            holder.__dict__["save_pretrained"] = partial(_save_by_class, model, own)
 
 
-def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Write the adapters' folders in PEFT's format, or a model without adapters. Collective: call it on every rank.
+@cache  # on the classes: a method of a subclass calls its class's, and not one that is an attribute of the model
+def _replace_methods() -> None:
+    for kind in (PreTrainedModel, PeftModel):
+        kind.save_pretrained = _for_sharded(kind.save_pretrained)  # type: ignore[attr-defined]
 
-    If a `state_dict` is given, whose tensors were gathered already, PEFT's or transformers' own method is called
-    instead, on the calling process alone. `is_main_process` and `save_function` are ignored: rank 0 writes, with the
-    engine's own functions.
-    """
-    names = list(signature(own).parameters)
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    if arguments.get("state_dict") is not None:
+
+def _save_by_class(model: nn.Module, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if alone.get() or kwargs.get("state_dict") is not None:
         own(*args, **kwargs)
         return
     with collective_call("save_pretrained"):
+        save_on_rank_zero(model, partial(own, *args, **kwargs))
+
+
+def _for_sharded(own: Callable[..., None]) -> Callable[..., None]:
+    """Return PEFT's or transformers' `save_pretrained` for models that may be sharded.
+
+    It writes the adapters' folders in PEFT's format, or a model without adapters. It is collective: call it on every
+    rank. If a `state_dict` is given, whose tensors were gathered already, the method `own` is called instead, on the
+    calling process alone. `is_main_process` and `save_function` are ignored: rank 0 writes, with the engine's own
+    functions.
+    """
+    names = list(signature(own).parameters)[1:]
+
+    @wraps(own)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = {**dict(zip(names, args, strict=False)), **kwargs}.get("state_dict")
+        if (model := vars(self).get(_ROOT)) is None or not isinstance(state, TrainedState | None):
+            own(self, *args, **kwargs)
+            return
+        name = next(name for name, module in model.named_modules() if module is self)
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("state_dict", "save_function")}
+        on_every_rank(_save_pretrained, model, name, save_pretrained, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _save_pretrained(model: nn.Module, name: str, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    names = list(signature(own).parameters)[1:]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    with collective_call("save_pretrained"):
         configs = peft_configs(model)
         with agreed() as alike:
-            signature(own).bind(*args, **kwargs)
+            signature(own).bind(model, *args, **kwargs)
             directory = arguments.pop(names[0])
             methods = (PreTrainedModel.save_pretrained, PeftModel.save_pretrained)
             parameters = [each for method in methods for each in signature(method).parameters.values()]
@@ -84,7 +127,81 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], *args: Any, **k
             unknown = [name for name in chosen if name not in configs]
             if unknown:
                 raise ValueError(f"no adapter {unknown[0]!r} in the model; it has: {', '.join(configs) or 'none'}.")
-        write_pretrained(model, directory, chosen, arguments["save_embedding_layers"], arguments["max_shard_size"])
+        settings = arguments["save_embedding_layers"], arguments["max_shard_size"]
+        write_pretrained(model, directory, chosen, *settings, inside=name)
+
+
+def save_on_rank_zero(model: nn.Module, save: Callable[[], object]) -> None:
+    """Call `save` on rank 0, and with it what it calls of `model` (`_sent_to_others`) on the other ranks. Collective."""
+    with agreed():
+        if is_rank_zero():
+            with _sent_to_others(model):
+                save()
+            return
+        while message := gather_objects(b"")[0]:  # from rank 0's memory: no file has held this pickle
+            device = mesh_of(model).device_type  # type: ignore[union-attr]
+            function, args, kwargs = torch.load(BytesIO(message), map_location=device, weights_only=False)
+            with suppress(Exception):  # rank 0 has the error too, and what it runs may go on
+                function(model, *args, **kwargs)
+
+
+@contextmanager
+def _sent_to_others(model: nn.Module) -> Iterator[None]:
+    """Send the other ranks, in the block, this rank's forwards of the model and state dicts of modules."""
+
+    def send_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        on_every_rank(_follow, model, model.training, torch.is_grad_enabled(), *args, **kwargs)
+
+    def send_state_dict(name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return on_every_rank(_full_state_dict, model, name, *args, **kwargs) if alone.get() else own(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.callback(gather_objects, b"")  # nothing follows
+        stack.callback(alone.reset, alone.set(dist.is_initialized() and dist.get_world_size() > 1))
+        stack.callback(model.register_forward_pre_hook(send_forward, with_kwargs=True, prepend=True).remove)
+        for name, module in model.named_modules():
+            stack.callback(module.__dict__.pop, "state_dict")
+            module.__dict__["state_dict"] = partial(send_state_dict, name, module.state_dict)
+        yield
+
+
+def on_every_rank(function: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Make a collective call; in a `save_on_rank_zero`, send it to the other ranks before."""
+    if not alone.get():
+        return function(model, *args, **kwargs)
+    message = BytesIO()
+    torch.save((function, args, kwargs), message)
+    gather_objects(message.getvalue())
+    alone.set(False)
+    try:
+        return function(model, *args, **kwargs)
+    finally:
+        alone.set(True)
+
+
+def _follow(model: nn.Module, training: bool, grad: bool, *args: Any, **kwargs: Any) -> None:
+    if not is_rank_zero():
+        with torch.set_grad_enabled(grad):
+            model.train(training)(*args, **kwargs)
+
+
+@torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
+def _full_state_dict(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the state dict of the module `name`, with full tensors on rank 0. Collective."""
+    reshard(model)
+    module = model.get_submodule(name)
+    state = type(module).state_dict(module, *args, **kwargs)
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    what = f"the state dict of {name or 'the model'} ({sum(each.nbytes for each in tensors.values()) / 1e9:.2g} GB)"
+    for inner in module.modules():
+        if isinstance(inner, QuantisedLayer) or any(partition_of(inner, key) for key in inner._parameters):
+            raise ValueError(
+                f"{what} cannot be gathered: ranks store rows of {type(inner).__name__} in a form of their own. A trainer's "
+                "_save is given what trains as its state_dict; export_merged writes the whole model."
+            )
+    _log.warning("%s is gathered on rank 0, as a save asks for it.", what)
+    state.update(gather_on_rank_zero(tensors))
+    return state
 
 
 def write_pretrained(
@@ -93,6 +210,7 @@ def write_pretrained(
     adapters: Iterable[str] | None = None,
     save_embedding_layers: Literal["auto"] | bool = "auto",
     max_shard_size: int | str = "50GB",
+    inside: str = "",
 ) -> None:
     """Write a parallelized model's adapters, or a model without adapters, as `save_pretrained` does. Collective.
 
@@ -106,6 +224,7 @@ def write_pretrained(
         adapters: The names of the adapters to write; None: all.
         save_embedding_layers: As in PEFT.
         max_shard_size: As in transformers; it applies to a model without adapters.
+        inside: The name of a module: parameters that belong to no adapter are written if they are inside of it.
 
     Raises:
         OSError: The folder cannot be written.
@@ -113,7 +232,7 @@ def write_pretrained(
     """
     names = list(peft_configs(model)) if adapters is None else list(adapters)
     reshard(model)
-    loose = loose_parameters(model)
+    loose = {name: p for name, p in loose_parameters(model).items() if name.startswith(inside and f"{inside}.")}
     with agreed() as alike:
         folder = local_path(directory)
         alike.update(directory=str(folder), save_embedding_layers=save_embedding_layers)
