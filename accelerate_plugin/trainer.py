@@ -8,8 +8,6 @@ function under `@replaces` has none, and runs only where the Accelerator trains 
   follows the state-dict type: it gathers the base, or writes nothing at all.
 - TRL's trainers with a reference model wrap it by `trl.models.utils.prepare_fsdp`, which calls `fully_shard` by itself.
   Each module of TRL has imported that function by name, so it is replaced in the modules of the trainer's classes.
-- A trainer's class may override `_save`, and a model's class `save_pretrained`, for files that its library loads by
-  (those of sentence-transformers do). Both run on rank 0, as they are.
 - SIGTERM sets a flag in a process some seconds later, by a timer, and Trainer's callback looks at the flag at four
   places of a step. The flags of two processes may be set at different places, and a signal may reach one of them only.
   So all processes ask each other as a step ends, and nowhere else.
@@ -150,9 +148,8 @@ def create_accelerator(original: Original, self: Any) -> None:
         prepare = vars(module).get("prepare_fsdp")
         if callable(prepare) and prepare.__module__ == "trl.models.utils" and not hasattr(prepare, "__wrapped__"):
             module.prepare_fsdp = standing_in(prepare, _prepare_reference)
-        # It reads the whole model, which `load_state_dict` of a sharded one refuses.
-        load = vars(kind).get("_load_from_checkpoint")
-        if load is not None and kind.__module__.startswith("sentence_transformers.") and not hasattr(load, "__wrapped__"):
+        load = vars(kind).get("_load_from_checkpoint")  # that of sentence-transformers needs an unsharded model
+        if load is not None and module.__name__.startswith("sentence_transformers") and not hasattr(load, "__wrapped__"):
             kind._load_from_checkpoint = standing_in(load, load_from_checkpoint)
 
 
@@ -246,22 +243,22 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
             if self.args.should_save:
                 self._save(directory)
     else:
-        # Trainer's own `_save` needs no state dict. Of a model without adapters it would be the whole model.
-        overridden = type(self)._save is not Trainer._save and has_adapters(self.model)
-        given = {"state_dict": TrainedState(self.accelerator.get_state_dict(self.model))} if overridden else {}
+        given: dict[str, Any] = {}
+        if type(self)._save is not Trainer._save and has_adapters(self.model):  # else what trains may be all of it
+            given["state_dict"] = TrainedState(self.accelerator.get_state_dict(self.model))
         save_on_rank_zero(self.model, partial(self._save, directory, **given))
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
 def save(original: Original, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-    """Write a model, and beside it the tokenizer and the arguments; of what trains the engine writes the adapters."""
+    """Write a model and what belongs to it; of a user's module, which Trainer does not know, the adapters alone."""
     model, ours = self.model, isinstance(state_dict, TrainedState | None)
     if state_of(model) is None or isinstance(model, (PreTrainedModel, PeftModel)) or not ours:
         original(self, output_dir, state_dict)
         return
     on_every_rank(write_pretrained, model, output_dir if output_dir is not None else self.args.output_dir)
-    self.model = object.__new__(_SavedAlready)  # Trainer would write the state dict of a module of the user's itself
+    self.model = object.__new__(_SavedAlready)  # Trainer would write a state dict, with the base
     try:
         original(self, output_dir, state_dict)
     finally:

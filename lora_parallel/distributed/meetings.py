@@ -95,7 +95,7 @@ _meetings: WeakKeyDictionary[Any, dict[tuple[int, ...], _Meetings]] = WeakKeyDic
 _limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 _inside: ContextVar[bool] = ContextVar("inside a collective call", default=False)
-alone: ContextVar[bool] = ContextVar("in code that no other rank runs", default=False)
+alone: ContextVar[bool] = ContextVar("rank 0 runs code that no other rank runs", default=False)
 
 
 def _current(ranks: Iterable[int] | None = None) -> _Meetings | None:
@@ -131,10 +131,10 @@ def collective_call(what: str) -> Iterator[None]:
         RuntimeError: Other ranks make another call, or have stopped waiting; raised on every rank.
         TimeoutError: Some ranks have not come in time.
     """
-    if alone.get():
+    if alone.get() and _current() is not None:
         raise RuntimeError(
-            f"{what} was called in a save that rank 0 runs alone (a trainer's _save, a model's save_pretrained), and every "
-            "rank must call it: call it before. A trainer's _save is given what trains as its state_dict."
+            f"{what} was called in a save that rank 0 runs alone (_save of a trainer, save_pretrained of a model), and "
+            "every rank must call it: call it before. _save is given what trains, as its state_dict."
         )
     if _inside.get():
         yield

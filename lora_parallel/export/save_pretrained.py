@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -44,11 +43,11 @@ _SUPPORTED = frozenset(
 )
 
 
-_ROOT = "_lora_parallel_root"  # attribute of models whose `save_pretrained` writes the parallelized model, its value
+_ROOT = "_lora_parallel_root"  # attribute that holds the parallelized model, of it and of the base in a `PeftModel`
 
 
 class TrainedState(dict[str, Tensor]):
-    """Hold what trains, gathered for a trainer's own save: `save_pretrained` does not need it, and gathers by itself."""
+    """Hold what trains, in full, for a trainer's `_save`; `save_pretrained` gathers by itself what it writes of it."""
 
 
 def allow_save_pretrained(setup: Setup) -> None:
@@ -74,6 +73,7 @@ def _replace_methods() -> None:
 
 
 def _save_by_class(model: nn.Module, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Call a class's own `save_pretrained` on rank 0, or with a `state_dict` on the calling process alone."""
     if alone.get() or kwargs.get("state_dict") is not None:
         own(*args, **kwargs)
         return
@@ -132,22 +132,25 @@ def _save_pretrained(model: nn.Module, name: str, own: Callable[..., None], *arg
 
 
 def save_on_rank_zero(model: nn.Module, save: Callable[[], object]) -> None:
-    """Call `save` on rank 0, and with it what it calls of `model` (`_sent_to_others`) on the other ranks. Collective."""
+    """Call `save` on rank 0; the other ranks follow its collective calls of the parallelized `model`. Collective.
+
+    It may call `save_pretrained`, the model's forward, and `state_dict` of each module, which returns full tensors.
+    """
     with agreed():
         if is_rank_zero():
             with _sent_to_others(model):
                 save()
             return
-        while message := gather_objects(b"")[0]:  # from rank 0's memory: no file has held this pickle
+        while message := gather_objects(b"")[0]:  # a pickle that rank 0 has made now, and that was in no file
             device = mesh_of(model).device_type  # type: ignore[union-attr]
             function, args, kwargs = torch.load(BytesIO(message), map_location=device, weights_only=False)
-            with suppress(Exception):  # rank 0 has the error too, and what it runs may go on
+            with suppress(Exception):  # rank 0 has it too, and `save` may catch it
                 function(model, *args, **kwargs)
 
 
 @contextmanager
 def _sent_to_others(model: nn.Module) -> Iterator[None]:
-    """Send the other ranks, in the block, this rank's forwards of the model and state dicts of modules."""
+    """Send the forwards and state dicts that rank 0 asks for to the other ranks, and at the end that no more come."""
 
     def send_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_every_rank(_follow, model, model.training, torch.is_grad_enabled(), *args, **kwargs)
@@ -156,8 +159,8 @@ def _sent_to_others(model: nn.Module) -> Iterator[None]:
         return on_every_rank(_full_state_dict, model, name, *args, **kwargs) if alone.get() else own(*args, **kwargs)
 
     with ExitStack() as stack:
-        stack.callback(gather_objects, b"")  # nothing follows
-        stack.callback(alone.reset, alone.set(dist.is_initialized() and dist.get_world_size() > 1))
+        stack.callback(gather_objects, b"")
+        stack.callback(alone.reset, alone.set(True))
         stack.callback(model.register_forward_pre_hook(send_forward, with_kwargs=True, prepend=True).remove)
         for name, module in model.named_modules():
             stack.callback(module.__dict__.pop, "state_dict")
@@ -166,7 +169,7 @@ def _sent_to_others(model: nn.Module) -> Iterator[None]:
 
 
 def on_every_rank(function: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Make a collective call; in a `save_on_rank_zero`, send it to the other ranks before."""
+    """Make a collective call; in `save_on_rank_zero` send it to the other ranks, which make it too."""
     if not alone.get():
         return function(model, *args, **kwargs)
     message = BytesIO()
@@ -180,6 +183,7 @@ def on_every_rank(function: Callable[..., Any], model: nn.Module, *args: Any, **
 
 
 def _follow(model: nn.Module, training: bool, grad: bool, *args: Any, **kwargs: Any) -> None:
+    """Run the forward that rank 0 is about to run."""
     if not is_rank_zero():
         with torch.set_grad_enabled(grad):
             model.train(training)(*args, **kwargs)
@@ -193,13 +197,15 @@ def _full_state_dict(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> 
     state = type(module).state_dict(module, *args, **kwargs)
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     what = f"the state dict of {name or 'the model'} ({sum(each.nbytes for each in tensors.values()) / 1e9:.2g} GB)"
-    for inner in module.modules():
-        if isinstance(inner, QuantisedLayer) or any(partition_of(inner, key) for key in inner._parameters):
-            raise ValueError(
-                f"{what} cannot be gathered: ranks store rows of {type(inner).__name__} in a form of their own. A trainer's "
-                "_save is given what trains as its state_dict; export_merged writes the whole model."
-            )
-    _log.warning("%s is gathered on rank 0, as a save asks for it.", what)
+    with agreed():
+        for path, inner in module.named_modules():
+            if isinstance(inner, QuantisedLayer) or any(partition_of(inner, key) for key in inner._parameters):
+                raise ValueError(
+                    f"{what} cannot be gathered: each rank stores its rows of {path} in its own order or form. Use the "
+                    "state_dict that a trainer's _save is given, which is what trains, or export_merged for the model."
+                )
+    if is_rank_zero():
+        _log.warning("%s is gathered on rank 0, because a save calls state_dict().", what)
     state.update(gather_on_rank_zero(tensors))
     return state
 

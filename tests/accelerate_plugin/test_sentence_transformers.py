@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from peft import LoraConfig
-from safetensors.torch import load_file
 from torch import nn
 from transformers import set_seed
 
@@ -20,15 +19,24 @@ pytest.importorskip("datasets")
 pytest.importorskip("sentence_transformers")
 
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    CrossEncoder,
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from accelerate_plugin import trainer
 from tests.accelerate_plugin.harness import environment, launched
+from tests.accelerate_plugin.test_own_saves import compare
 from tests.cases import cases
 from tests.minilm import FOOD, PATH, SKY, SPORT
 from tests.oracle import dp_of, full, ranks_of, relative_error, trained
 
+TEXTS = ["a line", "soup and bread for the evening"]
 BATCH, BATCHES, STEPS = 4, 2, 3  # rows of a batch, batches of a step, steps
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # each rank would draw its own
 
@@ -50,37 +58,42 @@ LOSSES: dict[str, tuple[Any, bool]] = {
 }
 
 
+def make(output: Path, mesh: str, name: str) -> SentenceTransformerTrainer:
+    """A script's trainer, of a model whose pooling its folder has to say: it is not the default."""
+    set_seed(3)
+    transformer = Transformer(str(PATH), config_kwargs=NO_DROPOUT)
+    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="cls")
+    model = SentenceTransformer(modules=[transformer, pooling], device="cpu")
+    model.add_adapter(LoraConfig(r=4, target_modules=["query", "value", "dense"], task_type="FEATURE_EXTRACTION"))
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(parameter, 0, 0.02)
+    loss, scored = LOSSES[name]
+    arguments = SentenceTransformerTrainingArguments(
+        str(output / name),
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=BATCHES // dp_of(mesh) if mesh else BATCHES,
+        max_steps=STEPS,
+        save_steps=STEPS - 1,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return SentenceTransformerTrainer(model, arguments, train_dataset=pairs(scored), loss=loss(model))
+
+
 def trains(output: Path, mesh: str, names: list[str]) -> dict[str, Any]:
-    """Train a model with each loss; without a mesh by the trainer alone, in one process."""
+    """Train a model with each loss, and the last steps again; without a mesh by the trainer alone, in one process."""
     found = {}
     for name in names:
         with launched(**(environment(mesh) if mesh else {})):
-            set_seed(3)
-            model = SentenceTransformer(str(PATH), device="cpu", config_kwargs=NO_DROPOUT)
-            model.add_adapter(
-                LoraConfig(r=4, target_modules=["query", "value", "dense"], task_type="FEATURE_EXTRACTION")
-            )
-            for key, parameter in model.named_parameters():
-                if "lora_B" in key:
-                    nn.init.normal_(parameter, 0, 0.02)
-            loss, scored = LOSSES[name]
-            arguments = SentenceTransformerTrainingArguments(
-                str(output / name),
-                per_device_train_batch_size=BATCH,
-                gradient_accumulation_steps=BATCHES // dp_of(mesh) if mesh else BATCHES,
-                max_steps=STEPS,
-                learning_rate=2e-3,
-                lr_scheduler_type="constant",
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                use_cpu=True,
-            )
-            made = SentenceTransformerTrainer(model, arguments, train_dataset=pairs(scored), loss=loss(model))
+            made = make(output, mesh, name)
             made.train()
             made.save_model(str(output / name / "saved"))
-            encoded = model.encode(["a line"])  # in inference mode
+            encoded = made.model.encode(TEXTS)  # in inference mode
             history = [each for each in made.state.log_history if "loss" in each]
             found[name] = {
                 "loss": [each["loss"] for each in history],
@@ -88,6 +101,10 @@ def trains(output: Path, mesh: str, names: list[str]) -> dict[str, Any]:
                 "adapters": {key: full(p) for key, p in trained(made.model).items()},
                 "encoded": encoded,
             }
+            if mesh:
+                again = make(output, mesh, name)
+                again.train(resume_from_checkpoint=str(output / name / f"checkpoint-{STEPS - 1}"))
+                found[name]["resumed"] = {key: full(p) for key, p in trained(again.model).items()}
     return found
 
 
@@ -115,9 +132,44 @@ def test_its_trainer_trains_as_in_one_process(pool, tmp_path, mesh, names):
             assert got["loss"] == pytest.approx(want["loss"], abs=1e-5), name
             assert got["norm"] == pytest.approx(want["norm"], rel=1e-4), name
             assert relative_error(got["adapters"], want["adapters"]) < 1e-3, name
+            assert relative_error(got["resumed"], want["adapters"]) < 1e-3, name
             assert np.abs(got["encoded"] - want["encoded"]).max() < 1e-3, name
     for name in names:
-        saved, want = (
-            load_file(tmp_path / run / name / "saved" / "adapter_model.safetensors") for run in ("mesh", "one")
+        for part in ("saved", f"checkpoint-{STEPS - 1}"):
+            compare(tmp_path / "mesh" / name / part, tmp_path / "one" / name / part)
+        loaded = SentenceTransformer(str(tmp_path / "mesh" / name / "saved"), device="cpu").encode(TEXTS)
+        assert np.abs(loaded - wanted[name]["encoded"]).max() < 1e-3
+
+
+def scores(output: Path, mesh: str) -> Any:
+    """Train a model that scores pairs, whose head is in the adapter, and save it."""
+    with launched(**(environment(mesh) if mesh else {})):
+        set_seed(3)
+        model = CrossEncoder(str(PATH), num_labels=1, device="cpu", config_kwargs=NO_DROPOUT)
+        lora = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}
+        model.add_adapter(LoraConfig(r=4, init_lora_weights=False, **lora))
+        arguments = CrossEncoderTrainingArguments(
+            str(output),
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=2 // dp_of(mesh) if mesh else 2,
+            max_steps=2,
+            save_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
         )
-        assert relative_error(saved, want) < 1e-3
+        made = CrossEncoderTrainer(model, arguments, train_dataset=pairs(scored=True))
+        made.train()
+        made.save_model(str(output / "saved"))
+        return made.model.predict([("a line", TEXTS[1])])
+
+
+@pytest.mark.parametrize("mesh", cases(matrix=["1x2", "2x1"]))
+def test_a_cross_encoder_is_saved_as_in_one_process(pool, tmp_path, mesh):
+    want = scores(tmp_path / "one", "")
+    for got in pool.run(ranks_of(mesh), scores, tmp_path / "mesh", mesh):
+        assert np.abs(got - want).max() < 1e-4
+    for part in ("saved", "checkpoint-1"):
+        compare(tmp_path / "mesh" / part, tmp_path / "one" / part)
+    loaded = CrossEncoder(str(tmp_path / "mesh" / "saved"), device="cpu").predict([("a line", TEXTS[1])])
+    assert np.abs(loaded - want).max() < 1e-4

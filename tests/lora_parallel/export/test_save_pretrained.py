@@ -13,7 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lora_parallel import parallelize, save_adapter
-from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh
+from lora_parallel.export.save_pretrained import save_on_rank_zero
+from tests.cases import cases
+from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
 from tests.oracle.workers import Failure, attempt
 
 WEIGHTS = "adapter_model.safetensors"
@@ -124,3 +126,50 @@ def test_what_users_call(pool, tmp_path, mesh):
     assert not (tmp_path / "ours" / "whole" / "model.safetensors").exists(), "it would be read in place of the shards"
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "whole").eval()
     assert torch.equal(whole(input_ids=ids).logits, causal_lm(dtype=torch.float32).eval()(input_ids=ids).logits)
+
+
+def saves_alone(mesh_text: str) -> dict[str, Any]:
+    """Run a save on rank 0 that asks the model for what all ranks have parts of; three that fail, and one after them."""
+    mesh, config = on_mesh(mesh_text)
+    model = parallelize(peft_model(), mesh, config)
+    packed = parallelize(get_peft_model(causal_lm("phi3"), lora_config(target_modules=["qkv_proj"])), mesh, config)
+    found: dict[str, Any] = {}
+
+    def save() -> None:
+        with torch.inference_mode():
+            found["logits"] = model.eval()(input_ids=torch.arange(12)[None]).logits.clone()
+            found["state"] = model.state_dict()
+            found["layer"] = model.base_model.model.lm_head.state_dict(prefix="head.")  # type: ignore[union-attr]
+        found["shapes"] = attempt(model, input_ids=torch.zeros(1, 2, 3, 4))  # caught by the save
+        found["training"] = model.train()(input_ids=torch.arange(12)[None]).logits.detach()
+        found["alone"] = attempt(save_adapter, model, "none")
+
+    save_on_rank_zero(model, save)
+    found["refused"] = attempt(save_on_rank_zero, packed, lambda: packed.state_dict())
+    found["failed"] = attempt(save_on_rank_zero, model, lambda: Path("none").rmdir())
+    found["forwards"] = model.train()(input_ids=torch.arange(12)[None]).logits.detach()
+    return found
+
+
+@pytest.mark.parametrize("mesh", cases("1x2", matrix=["2x1", "2x2"]))
+def test_what_a_save_on_rank_zero_calls_is_followed_by_the_others(pool, mesh):
+    model = peft_model()
+    want = model.eval()(input_ids=torch.arange(12)[None]).logits
+    first, *others = pool.run(ranks_of(mesh), saves_alone, mesh)
+    torch.testing.assert_close(first["logits"], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first["training"], want, rtol=1e-4, atol=1e-5)
+    state = model.state_dict()
+    assert first["state"].keys() == state.keys()
+    assert all(torch.equal(first["state"][name], value) for name, value in state.items())
+    assert torch.equal(first["layer"]["head.weight"], state["base_model.model.lm_head.weight"])
+    assert isinstance(first["shapes"], Failure)
+    assert "save_adapter was called in a save that rank 0 runs alone" in first["alone"].message
+    for rank, found in enumerate([first, *others]):
+        torch.testing.assert_close(found["forwards"], want, rtol=1e-4, atol=1e-5)
+        start = "" if rank == 0 else "on rank 0: "
+        if mesh.endswith("x2"):  # else a weight of three is stored as it is
+            assert found["refused"].kind == "ValueError"
+            assert found["refused"].message.startswith(f"{start}the state dict of the model (")
+            assert "qkv_proj" in found["refused"].message
+        assert found["failed"].kind == "FileNotFoundError"
+        assert rank == 0 or set(found) == {"refused", "failed", "forwards"}
