@@ -111,6 +111,7 @@ def test_what_trains_is_saved_resumed_and_the_best_taken(pool, base, tmp_path, k
     if kind == "around":  # what PEFT's files do not hold
         beside = load_file(final / "trained_parameters.safetensors")
         assert relative_error(beside, {"bias": want["trained"].pop("bias")}) < 1e-3
+        assert not (final / "model.safetensors").exists()  # which would hold the base
     names = {name.removeprefix("peft_model."): value for name, value in want["trained"].items()}
     got = {name: p.detach() for name, p in loaded.named_parameters() if name in names}
     assert relative_error(got, names) < 1e-3

@@ -5,6 +5,8 @@ from tests.mutants import Mutant
 MERGED = "tests/lora_parallel/export/test_merged.py"
 SAME = f"{MERGED}::test_the_folder_is_that_of_one_process"
 REFUSED = f"{MERGED}::test_what_cannot_be_exported_is_refused"
+FOLLOWED = "tests/lora_parallel/export/test_save_pretrained.py::test_what_a_save_on_rank_zero_calls_is_followed_by_the_others"
+OWN = "tests/accelerate_plugin/test_own_saves.py::test_each_leaves_the_files_of_one_process"
 
 PIECES = f"{MERGED}::test_files_are_split_and_read_in_pieces"
 
@@ -101,5 +103,54 @@ BREAKAGES = [
         SAME,
         """generation.save_pretrained(folder)  # type: ignore[union-attr]""",
         """pass""",
+    ),
+    Mutant(
+        "replaced",
+        "A save that the model's class overrides, and that calls that of its class, gathers the base.",
+        OWN,
+        """        kind.save_pretrained = _for_sharded(kind.save_pretrained)  # type: ignore[attr-defined]""",
+        """        pass""",
+    ),
+    Mutant(
+        "replaced",
+        "save_pretrained of sentence-transformers' models, in the user's own code, writes shards of their modules.",
+        OWN,
+        """            holder.__dict__["save_pretrained"] = partial(_save_by_class, model, own)""",
+        """            pass""",
+    ),
+    Mutant(
+        "collective",
+        "The other ranks run the forward of a model card in training mode, with dropout.",
+        FOLLOWED,
+        """model.train(training)(*args, **kwargs)""",
+        """model.train()(*args, **kwargs)""",
+    ),
+    Mutant(
+        "collective",
+        "A trainer's own save writes one rank's shards of a state dict.",
+        FOLLOWED,
+        """    state.update(gather_on_rank_zero(tensors))""",
+        """    gather_on_rank_zero(tensors)""",
+    ),
+    Mutant(
+        "guard",
+        "A trainer's own save writes fused weights with their rows in the order of the ranks.",
+        FOLLOWED,
+        """any(partition_of(inner, key) for key in inner._parameters)""",
+        """False""",
+    ),
+    Mutant(
+        "guard",
+        "A trainer's own save calls what every rank must call, and the messages of ranks are taken for one another's.",
+        FOLLOWED,
+        """    if alone.get() and _current() is not None:""",
+        """    if False:""",
+    ),
+    Mutant(
+        "checkpoint",
+        "A module of sentence-transformers that trains beside an adapter is written twice.",
+        OWN,
+        """if name.startswith(inside and f"{inside}.")}""",
+        """}""",
     ),
 ]

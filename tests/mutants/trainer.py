@@ -5,7 +5,31 @@ from tests.mutants import Mutant
 FILES = "tests/test_formats.py::test_training_goes_on_from_the_files[trainer on 1x2-0.2.0]"
 GOES_ON = "tests/accelerate_plugin/test_trainer.py::test_states_of_callbacks_and_random_numbers_go_on"
 
+OWN = "tests/accelerate_plugin/test_own_saves.py::test_each_leaves_the_files_of_one_process"
+SENTENCES = "tests/accelerate_plugin/test_sentence_transformers.py::test_its_trainer_trains_as_in_one_process"
+
 BREAKAGES = [
+    Mutant(
+        "replaced",
+        "A save that a trainer's class overrides asks for the state dict of the whole model, and the base is gathered.",
+        OWN,
+        """            given["state_dict"] = TrainedState(self.accelerator.get_state_dict(self.model))""",
+        """            pass""",
+    ),
+    Mutant(
+        "replaced",
+        "Trainer writes the state dict of a module of the user's beside the adapters, for which the base is gathered.",
+        "tests/accelerate_plugin/test_whole_model.py::test_what_trains_is_saved_resumed_and_the_best_taken[2x1-around]",
+        """    self.model = object.__new__(_SavedAlready)""",
+        """    pass""",
+    ),
+    Mutant(
+        "replaced",
+        "A trainer of sentence-transformers cannot resume.",
+        SENTENCES,
+        """            kind._load_from_checkpoint = standing_in(load, load_from_checkpoint)""",
+        """            pass""",
+    ),
     Mutant(
         "checkpoint",
         "A resumed Trainer begins with fresh adapters.",
