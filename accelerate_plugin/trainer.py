@@ -149,7 +149,11 @@ def create_accelerator(original: Original, self: Any) -> None:
         if callable(prepare) and prepare.__module__ == "trl.models.utils" and not hasattr(prepare, "__wrapped__"):
             module.prepare_fsdp = standing_in(prepare, _prepare_reference)
         load = vars(kind).get("_load_from_checkpoint")  # that of sentence-transformers needs an unsharded model
-        if load is not None and module.__name__.startswith("sentence_transformers") and not hasattr(load, "__wrapped__"):
+        if (
+            load is not None
+            and module.__name__.startswith("sentence_transformers")
+            and not hasattr(load, "__wrapped__")
+        ):
             kind._load_from_checkpoint = standing_in(load, load_from_checkpoint)
 
 

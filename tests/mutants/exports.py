@@ -5,7 +5,9 @@ from tests.mutants import Mutant
 MERGED = "tests/lora_parallel/export/test_merged.py"
 SAME = f"{MERGED}::test_the_folder_is_that_of_one_process"
 REFUSED = f"{MERGED}::test_what_cannot_be_exported_is_refused"
-FOLLOWED = "tests/lora_parallel/export/test_save_pretrained.py::test_what_a_save_on_rank_zero_calls_is_followed_by_the_others"
+FOLLOWED = (
+    "tests/lora_parallel/export/test_save_pretrained.py::test_what_a_save_on_rank_zero_calls_is_followed_by_the_others"
+)
 OWN = "tests/accelerate_plugin/test_own_saves.py::test_each_leaves_the_files_of_one_process"
 
 PIECES = f"{MERGED}::test_files_are_split_and_read_in_pieces"
