@@ -69,7 +69,7 @@ def allow_save_pretrained(setup: Setup) -> None:
 @cache  # on the classes: a method of a subclass calls its class's, and not one that is an attribute of the model
 def _replace_methods() -> None:
     for kind in (PreTrainedModel, PeftModel):
-        kind.save_pretrained = _for_sharded(kind.save_pretrained)  # type: ignore[attr-defined]
+        kind.save_pretrained = _for_sharded(kind.save_pretrained)  # type: ignore[method-assign]
 
 
 def _save_by_class(model: nn.Module, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:

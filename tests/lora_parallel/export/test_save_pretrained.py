@@ -129,7 +129,7 @@ def test_what_users_call(pool, tmp_path, mesh):
 
 
 def saves_alone(mesh_text: str) -> dict[str, Any]:
-    """Run a save on rank 0 that asks the model for what all ranks have parts of; three that fail, and one after them."""
+    """Run a save on rank 0 that asks the model for what all ranks have parts of; three fail, one is after them."""
     mesh, config = on_mesh(mesh_text)
     model = parallelize(peft_model(), mesh, config)
     packed = parallelize(get_peft_model(causal_lm("phi3"), lora_config(target_modules=["qkv_proj"])), mesh, config)
