@@ -110,7 +110,7 @@ BREAKAGES = [
         "replaced",
         "A save that the model's class overrides, and that calls that of its class, gathers the base.",
         OWN,
-        """        kind.save_pretrained = _for_sharded(kind.save_pretrained)  # type: ignore[attr-defined]""",
+        """        kind.save_pretrained = _for_sharded(kind.save_pretrained)  # type: ignore[method-assign]""",
         """        pass""",
     ),
     Mutant(
