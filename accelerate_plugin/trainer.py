@@ -154,7 +154,7 @@ def create_accelerator(original: Original, self: Any) -> None:
             and module.__name__.startswith("sentence_transformers")
             and not hasattr(load, "__wrapped__")
         ):
-            setattr(kind, load.__name__, standing_in(load, load_from_checkpoint))
+            kind._load_from_checkpoint = standing_in(load, load_from_checkpoint)  # type: ignore[attr-defined]
 
 
 def _adopt_output_dir(arguments: TrainingArguments) -> None:
