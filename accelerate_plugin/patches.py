@@ -134,7 +134,6 @@ PATCHES = (
     Patch(_TRAINER, "store_flos", trainer.store_flos, "it sums over all processes, in float32"),
     Patch(_TRAINER, "log", trainer.log, "a callback cannot add to an entry before those of report_to have sent it"),
     Patch(_TRAINER, "save_model", trainer.save_model, "by state-dict type it writes nothing, or gathers the base"),
-    Patch(_TRAINER, "_save", trainer.save, "it writes the state dict of a module that it does not know, with the base"),
     Patch(_TRAINER, "_save_checkpoint", trainer.save_checkpoint, "it writes in place, and half of one is resumed"),
     Patch(_TRAINER, "_save_optimizer_and_scheduler", trainer.save_optimizer_and_scheduler, "it writes the base too"),
     Patch(_TRAINER, "_load_from_checkpoint", trainer.load_from_checkpoint, "load_fsdp_model looks for a base"),

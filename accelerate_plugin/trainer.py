@@ -49,7 +49,6 @@ from lora_parallel.integration import (
     Contents,
     MeshMeter,
     Scratch,
-    TrainedState,
     TrainState,
     adapter_parameters,
     agreed,
@@ -61,7 +60,6 @@ from lora_parallel.integration import (
     load_optimizers,
     local_path,
     of_another,
-    on_every_rank,
     over_stages,
     parallelized,
     read_checkpoint,
@@ -149,11 +147,7 @@ def create_accelerator(original: Original, self: Any) -> None:
         if callable(prepare) and prepare.__module__ == "trl.models.utils" and not hasattr(prepare, "__wrapped__"):
             module.prepare_fsdp = standing_in(prepare, _prepare_reference)
         load = vars(kind).get("_load_from_checkpoint")  # that of sentence-transformers needs an unsharded model
-        if (
-            load is not None
-            and module.__name__.startswith("sentence_transformers")
-            and not hasattr(load, "__wrapped__")
-        ):
+        if load and load.__module__.startswith("sentence_transformers") and not hasattr(load, "__wrapped__"):
             kind._load_from_checkpoint = standing_in(load, load_from_checkpoint)  # type: ignore[attr-defined]
 
 
@@ -246,25 +240,23 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
                 )
             if self.args.should_save:
                 self._save(directory)
+    elif (is_own := type(self)._save is not Trainer._save) or isinstance(self.model, (PreTrainedModel, PeftModel)):
+        given = self.accelerator.get_state_dict(self.model) if is_own and has_adapters(self.model) else None
+        save_on_rank_zero(self.model, partial(self._save, directory, state_dict=given), given)
     else:
-        given: dict[str, Any] = {}
-        if type(self)._save is not Trainer._save and has_adapters(self.model):  # else what trains may be all of it
-            given["state_dict"] = TrainedState(self.accelerator.get_state_dict(self.model))
-        save_on_rank_zero(self.model, partial(self._save, directory, **given))
+        write_pretrained(self.model, directory)
+        with agreed():
+            if self.args.should_save:
+                _save_beside(self, directory)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-def save(original: Original, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-    """Write a model and what belongs to it; of a user's module, which Trainer does not know, the adapters alone."""
-    model, ours = self.model, isinstance(state_dict, TrainedState | None)
-    if state_of(model) is None or isinstance(model, (PreTrainedModel, PeftModel)) or not ours:
-        original(self, output_dir, state_dict)
-        return
-    on_every_rank(write_pretrained, model, output_dir if output_dir is not None else self.args.output_dir)
-    self.model = object.__new__(_SavedAlready)  # Trainer would write a state dict, with the base
+def _save_beside(self: Any, directory: str) -> None:
+    """Write what Trainer's `_save` writes beside a module of the user's, whose state dict it would write itself."""
+    model, self.model = self.model, object.__new__(_SavedAlready)
     try:
-        original(self, output_dir, state_dict)
+        self._save(directory, state_dict={})
     finally:
         self.model = model
 

@@ -36,7 +36,7 @@ from lora_parallel.distributed.mesh import (
 )
 from lora_parallel.distributed.rank_checks import agreed, begin_gather, gather_numbers, gather_objects
 from lora_parallel.distributed.torch_private import fake_process_group, group_named
-from lora_parallel.export.save_pretrained import TrainedState, on_every_rank, save_on_rank_zero, write_pretrained
+from lora_parallel.export.save_pretrained import save_on_rank_zero, write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import adopt_rank_zero, defer_from_pretrained, tensors_of
@@ -63,7 +63,6 @@ __all__ = [
     "Scratch",
     "SetUpIsPossible",
     "TrainState",
-    "TrainedState",
     "adapter_parameters",
     "adopt_rank_zero",
     "agreed",
@@ -106,7 +105,6 @@ __all__ = [
     "mesh_sizes",
     "mesh_text",
     "of_another",
-    "on_every_rank",
     "open_checkpoint_folder",
     "over_stages",
     "parallelized",

@@ -133,8 +133,7 @@ def collective_call(what: str) -> Iterator[None]:
     """
     if alone.get() and _current() is not None:
         raise RuntimeError(
-            f"{what} was called in a save that rank 0 runs alone (_save of a trainer, save_pretrained of a model), and "
-            "every rank must call it: call it before. _save is given what trains, as its state_dict."
+            f"{what} was called in a save that rank 0 runs alone, and every rank must call it: call it before the save."
         )
     if _inside.get():
         yield

@@ -1,15 +1,17 @@
 """Make `save_pretrained`, called in the user's own code, work on a sharded model.
 
-The methods of PEFT and transformers need full tensors.
+The methods of PEFT and transformers need full tensors, and are replaced. A save that a class overrides runs on rank 0
+alone, and what it calls of the model runs on every rank: rank 0 sends the method, the name of the module and the
+arguments to the others, which wait for such messages. An empty message says that no more come.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial, wraps
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial, partialmethod
 from inspect import signature
 from io import BytesIO
 from pathlib import Path
@@ -43,74 +45,37 @@ _SUPPORTED = frozenset(
 )
 
 
-_ROOT = "_lora_parallel_root"  # attribute that holds the parallelized model, of it and of the base in a `PeftModel`
-
-
-class TrainedState(dict[str, Tensor]):
-    """Hold what trains, in full, for a trainer's `_save`; `save_pretrained` gathers by itself what it writes of it."""
-
-
 def allow_save_pretrained(setup: Setup) -> None:
-    """Make `save_pretrained` of a parallelized model, and of the base in a `PeftModel`, work on a sharded model.
+    """Replace `save_pretrained` of a parallelized model, and of the base in a `PeftModel`, by one for sharded models.
 
-    If the model has adapters, PEFT's and transformers' methods write their folders, as `save_adapter` does; if it has
-    none, they write the model, as `export_merged` does, into a folder that may hold other files. A method of another
-    class runs on rank 0, as it would in one process.
+    If the model has adapters, the new method writes their folders, as `save_adapter` does; if it has none, it writes
+    the model, as `export_merged` does, into a folder that may hold other files.
     """
     model = setup.model
-    _replace_methods()
     for holder in {model, adapted_model(model) or model, innermost(model)}:
-        holder.__dict__[_ROOT] = model
-        own = getattr(holder, "save_pretrained", None)
-        if own and getattr(own, "__func__", own) not in (PreTrainedModel.save_pretrained, PeftModel.save_pretrained):
-            holder.__dict__["save_pretrained"] = partial(_save_by_class, model, own)
+        if (own := getattr(type(holder), "save_pretrained", None)) is not None:
+            holder.__dict__["save_pretrained"] = partial(_save_pretrained, model, own, holder)
 
 
-@cache  # on the classes: a method of a subclass calls its class's, and not one that is an attribute of the model
-def _replace_methods() -> None:
-    for kind in (PreTrainedModel, PeftModel):
-        kind.save_pretrained = _for_sharded(kind.save_pretrained)  # type: ignore[method-assign]
+def _save_pretrained(model: nn.Module, own: Callable[..., None], holder: Any, *args: Any, **kwargs: Any) -> None:
+    """Write the adapters' folders in PEFT's format, or a model without adapters. Collective: call it on every rank.
 
-
-def _save_by_class(model: nn.Module, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Call a class's own `save_pretrained` on rank 0, or with a `state_dict` on the calling process alone."""
-    if alone.get() or kwargs.get("state_dict") is not None:
-        own(*args, **kwargs)
-        return
-    with collective_call("save_pretrained"):
-        save_on_rank_zero(model, partial(own, *args, **kwargs))
-
-
-def _for_sharded(own: Callable[..., None]) -> Callable[..., None]:
-    """Return PEFT's or transformers' `save_pretrained` for models that may be sharded.
-
-    It writes the adapters' folders in PEFT's format, or a model without adapters. It is collective: call it on every
-    rank. If a `state_dict` is given, whose tensors were gathered already, the method `own` is called instead, on the
-    calling process alone. `is_main_process` and `save_function` are ignored: rank 0 writes, with the engine's own
-    functions.
+    If a `state_dict` is given, whose tensors were gathered already, the class's own method is called instead, on the
+    calling process alone; one that is neither PEFT's nor transformers' is always called, on rank 0. `is_main_process`
+    and `save_function` are ignored: rank 0 writes, with the engine's own functions.
     """
     names = list(signature(own).parameters)[1:]
-
-    @wraps(own)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
-        state = {**dict(zip(names, args, strict=False)), **kwargs}.get("state_dict")
-        if (model := vars(self).get(_ROOT)) is None or not isinstance(state, TrainedState | None):
-            own(self, *args, **kwargs)
-            return
-        name = next(name for name, module in model.named_modules() if module is self)
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("state_dict", "save_function")}
-        on_every_rank(_save_pretrained, model, name, save_pretrained, *args, **kwargs)
-
-    return save_pretrained
-
-
-def _save_pretrained(model: nn.Module, name: str, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    names = list(signature(own).parameters)[1:]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if alone.get() or arguments.get("state_dict") is not None:
+        type(holder).save_pretrained(holder, *args, **kwargs)
+        return
     with collective_call("save_pretrained"):
+        if own not in (PreTrainedModel.save_pretrained, PeftModel.save_pretrained):
+            save_on_rank_zero(model, partial(own, holder, *args, **kwargs))
+            return
         configs = peft_configs(model)
         with agreed() as alike:
-            signature(own).bind(model, *args, **kwargs)
+            signature(own).bind(holder, *args, **kwargs)
             directory = arguments.pop(names[0])
             methods = (PreTrainedModel.save_pretrained, PeftModel.save_pretrained)
             parameters = [each for method in methods for each in signature(method).parameters.values()]
@@ -127,85 +92,82 @@ def _save_pretrained(model: nn.Module, name: str, own: Callable[..., None], *arg
             unknown = [name for name in chosen if name not in configs]
             if unknown:
                 raise ValueError(f"no adapter {unknown[0]!r} in the model; it has: {', '.join(configs) or 'none'}.")
-        settings = arguments["save_embedding_layers"], arguments["max_shard_size"]
-        write_pretrained(model, directory, chosen, *settings, inside=name)
+        write_pretrained(model, directory, chosen, arguments["save_embedding_layers"], arguments["max_shard_size"])
 
 
-def save_on_rank_zero(model: nn.Module, save: Callable[[], object]) -> None:
-    """Call `save` on rank 0; the other ranks follow its collective calls of the parallelized `model`. Collective.
+def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[str, Tensor] | None = None) -> None:
+    """Call `save` on rank 0, and raise what it raises on every rank. Collective.
 
-    It may call `save_pretrained`, the model's forward, and `state_dict` of each module, which returns full tensors.
+    It may call modules of the parallelized `model`, their `state_dict`, which returns full tensors, and
+    `save_pretrained`, which writes what trains if it is called with the state dict `given` or none.
     """
+    sent: dict[tuple[type, str], Callable[..., Any]] = {
+        (nn.Module, "__call__"): nn.Module.__call__,
+        (nn.Module, "train"): nn.Module.train,
+        (nn.Module, "state_dict"): partial(_full_state_dict, model),
+        (PreTrainedModel, "save_pretrained"): partial(_save_pretrained, model, PreTrainedModel.save_pretrained),
+        (PeftModel, "save_pretrained"): partial(_save_pretrained, model, PeftModel.save_pretrained),
+    }
+    own = {key: getattr(*key) for key in sent}
+    names = {module: name for name, module in model.named_modules()}
+
+    def send(module: nn.Module, key: tuple[type, str], *args: Any, **kwargs: Any) -> Any:
+        state = kwargs.get("state_dict")
+        is_sharded = module in names and (key[0] is nn.Module or "save_pretrained" in vars(module))
+        if not is_sharded or not (state is None or state is given):
+            return own[key](module, *args, **kwargs)
+        kwargs.pop("state_dict", None)
+        call = key, names[module], torch.is_grad_enabled(), args, kwargs
+        torch.save(call, message := BytesIO())
+        gather_objects(message.getvalue())
+        put(own)  # for the calls in this one
+        try:
+            return make(*call)
+        finally:
+            put(senders)
+
+    def make(key: tuple[type, str], name: str, grad: bool, args: Any, kwargs: Any) -> Any:
+        with torch.set_grad_enabled(grad):
+            return sent[key](model.get_submodule(name), *args, **kwargs)
+
+    def put(methods: dict[tuple[type, str], Any]) -> None:
+        alone.set(methods is senders)
+        for key, method in methods.items():
+            setattr(*key, method)
+
+    senders = {key: partialmethod(send, key) for key in sent}
     with agreed():
         if is_rank_zero():
-            with _sent_to_others(model):
+            put(senders)
+            try:
                 save()
+            finally:
+                put(own)
+                gather_objects(b"")
             return
-        while message := gather_objects(b"")[0]:  # a pickle that rank 0 has made now, and that was in no file
+        while message := gather_objects(b"")[0]:  # a pickle that rank 0 has made just now, and that was in no file
             device = mesh_of(model).device_type  # type: ignore[union-attr]
-            function, args, kwargs = torch.load(BytesIO(message), map_location=device, weights_only=False)
+            call = torch.load(BytesIO(message), map_location=device, weights_only=False)
             with suppress(Exception):  # rank 0 has it too, and `save` may catch it
-                function(model, *args, **kwargs)
-
-
-@contextmanager
-def _sent_to_others(model: nn.Module) -> Iterator[None]:
-    """Send the forwards and state dicts that rank 0 asks for to the other ranks, and at the end that no more come."""
-
-    def send_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        on_every_rank(_follow, model, model.training, torch.is_grad_enabled(), *args, **kwargs)
-
-    def send_state_dict(name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return on_every_rank(_full_state_dict, model, name, *args, **kwargs) if alone.get() else own(*args, **kwargs)
-
-    with ExitStack() as stack:
-        stack.callback(gather_objects, b"")
-        stack.callback(alone.reset, alone.set(True))
-        stack.callback(model.register_forward_pre_hook(send_forward, with_kwargs=True, prepend=True).remove)
-        for name, module in model.named_modules():
-            stack.callback(module.__dict__.pop, "state_dict")
-            module.__dict__["state_dict"] = partial(send_state_dict, name, module.state_dict)
-        yield
-
-
-def on_every_rank(function: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Make a collective call; in `save_on_rank_zero` send it to the other ranks, which make it too."""
-    if not alone.get():
-        return function(model, *args, **kwargs)
-    message = BytesIO()
-    torch.save((function, args, kwargs), message)
-    gather_objects(message.getvalue())
-    alone.set(False)
-    try:
-        return function(model, *args, **kwargs)
-    finally:
-        alone.set(True)
-
-
-def _follow(model: nn.Module, training: bool, grad: bool, *args: Any, **kwargs: Any) -> None:
-    """Run the forward that rank 0 is about to run."""
-    if not is_rank_zero():
-        with torch.set_grad_enabled(grad):
-            model.train(training)(*args, **kwargs)
+                make(*call)
 
 
 @torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
-def _full_state_dict(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the state dict of the module `name`, with full tensors on rank 0. Collective."""
+def _full_state_dict(model: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the state dict of a module of `model`, with full tensors on rank 0. Collective."""
     reshard(model)
-    module = model.get_submodule(name)
-    state = type(module).state_dict(module, *args, **kwargs)
+    state = module.state_dict(*args, **kwargs)
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    what = f"the state dict of {name or 'the model'} ({sum(each.nbytes for each in tensors.values()) / 1e9:.2g} GB)"
+    size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     with agreed():
-        for path, inner in module.named_modules():
+        for name, inner in module.named_modules():
             if isinstance(inner, QuantisedLayer) or any(partition_of(inner, key) for key in inner._parameters):
                 raise ValueError(
-                    f"{what} cannot be gathered: each rank stores its rows of {path} in its own order or form. Use the "
-                    "state_dict that a trainer's _save is given, which is what trains, or export_merged for the model."
+                    f"state_dict() in a save cannot gather {name}: each rank stores its rows in its own order or form. "
+                    "Use the state_dict that _save is given, which is what trains, or export_merged."
                 )
-    if is_rank_zero():
-        _log.warning("%s is gathered on rank 0, because a save calls state_dict().", what)
+        if is_rank_zero():
+            _log.warning("a save calls state_dict() of %s: %.2g GB are gathered.", type(module).__name__, size)
     state.update(gather_on_rank_zero(tensors))
     return state
 
@@ -216,7 +178,6 @@ def write_pretrained(
     adapters: Iterable[str] | None = None,
     save_embedding_layers: Literal["auto"] | bool = "auto",
     max_shard_size: int | str = "50GB",
-    inside: str = "",
 ) -> None:
     """Write a parallelized model's adapters, or a model without adapters, as `save_pretrained` does. Collective.
 
@@ -230,7 +191,6 @@ def write_pretrained(
         adapters: The names of the adapters to write; None: all.
         save_embedding_layers: As in PEFT.
         max_shard_size: As in transformers; it applies to a model without adapters.
-        inside: The name of a module: parameters that belong to no adapter are written if they are inside of it.
 
     Raises:
         OSError: The folder cannot be written.
@@ -238,7 +198,7 @@ def write_pretrained(
     """
     names = list(peft_configs(model)) if adapters is None else list(adapters)
     reshard(model)
-    loose = {name: p for name, p in loose_parameters(model).items() if name.startswith(inside and f"{inside}.")}
+    loose = loose_parameters(model)
     with agreed() as alike:
         folder = local_path(directory)
         alike.update(directory=str(folder), save_embedding_layers=save_embedding_layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
+from lora_parallel.export.save_pretrained import TRAINED
 from tests.accelerate_plugin.harness import Rows, environment, launched
 from tests.cases import cases
 from tests.logs import listening
@@ -43,6 +45,7 @@ class Pipeline(nn.Module):
         self.model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.model.add_adapter(LORA)
         self.head = nn.Linear(131, 131)
+        self.judge = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).requires_grad_(False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.head(self.model(input_ids=input_ids).logits)
@@ -51,6 +54,7 @@ class Pipeline(nn.Module):
     def save_pretrained(self, path: str) -> None:
         folder = Path(path)
         self.model.save_pretrained(path)
+        self.judge.save_pretrained(folder / "2_Judge")
         (folder / "1_Head").mkdir(exist_ok=True)
         save_file(self.head.state_dict(), folder / "1_Head" / "model.safetensors")
         rows = tokens(2, 5).tokens
@@ -94,8 +98,18 @@ def whole(base: Path) -> nn.Module:
     return LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
 
 
+class ByEveryRank(Trainer):
+    """A trainer that writes a file of its own beside what its class saves, from the main process."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            (Path(output_dir or self.args.output_dir) / "more.txt").write_text("more")
+
+
 KINDS: dict[str, tuple[type[Trainer], Callable[[Path], nn.Module]]] = {
     "model's class": (Trainer, noted),
+    "save_model": (ByEveryRank, noted),
     "both classes": (ByModel, Pipeline),
     "state dict": (ByStateDict, with_head),
     "whole state dict": (ByStateDict, whole),
@@ -135,7 +149,7 @@ def trains(base: Path, output: Path, mesh: str) -> dict[str, Any]:
 
 def files(folder: Path) -> dict[str, Path]:
     """What a trainer of one process and one of a mesh both write."""
-    states = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "generation_config.json"}
+    states = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "generation_config.json", TRAINED}
     inside = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path for name, path in inside.items() if name not in states and "train_state" not in name}
 
@@ -162,10 +176,14 @@ def test_each_leaves_the_files_of_one_process(pool, base, tmp_path, mesh):
     asked, refused = first["state dict"]["seen"]
     assert asked
     assert "accelerator.get_state_dict was called in a save that rank 0 runs alone" in refused.message
-    assert not [line for line in first["state dict"]["lines"] if "state_dict()" in line]
+    for kind in ("model's class", "state dict"):
+        assert not [line for line in first[kind]["lines"] if "state_dict()" in line]
     gathered = [line for line in first["whole state dict"]["lines"] if "state_dict()" in line]
     assert len(gathered) == 2
-    assert "the state dict of the model (" in gathered[0]
+    assert "GB are gathered" in gathered[0]
+    configs = [tmp_path / place / "state dict" / "final" / "adapter_config.json" for place in ("mesh", "one")]
+    mesh_config, config = (json.loads(path.read_text()) for path in configs)
+    assert mesh_config["auto_mapping"] == config["auto_mapping"]  # FSDP2's classes have other names
     loaded = PeftModel.from_pretrained(whole(base), tmp_path / "mesh" / "state dict" / "final")
     again = load_file(tmp_path / "mesh" / "state dict" / "final" / "again.safetensors")
     assert relative_error({name: p.detach() for name, p in loaded.named_parameters() if name in again}, again) == 0

@@ -62,7 +62,6 @@ LINES: dict[tuple[Any, str], str] = {
     (Trainer, "store_flos"): "distributed_broadcast_scalars([self.current_flos]",
     (Trainer, "log"): "self.state.log_history.append(output)",
     (Trainer, "save_model"): 'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):',
-    (Trainer, "_save"): "if not isinstance(self.model, supported_classes):",
     (Trainer, "_save_checkpoint"): "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
     (Trainer, "_save_optimizer_and_scheduler"): "save_fsdp_optimizer(",
     (Trainer, "_load_from_checkpoint"): "elif self.is_fsdp_enabled:",

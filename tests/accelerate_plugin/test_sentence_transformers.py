@@ -58,7 +58,7 @@ LOSSES: dict[str, tuple[Any, bool]] = {
 }
 
 
-def make(output: Path, mesh: str, name: str) -> SentenceTransformerTrainer:
+def make(output: Path, mesh: str, name: str, **more: Any) -> SentenceTransformerTrainer:
     """A script's trainer, of a model whose pooling its folder has to say: it is not the default."""
     set_seed(3)
     transformer = Transformer(str(PATH), config_kwargs=NO_DROPOUT)
@@ -74,15 +74,17 @@ def make(output: Path, mesh: str, name: str) -> SentenceTransformerTrainer:
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=BATCHES // dp_of(mesh) if mesh else BATCHES,
         max_steps=STEPS,
-        save_steps=STEPS - 1,
+        save_steps=more.pop("save_steps", STEPS - 1),
         learning_rate=2e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        **more,
     )
-    return SentenceTransformerTrainer(model, arguments, train_dataset=pairs(scored), loss=loss(model))
+    data = pairs(scored)
+    return SentenceTransformerTrainer(model, arguments, train_dataset=data, eval_dataset=data, loss=loss(model))
 
 
 def trains(output: Path, mesh: str, names: list[str]) -> dict[str, Any]:
@@ -139,6 +141,27 @@ def test_its_trainer_trains_as_in_one_process(pool, tmp_path, mesh, names):
             compare(tmp_path / "mesh" / name / part, tmp_path / "one" / name / part)
         loaded = SentenceTransformer(str(tmp_path / "mesh" / name / "saved"), device="cpu").encode(TEXTS)
         assert np.abs(loaded - wanted[name]["encoded"]).max() < 1e-3
+
+
+def takes_the_best(output: Path, mesh: str) -> dict[str, Any]:
+    """Train with steps that make the loss greater, and return what is loaded at the end."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    with launched(**(environment(mesh) if mesh else {})):
+        made = make(output, mesh, "cosine", metric_for_best_model="loss", greater_is_better=True, **settings)
+        made.train()
+        return {
+            "best": made.state.best_global_step,
+            "adapters": {key: full(p) for key, p in trained(made.model).items()},
+        }
+
+
+@pytest.mark.parametrize("mesh", cases(matrix=["1x2", "2x1"]))
+def test_its_trainer_takes_the_best_model(pool, tmp_path, mesh):
+    want = takes_the_best(tmp_path / "one", "")
+    assert want["best"] < STEPS
+    for got in pool.run(ranks_of(mesh), takes_the_best, tmp_path / "mesh", mesh):
+        assert got["best"] == want["best"]
+        assert relative_error(got["adapters"], want["adapters"]) < 1e-3
 
 
 def scores(output: Path, mesh: str) -> Any:

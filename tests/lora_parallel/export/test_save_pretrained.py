@@ -143,8 +143,10 @@ def saves_alone(mesh_text: str) -> dict[str, Any]:
         found["shapes"] = attempt(model, input_ids=torch.zeros(1, 2, 3, 4))  # caught by the save
         found["training"] = model.train()(input_ids=torch.arange(12)[None]).logits.detach()
         found["alone"] = attempt(save_adapter, model, "none")
+        model.eval()
 
     save_on_rank_zero(model, save)
+    found["in training"] = model.training
     found["refused"] = attempt(save_on_rank_zero, packed, lambda: packed.state_dict())
     found["failed"] = attempt(save_on_rank_zero, model, lambda: Path("none").rmdir())
     found["forwards"] = model.train()(input_ids=torch.arange(12)[None]).logits.detach()
@@ -166,10 +168,11 @@ def test_what_a_save_on_rank_zero_calls_is_followed_by_the_others(pool, mesh):
     assert "save_adapter was called in a save that rank 0 runs alone" in first["alone"].message
     for rank, found in enumerate([first, *others]):
         torch.testing.assert_close(found["forwards"], want, rtol=1e-4, atol=1e-5)
+        assert not found["in training"]
         start = "" if rank == 0 else "on rank 0: "
         if mesh.endswith("x2"):  # else a weight of three is stored as it is
             assert found["refused"].kind == "ValueError"
-            assert found["refused"].message.startswith(f"{start}the state dict of the model (")
+            assert found["refused"].message.startswith(f"{start}state_dict() in a save cannot gather ")
             assert "qkv_proj" in found["refused"].message
         assert found["failed"].kind == "FileNotFoundError"
-        assert rank == 0 or set(found) == {"refused", "failed", "forwards"}
+        assert rank == 0 or set(found) == {"in training", "refused", "failed", "forwards"}
