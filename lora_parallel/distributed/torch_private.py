@@ -408,10 +408,12 @@ def drop_gathered_gradients(unit: FSDPModule) -> None:
                 state._unsharded_param.grad = None
 
 
-def queue_fsdp_end(model: torch.nn.Module) -> None:
+def queue_fsdp_end(model: torch.nn.Module, after_failure: bool = False) -> None:
     """Queue FSDP2's own end of the backward pass in progress, if it is not: what is queued later runs behind it."""
     # FSDP2 queues it when a gradient reaches an output that FSDP2 has found, which may be later, or never.
     state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    if after_failure:  # the pass that failed has queued it, and it was not run
+        state._state_ctx.post_backward_final_callback_queued = False
     state._register_root_post_backward_final_callback()
 
 

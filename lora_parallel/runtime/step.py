@@ -45,7 +45,7 @@ from lora_parallel.runtime.compiled_blocks import refuse_whole_compile
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.refusals import FrozenParameters, Substitutes, explain_passing
 from lora_parallel.runtime.same_batch import SameBatch
-from lora_parallel.state import ForwardCount, ParallelState, Setup
+from lora_parallel.state import ForwardCount, ParallelState, Setup, state_of
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Step:
         self._in_forward = False
         self._backward: int | None = None  # number of the backward pass that is running or has failed
         self._fsdp_root = model if isinstance(model, FSDPModule) else None
+        self._has_tenants = lambda: (state := state_of(model)) is not None and state.pool is not None
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._returned)
         model.register_forward_hook(self._after, always_call=True)
@@ -152,6 +153,9 @@ class Step:
         def reached(grad: Tensor) -> None:
             self._count.current = this  # what is recomputed from here on belongs to this forward
             if self._backward not in (None, backward_pass()):
+                if self._has_tenants():  # what a backward of one left is not another's, and `recover` drops it
+                    self._backward = None
+                    return self.begin_backward(after_failure=True)
                 raise RuntimeError(
                     "the last backward pass of this model failed, and what it left is of no use to another one: call "
                     "the model again before the next backward."
@@ -164,13 +168,13 @@ class Step:
                 if unit is not None:
                     gather_for_backward(unit, tensor)
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, after_failure: bool = False) -> None:
         """Begin a backward pass, if none has begun. A reentrant checkpoint runs passes inside of it: they are part."""
         if self._backward is not None:
             return
         self._backward = backward_pass()
         if self._fsdp_root is not None:
-            queue_fsdp_end(self._fsdp_root)
+            queue_fsdp_end(self._fsdp_root, after_failure)
         for begin in self._begin_backward:
             begin()
         queue_after_backward(self._backward_ends)

@@ -15,7 +15,7 @@ BREAKAGES = [
         "pass",
         "Partial sums are finished before FSDP2 has reduced them, if it does not find the tensors a model returns.",
         RETURNED,
-        """            queue_fsdp_end(self._fsdp_root)""",
+        """            queue_fsdp_end(self._fsdp_root, after_failure)""",
         """            pass""",
     ),
     Mutant(
