@@ -26,7 +26,7 @@ from lora_parallel.distributed.torch_private import compute_for_dtensors, local_
 from lora_parallel.storage import saving_bar
 
 _BUCKET_BYTES = 64 * 2**20
-_PIECE = 2**20  # words of 8 bytes that are mixed at a time, in temporary copies of 8 MiB
+_PIECE = 2**16  # words of 8 bytes that are mixed at a time, in temporary copies of 512 KiB
 log = logging.getLogger(__name__)
 
 
