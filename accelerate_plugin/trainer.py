@@ -146,7 +146,7 @@ def create_accelerator(original: Original, self: Any) -> None:
         prepare = vars(module).get("prepare_fsdp")
         if callable(prepare) and prepare.__module__ == "trl.models.utils" and not hasattr(prepare, "__wrapped__"):
             module.prepare_fsdp = standing_in(prepare, _prepare_reference)
-        load = vars(kind).get("_load_from_checkpoint")  # that of sentence-transformers needs an unsharded model
+        load = vars(kind).get("_load_from_checkpoint")  # sentence-transformers loads into an unsharded model
         if load and load.__module__.startswith("sentence_transformers") and not hasattr(load, "__wrapped__"):
             kind._load_from_checkpoint = standing_in(load, load_from_checkpoint)  # type: ignore[attr-defined]
 

@@ -121,9 +121,9 @@ def _check_layers(model: nn.Module) -> None:
         for inner, child in inside:
             if isinstance(child, ModulesToSaveWrapper) and child is not module:
                 raise ValueError(
-                    f"modules_to_save matches {name} and {inner.rpartition('.')[2]} in it, and PEFT makes copies "
-                    "inside of a copy, some of which nothing calls. It compares the ends of names: 'embeddings' is one "
-                    "of 'word_embeddings'. Write more of the name (bert.embeddings), or leave the inner one out."
+                    f"modules_to_save matches {name} and {inner.rpartition('.')[2]} in it: PEFT makes copies inside of "
+                    "a copy, and nothing calls some of them. PEFT compares the ends of names: 'word_embeddings' ends "
+                    "in 'embeddings'. Write more of the name (bert.embeddings), or leave the inner one out."
                 )
     for name, peft_config in peft_configs(model).items():
         if tied := tied_targets(peft_config):

@@ -148,7 +148,7 @@ def trains(base: Path, output: Path, mesh: str) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """What a trainer of one process and one of a mesh both write."""
+    """Return the files in a folder that a trainer of one process and a trainer on a mesh both write, by name."""
     states = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "generation_config.json", TRAINED}
     inside = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path for name, path in inside.items() if name not in states and "train_state" not in name}

@@ -16,7 +16,7 @@ TIED = "tests/lora_parallel/test_features.py::test_lora_that_is_tied_by_its_memo
 BREAKAGES = [
     Mutant(
         "guard",
-        "Copies inside of a saved copy, some of which nothing calls, are trained.",
+        "PEFT copies a module inside of a saved copy, and the copy that nothing calls is trained.",
         "tests/lora_parallel/test_features.py::test_copies_inside_of_a_saved_copy_are_refused",
         """isinstance(child, ModulesToSaveWrapper) and child is not module""",
         """False""",
@@ -110,7 +110,7 @@ BREAKAGES = [
     ),
     Mutant(
         "checkpoint",
-        "Under pp an adapter of two parameters of experts is taken for that of one of them.",
+        "Under pp both parameters of the experts are loaded from the adapter of one parameter.",
         FORMER,
         """for name, tensor in tensors.items()} | tensors
 """,

@@ -108,7 +108,7 @@ BREAKAGES = [
     ),
     Mutant(
         "replaced",
-        "A save that the model's class overrides, and that calls that of its class, gathers the base.",
+        "A class's `save_pretrained` that calls transformers' own gathers the base.",
         OWN,
         """(PreTrainedModel, "save_pretrained"): partial(""",
         """(PreTrainedModel, "push_to_hub"): partial(""",

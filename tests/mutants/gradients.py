@@ -10,7 +10,25 @@ CLIPPING = "tests/lora_parallel/distributed/test_gradients.py::test_clipping_equ
 
 RETURNED = f"{GRADIENTS}::test_gradients_are_finished_whatever_a_model_returns"
 
+RECOMPUTED = (
+    "tests/lora_parallel/tenants/test_steps.py::test_a_recompute_is_of_its_own_forward_wherever_the_loss_is_from"
+)
+
 BREAKAGES = [
+    Mutant(
+        "pass",
+        "A backward of one tenant that fails makes the next tenant's fail too.",
+        RECOMPUTED,
+        """if self._has_tenants():""",
+        """if False:""",
+    ),
+    Mutant(
+        "pass",
+        "After a tenant's backward that failed, FSDP2 does not end the next one.",
+        RECOMPUTED,
+        """self.begin_backward(after_failure=True)""",
+        """self.begin_backward()""",
+    ),
     Mutant(
         "pass",
         "Partial sums are finished before FSDP2 has reduced them, if it does not find the tensors a model returns.",

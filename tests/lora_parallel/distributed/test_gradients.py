@@ -86,7 +86,7 @@ SUMS: dict[str, tuple[int, ...]] = {
 }
 CASE = Case(steps=3)
 WITH_HEAD = Case(steps=3, lora={"target_modules": [*SEVEN, "lm_head"]})
-"""A gradient reaches an adapter of the root unit, which has no output of a block, before anything of a block."""
+"""Adapt the head: a gradient reaches its adapter, which is in the root unit, before it reaches a block."""
 
 RETURNED: dict[str, Callable[[Tensor], Any]] = {
     "a tuple": lambda loss: (loss,),
@@ -95,11 +95,11 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
     "a function": lambda loss: lambda: loss,
     "nothing": lambda loss: None,
 }
-"""What a model may return. FSDP2 finds tensors in tuples, lists, dicts and dataclasses."""
+"""List objects in which a model may return its loss. FSDP2 finds tensors in tuples, lists, dicts and dataclasses."""
 
 
 class Returning(nn.Module):
-    """A model that returns its loss in one of these, and keeps it too."""
+    """Return the loss in one of these objects, and keep it too."""
 
     def __init__(self, model: nn.Module, kind: str) -> None:
         super().__init__()
@@ -251,13 +251,13 @@ FEW = ["once", "joint", "evaluated before backward", "failed"]
     ),
 )
 def test_gradients_are_finished_whatever_a_model_returns(pool, mesh, returned, scenarios, config):
-    """The end of a pass is behind FSDP2's own end, also if FSDP2 sees no output, or sees one after others did."""
+    """Finish a pass behind FSDP2's own end, also if FSDP2 sees no output, or sees one after others did."""
     answers = pool.run(ranks_of(mesh), partial(play_all, mesh, scenarios, returned=returned, **config))
     check_scenarios(answers, WITH_HEAD)
 
 
 def loss_inside_of_a_block(model, batch):
-    """The gradients of a loss that is computed from what a hook in a block has kept, and from nothing else."""
+    """Compare gradients of a loss that is computed from what a hook in a block has kept, and from nothing else."""
     kept = []
     block = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
     block.register_forward_hook(lambda module, args, output: kept.append(output))

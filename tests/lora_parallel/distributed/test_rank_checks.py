@@ -172,7 +172,7 @@ def mixed(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("words", [2, 3, 2**20])
 def test_a_fingerprint_mixes_each_word_with_its_place(monkeypatch, words):
-    """Whatever is the size of the pieces: no shift keeps a sign, and the rest of a piece is counted."""
+    """Compare pieces of several sizes with Python's integers: no shift keeps a sign, and the rest of a piece counts."""
     monkeypatch.setattr(dtensors, "_PIECE", words)
     generator = torch.Generator().manual_seed(0)
     for count in (1, 8, 16, 17, 64, 85):

@@ -117,7 +117,7 @@ class Hiding(nn.Module):
 
 
 def ends_behind_fsdps(queue):
-    """What a callback sees, and `check_fsdp_end` says, that is queued before FSDP2 queues its own."""
+    """Queue a callback before FSDP2 queues its own; return what the callback sees and what `check_fsdp_end` raises."""
     model, mesh = Hiding(), mesh_of("2x1")["dp_shard"]
     fully_shard(model.layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -145,7 +145,7 @@ def test_a_callback_behind_fsdps_end_sees_reduced_gradients_whoever_came_first(p
 
 
 def gathered_for_backward(gathers):
-    """The gradient of a unit's input, whose output FSDP2 does not find."""
+    """Return the gradient of the input of a unit whose output FSDP2 does not find."""
     model = fully_shard(Hiding(), mesh=mesh_of("2x1")["dp_shard"])
     x = torch.ones(2, 3, requires_grad=True)
     y = model(x)["y"]

@@ -199,7 +199,7 @@ NOT_MERGED = {
     "aLoRA": "cannot be merged part by part",  # nor by PEFT
 }
 OTHER_CLASSES = "a Linear with"
-"""How the names of rows begin whose layers are of classes that from_pretrained does not make.
+"""Begin the names of rows whose layers are of classes that from_pretrained does not make.
 
 They are held against PEFT's merge alone, which is not what the adapter computes if a class does more than the product.
 """
@@ -260,7 +260,7 @@ def export_application(folder: Path) -> None:
 
 
 def test_a_model_inside_of_the_users_module_has_the_keys_of_that_module(pool, tmp_path):
-    """As after `application.model = application.model.merge_and_unload()`."""
+    """Compare the folder with the state dict of the module once `merge_and_unload()` has replaced its model."""
     pool.run(2, export_application, tmp_path / "ours")
     torch.manual_seed(0)
     application = Application()
