@@ -3,7 +3,7 @@
     python -m benchmarks.classes                       # an hour; writes both
     python -m benchmarks.classes --classes 'Llama*'    # writes the entries of these classes, and prints the page
 
-A class is among them if it carries a plan, and what two blocks of each kind show equals what all of eight blocks show:
+A class is among them if what two blocks of each kind show equals what all of eight blocks show:
 styles, rows, cut parameters, sizes and shares of experts, on 2 tp ranks, and on 4 with sequence parallelism if it can.
 Models are made from the default values of the class's own config, without weights.
 """
@@ -32,7 +32,6 @@ from transformers.models.auto import modeling_auto
 from benchmarks.tables import run_table
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.planning import plan as planner
-from lora_parallel.planning.entries import family_plan
 from lora_parallel.planning.plan import Plan, resolve_plan
 from lora_parallel.planning.proven_plans import FILE
 from lora_parallel.tracing.prove_feature_slices import find_structure
@@ -88,7 +87,7 @@ def differing(one: list[Plan], other: list[Plan]) -> list[str]:
 
 
 def classes() -> dict[str, None]:
-    """Return the names of the classes with a plan of transformers' or of ours, in alphabetical order."""
+    """Return the names of the classes for the tasks, in alphabetical order."""
     names = {name for task in TASKS for name in vars(modeling_auto)[f"MODEL_FOR_{task}_MAPPING_NAMES"].values()}
     return dict.fromkeys(sorted(name for name in names if isinstance(name, str) and hasattr(transformers, name)))
 
@@ -97,8 +96,6 @@ def known_plan(name: str) -> dict[str, str] | str:
     """Return the plan of a class as few blocks show it, or why it is not known."""
     try:
         model: Any = model_of(name)
-        if not (getattr(model, "_tp_plan", None) or family_plan(model.config)):
-            return "it carries no plan"
         names = clean_names(model)
         known = find_structure(model, names, 2).plan("")
         if not find_structure(model, names, 2, known=known).tracer.blocks.left_out:

@@ -1,8 +1,8 @@
-"""Set layers' styles from the entries of plans: those that models carry, those of known families, and the user's.
+"""Set layers' styles from the entries of plans: those that models carry, and the user's.
 
 The keys are globs over module names, relative to the base model (without the prefix of the task's class). A star
-matches one component of a name, as in transformers' own plans. The tables say nothing of attention heads, fused
-projections and the sizes that a module keeps: these are found, and every plan is checked, by running the model (see
+matches one component of a name, as in transformers' own plans. Plans say nothing of attention heads, fused projections
+and the sizes that a module keeps: these are found, and every plan is checked, by running the model (see
 `lora_parallel.tracing.prove_feature_slices`).
 """
 
@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from lora_parallel.layers.layer_parameters import base_of, embeddings_of, innermost
 from lora_parallel.layers.styles import STYLES, RowPartition, Style, style_named
@@ -23,74 +22,6 @@ from lora_parallel.tp.experts import ExpertSharing
 from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.layer_groups import LayerGroup
 from lora_parallel.tracing.tracer import traced_models
-
-_BERT = {
-    "encoder.layer.*.attention.self.query": "colwise",
-    "encoder.layer.*.attention.self.key": "colwise",
-    "encoder.layer.*.attention.self.value": "colwise",
-    "encoder.layer.*.attention.output.dense": "rowwise",
-    "encoder.layer.*.intermediate.dense": "colwise",
-    "encoder.layer.*.output.dense": "rowwise",
-}
-
-_GPT2 = {
-    "h.*.attn.c_attn": "colwise",
-    "h.*.attn.c_proj": "rowwise",
-    "h.*.mlp.c_fc": "colwise",
-    "h.*.mlp.c_proj": "rowwise",
-}
-
-_T5_STACK = {
-    "block.*.layer.*.*.q": "colwise",
-    "block.*.layer.*.*.k": "colwise",
-    "block.*.layer.*.*.v": "colwise",
-    "block.*.layer.*.*.o": "rowwise",
-    "block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise",
-    "block.*.layer.*.DenseReluDense.wi": "colwise",
-    "block.*.layer.*.DenseReluDense.wi_0": "colwise",
-    "block.*.layer.*.DenseReluDense.wi_1": "colwise",
-    "block.*.layer.*.DenseReluDense.wo": "rowwise",
-}
-
-_PLANS: dict[str, dict[str, str]] = {
-    "bert": _BERT,
-    "roberta": _BERT,
-    "gpt2": _GPT2,
-    "opt": {
-        "decoder.layers.*.self_attn.q_proj": "colwise",
-        "decoder.layers.*.self_attn.k_proj": "colwise",
-        "decoder.layers.*.self_attn.v_proj": "colwise",
-        "decoder.layers.*.self_attn.out_proj": "rowwise",
-        "decoder.layers.*.fc1": "colwise",
-        "decoder.layers.*.fc2": "rowwise",
-    },
-    "falcon": {
-        "h.*.self_attention.query_key_value": "colwise",
-        "h.*.self_attention.dense": "rowwise",
-        "h.*.mlp.dense_h_to_4h": "colwise",
-        "h.*.mlp.dense_4h_to_h": "rowwise",
-    },
-    "t5": {f"{stack}.{key}": style for stack in ("encoder", "decoder") for key, style in _T5_STACK.items()},
-    "modernbert": {
-        "layers.*.attn.Wqkv": "colwise",
-        "layers.*.attn.Wo": "rowwise",
-        "layers.*.mlp.Wi": "colwise",
-        "layers.*.mlp.Wo": "rowwise",
-    },
-    "vit": {
-        "layers.*.attention.q_proj": "colwise",
-        "layers.*.attention.k_proj": "colwise",
-        "layers.*.attention.v_proj": "colwise",
-        "layers.*.attention.o_proj": "rowwise",
-        "layers.*.mlp.fc1": "colwise",
-        "layers.*.mlp.fc2": "rowwise",
-    },
-}
-
-
-def family_plan(config: Any) -> dict[str, str]:
-    """Return the plan for the family of a transformers config, by globs of the base model's names, or an empty dict."""
-    return _PLANS.get(getattr(config, "model_type", ""), {})
 
 
 @dataclass(eq=False)
@@ -100,7 +31,6 @@ class LayerPlan:
     name: str  # The layer's name, as the model's author would write it
     style: Style | None = None  # None: the layer has no style (yet)
     asked: str | None = None  # The user's entry that the style is from, in words
-    from_table: bool = False  # True if an entry of `family_plan` names the layer: it holds as far as it is proven
     packed: bool = False  # True if the style is `packed_colwise`: the layer holds two matrices, unless a run shows more
     # True if running the model has shown the style to be right: the layer is in a layer group that is cut.
     proven: bool = False
@@ -180,32 +110,28 @@ _SHOWN_BY_RUNNING = frozenset(
 _TAKES_SLICES = frozenset({"all_reduce", "grouped_gemm", "local_params", "megamoe_experts", "packed_rowwise"})
 
 
-def entries_of_models(builder: PlanBuilder) -> tuple[Entries, Entries]:
-    """Return the entries of plans that models carry, and those of `family_plan` for models without a plan."""
+def entries_of_models(builder: PlanBuilder) -> Entries:
+    """Return the entries of plans that models carry."""
     # A model's plan covers the models inside of it. One that names an unknown style is set aside as a whole, since what
     # its other entries cut may need that style.
-    names = builder.names
     declared: Entries = []
-    table: Entries = []
     covered: list[str] = []
-    for module, name in names.items():
+    for module, name in builder.names.items():
         if any(_inside(name, outer) for outer in covered):
             continue
-        plan, at, entries = getattr(module, "_tp_plan", None), name, declared
+        plan = getattr(module, "_tp_plan", None)
         unknown = [entry for entry in plan.items() if not _is_known(entry[1])] if isinstance(plan, Mapping) else []
         if unknown:
             (key, style), plan = unknown[0], None
             builder.set_aside.append((type(module).__name__, key, style))
-        if isinstance(module, PreTrainedModel) and not plan:
-            plan, at, entries = family_plan(module.config), names.get(module.base_model, name), table
         if not isinstance(plan, Mapping) or not plan:
             continue
         covered.append(name)
         for key, style in plan.items():
-            full = f"{at}.{key}" if at else key
+            full = f"{name}.{key}" if name else key
             pattern = r"[^.]+".join(re.escape(part) for part in full.split("*"))
-            entries.append((re.compile(pattern), style))
-    return declared, table
+            declared.append((re.compile(pattern), style))
+    return declared
 
 
 def set_aside_unshown(builder: PlanBuilder, declared: Entries) -> bool:
@@ -226,13 +152,10 @@ def _inside(name: str, outer: str) -> bool:
     return outer == "" or name == outer or name.startswith(outer + ".")
 
 
-def take_entries(builder: PlanBuilder, declared: Entries, table: Entries, globs: Mapping[str, str]) -> None:
+def take_entries(builder: PlanBuilder, declared: Entries, globs: Mapping[str, str]) -> None:
     """Set the styles that entries name; the user's entries come last, and replace others."""
     for plan in builder.layers.values():
         chosen = next((style for pattern, style in declared if pattern.fullmatch(plan.name)), None)
-        if chosen is None:
-            chosen = next((style for pattern, style in table if pattern.fullmatch(plan.name)), None)
-            plan.from_table = chosen is not None
         if chosen in STYLES:
             _give(plan, STYLES[chosen])
         for glob, style in globs.items():

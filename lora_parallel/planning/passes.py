@@ -135,7 +135,7 @@ def check_entries(builder: PlanBuilder, structures: list[Structure]) -> None:
             continue
         layer = is_linear(base_of(module)) or isinstance(base_of(module), nn.Embedding)
         # Experts, say: a model's own plan means something else by the style.
-        if (plan.from_table and not plan.proven) or (not layer and isinstance(plan.style.weight, Shard)):
+        if not layer and isinstance(plan.style.weight, Shard):
             plan.style = None
 
 

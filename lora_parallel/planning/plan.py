@@ -105,8 +105,8 @@ def resolve_plan(model: nn.Module, globs: Mapping[str, str] | None, tp: int, seq
     check_globs(model, globs or {})
     names = clean_names(model)
     builder = PlanBuilder(model, names, tp)
-    declared, table = entries_of_models(builder)
-    take_entries(builder, declared, table, globs or {})
+    declared = entries_of_models(builder)
+    take_entries(builder, declared, globs or {})
     check_kinds({module: entry for module, entry in builder.styles.items() if builder.layers[module].asked}, tp)
     between = {name for name, style in builder.styles.values() if style is STYLES["replicated_with_grad_allreduce"]}
     structures, first_batch_checks, problem = _structures(model, names, tp, between, trusted=globs is None)

@@ -15,7 +15,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, style_named
-from lora_parallel.planning.entries import _SHOWN_BY_RUNNING, family_plan
+from lora_parallel.planning.entries import _SHOWN_BY_RUNNING
 from lora_parallel.planning.plan import check_globs, resolve_plan
 from tests.oracle import SEVEN, causal_lm, lora_config
 from tests.oracle.rows import base_model
@@ -32,7 +32,7 @@ def adapted(family="llama", sizes=None, **changes):
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _BERT = {**_SMALL, "intermediate_size": 48, "vocab_size": 131}
-TABLED = {
+UNPLANNED = {
     "BertModel": _BERT,
     "RobertaForSequenceClassification": {**_BERT, "pad_token_id": 1},
     "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64},
@@ -359,18 +359,12 @@ def test_fused_layers_are_cut_matrix_by_matrix():
     ]
 
 
-def test_families_of_the_table_get_what_it_says_and_what_is_found():
-    """The table and what running the model shows are told apart by leaving the table out."""
-    for name, settings in TABLED.items():
+def test_pairs_are_found_in_families_that_carry_no_plan():
+    for name, settings in UNPLANNED.items():
         model = base_model(name, settings).requires_grad_(False)
-        said = styles_of(model)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lora_parallel.planning.entries.family_plan", lambda config: {})
-            assert styles_of(base_model(name, settings).requires_grad_(False)) == said, name
-        assert {"colwise", "rowwise"} <= set(said.values()), name
-        family = family_plan(model.config)
-        assert family, name
-        assert set(family.values()) <= set(said.values()), name
+        assert not getattr(model, "_tp_plan", None), name
+        wanted = {"colwise", "rowwise"} | ({"embedding_colwise"} if name.startswith("T5") else set())
+        assert wanted <= set(styles_of(model).values()), name
 
 
 def test_layers_that_no_flow_has_are_gathered_and_a_line_says_so(caplog):
