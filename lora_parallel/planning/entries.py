@@ -115,21 +115,18 @@ def entries_of_models(builder: PlanBuilder) -> Entries:
     # A model's plan covers the models inside of it. One that names an unknown style is set aside as a whole, since what
     # its other entries cut may need that style.
     declared: Entries = []
-    covered: list[str] = []
+    covered: tuple[str, ...] = ()
     for module, name in builder.names.items():
-        if any(_inside(name, outer) for outer in covered):
-            continue
         plan = getattr(module, "_tp_plan", None)
-        unknown = [entry for entry in plan.items() if not _is_known(entry[1])] if isinstance(plan, Mapping) else []
-        if unknown:
-            (key, style), plan = unknown[0], None
-            builder.set_aside.append((type(module).__name__, key, style))
-        if not isinstance(plan, Mapping) or not plan:
+        if f"{name}.".startswith(covered) or not isinstance(plan, Mapping) or not plan:
             continue
-        covered.append(name)
+        if unknown := [(key, style) for key, style in plan.items() if str(style) not in {*STYLES, *_SHOWN_BY_RUNNING}]:
+            builder.set_aside.append((type(module).__name__, *unknown[0]))
+            continue
+        prefix = f"{name}." if name else ""
+        covered += (prefix,)
         for key, style in plan.items():
-            full = f"{name}.{key}" if name else key
-            pattern = r"[^.]+".join(re.escape(part) for part in full.split("*"))
+            pattern = r"[^.]+".join(re.escape(part) for part in f"{prefix}{key}".split("*"))
             declared.append((re.compile(pattern), style))
     return declared
 
@@ -142,14 +139,6 @@ def set_aside_unshown(builder: PlanBuilder, declared: Entries) -> bool:
             builder.set_aside.append((type(innermost(builder.model)).__name__, plan.name, style))
             return True
     return False
-
-
-def _is_known(style: object) -> bool:
-    return isinstance(style, str) and (style in STYLES or style in _SHOWN_BY_RUNNING)
-
-
-def _inside(name: str, outer: str) -> bool:
-    return outer == "" or name == outer or name.startswith(outer + ".")
 
 
 def take_entries(builder: PlanBuilder, declared: Entries, globs: Mapping[str, str]) -> None:
