@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from lora_parallel.distributed.rank_checks import gather_objects
 from lora_parallel.distributed.torch_private import compute_for_dtensors, local_region, local_tensor
@@ -231,20 +232,25 @@ def guard_dtensor_operators() -> None:
         )
 
 
-def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute `.item()`, `float(tensor)`, `int(tensor)` or `bool(tensor)`; refuse a value spread over the ranks."""
-    tensor: DTensor = args[0]
+def axis_of_parts(tensor: DTensor) -> tuple[str, Placement] | None:
+    """Return the first mesh axis whose ranks each have a part of a tensor, and its placement; None if there is none."""
     mesh = tensor.device_mesh
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate() and mesh.size(axis) > 1:
-            over = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
-            # A reduction would give the right value, and would hang if one rank logs the value alone.
-            raise RuntimeError(
-                f"item() of a DTensor that is {placement!r} over the mesh axis {over}: each rank has a part of the "
-                "value, and would return that (as float(), int() and bool() do). Call .full_tensor().item() on every "
-                "rank; to clip gradients, lora_parallel.clip_grad_norm_."
-            )
-    return operator(local(tensor))
+            return mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis), placement
+    return None
+
+
+def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute `.item()`, `float(tensor)`, `int(tensor)` or `bool(tensor)`; refuse a value spread over the ranks."""
+    if (parts := axis_of_parts(args[0])) is not None:
+        # A reduction would give the right value, and would hang if one rank logs the value alone.
+        raise RuntimeError(
+            f"item() of a DTensor that is {parts[1]!r} over the mesh axis {parts[0]}: each rank has a part of the "
+            "value, and would return that (as float(), int() and bool() do). Call .full_tensor().item() on every "
+            "rank; to clip gradients, lora_parallel.clip_grad_norm_."
+        )
+    return operator(local(args[0]))
 
 
 def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

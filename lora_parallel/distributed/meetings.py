@@ -132,9 +132,7 @@ def collective_call(what: str) -> Iterator[None]:
         TimeoutError: Some ranks have not come in time.
     """
     if alone.get() and _current() is not None:
-        raise RuntimeError(
-            f"{what} was called in a save that rank 0 runs alone, and every rank must call it: call it before the save."
-        )
+        refuse_alone(what)
     if _inside.get():
         yield
         return
@@ -144,6 +142,13 @@ def collective_call(what: str) -> Iterator[None]:
         yield
     finally:
         _inside.reset(token)
+
+
+def refuse_alone(what: str) -> NoReturn:
+    """Refuse a call that every rank must make, in code that no other rank runs."""
+    raise RuntimeError(
+        f"{what} was called in a save that rank 0 runs alone, and every rank must call it: call it before the save."
+    )
 
 
 def is_awaited_by(ranks: Iterable[int], among: Iterable[int] | None = None) -> bool:

@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from lora_parallel.adapters.adapter_folder import gather_adapter
 from lora_parallel.adapters.inspection import adapted_model, check_finite, loose_parameters, peft_configs
-from lora_parallel.distributed.dtensors import gather_on_rank_zero, reshard
-from lora_parallel.distributed.meetings import alone, collective_call
+from lora_parallel.distributed.dtensors import axis_of_parts, gather_on_rank_zero, reshard, tensors_in
+from lora_parallel.distributed.meetings import alone, collective_call, refuse_alone
 from lora_parallel.distributed.rank_checks import agreed, gather_objects, is_rank_zero
 from lora_parallel.export.export_merged import write_merged
 from lora_parallel.layers.layer_parameters import innermost
@@ -43,6 +46,11 @@ TRAINED = "trained_parameters.safetensors"
 _SUPPORTED = frozenset(
     {"is_main_process", "selected_adapters", "save_embedding_layers", "max_shard_size", "state_dict", "save_function"}
 )
+
+
+_BARRIER = dist, "barrier"  # holds in a save that rank 0 runs alone: the other ranks wait for its end
+_PARAMETERS = nn.Module, "named_parameters"
+_PICKLE = DTensor, "__reduce_ex__"
 
 
 def allow_save_pretrained(setup: Setup) -> None:
@@ -67,6 +75,7 @@ def _save_pretrained(model: nn.Module, own: Callable[..., None], holder: Any, *a
     names = list(signature(own).parameters)[1:]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if alone.get() or arguments.get("state_dict") is not None:
+        _refuse_parts((arguments.get("state_dict") or {}).values(), "save_pretrained was given a state_dict with")
         type(holder).save_pretrained(holder, *args, **kwargs)
         return
     with collective_call("save_pretrained"):
@@ -108,7 +117,7 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
         (PreTrainedModel, "save_pretrained"): partial(_save_pretrained, model, PreTrainedModel.save_pretrained),
         (PeftModel, "save_pretrained"): partial(_save_pretrained, model, PeftModel.save_pretrained),
     }
-    own = {key: getattr(*key) for key in sent}
+    own = {key: getattr(*key) for key in (*sent, _BARRIER, _PARAMETERS, _PICKLE)}
     names = {module: name for name, module in model.named_modules()}
 
     def send(module: nn.Module, key: tuple[type, str], *args: Any, **kwargs: Any) -> Any:
@@ -116,12 +125,12 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
         is_sharded = module in names and (key[0] is nn.Module or "save_pretrained" in vars(module))
         if not is_sharded or not (state is None or state is given):
             return own[key](module, *args, **kwargs)
-        kwargs.pop("state_dict", None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("state_dict", "save_function")}
         call = key, names[module], torch.is_grad_enabled(), args, kwargs
         torch.save(call, message := BytesIO())
-        gather_objects(message.getvalue())
         put(own)  # for the calls in this one
         try:
+            gather_objects(message.getvalue())
             return make(*call)
         finally:
             put(senders)
@@ -130,17 +139,32 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
         with torch.set_grad_enabled(grad):
             return sent[key](model.get_submodule(name), *args, **kwargs)
 
-    def put(methods: dict[tuple[type, str], Any]) -> None:
+    def put(methods: dict[tuple[Any, str], Any]) -> None:
         alone.set(methods is senders)
         for key, method in methods.items():
             setattr(*key, method)
 
-    senders = {key: partialmethod(send, key) for key in sent}
+    def named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module in names and "pp" in (mesh_of(model).mesh_dim_names or ()):  # type: ignore[union-attr]
+            raise ValueError(
+                "parameters() and named_parameters() in a save that rank 0 runs alone: under pp they list those of its "
+                "stage, and the save would lack all others. Use the state_dict that _save is given, or "
+                "model.state_dict() in such a save."
+            )
+        return own[_PARAMETERS](module, *args, **kwargs)
+
+    def reduce(tensor: DTensor, protocol: Any) -> Any:
+        _refuse_parts([tensor], "pickle was given")
+        return own[_PICKLE](tensor, protocol)
+
+    senders: dict[tuple[Any, str], Any] = {key: partialmethod(send, key) for key in sent}
+    senders.update({_BARRIER: lambda *args, **kwargs: None, _PARAMETERS: named_parameters, _PICKLE: reduce})
     with agreed():
         if is_rank_zero():
             put(senders)
             try:
-                save()
+                with _OnRankZero():
+                    save()
             finally:
                 put(own)
                 gather_objects(b"")
@@ -152,11 +176,33 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
                 make(*call)
 
 
+class _OnRankZero(TorchDispatchMode):
+    """Refuse, in a save that rank 0 runs alone, collectives, and tensors of which each rank has a part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if alone.get():
+            if func.namespace in ("c10d", "_c10d_functional"):
+                refuse_alone(str(func))
+            _refuse_parts(tensors_in((args, kwargs)), f"{func} in a save that rank 0 runs alone was given")
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_parts(tensors: Iterable[Any], what: str) -> None:
+    """Raise ValueError if this rank has a part of a tensor, which would be taken for the whole."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and axis_of_parts(tensor) is not None:
+            raise ValueError(
+                f"{what} a DTensor of shape {list(tensor.shape)}, of which each rank has a part, and that would be "
+                "saved. Use the state_dict that _save is given, model.state_dict() in such a save, or, on every rank, "
+                "accelerator.get_state_dict(model)."
+            )
+
+
 @torch.inference_mode(False)  # a DTensor cannot be detached in inference mode
 def _full_state_dict(model: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the state dict of a module of `model`, with full tensors on rank 0. Collective."""
     reshard(model)
-    state = module.state_dict(*args, **kwargs)
+    state = nn.Module.state_dict(module, *args, **kwargs)  # an override of it has called this
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     with agreed():

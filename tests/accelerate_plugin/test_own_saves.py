@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -37,6 +39,14 @@ class Noted(LlamaForCausalLM):
         (Path(save_directory) / "notes.txt").write_text(f"by the main process: {kwargs.get('is_main_process')}")
 
 
+class Head(nn.Linear):
+    """A layer whose own state dict has other keys."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state if args or kwargs else {f"head.{name}": tensor for name, tensor in state.items()}
+
+
 class Pipeline(nn.Module):
     """Modules that each write their own folder, and a card with what the model computes, as sentence-transformers."""
 
@@ -44,7 +54,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.model.add_adapter(LORA)
-        self.head = nn.Linear(131, 131)
+        self.head = Head(131, 131)
         self.judge = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).requires_grad_(False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -77,10 +87,14 @@ class ByStateDict(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        self.seen = [self.args.should_save, attempt(self.accelerator.get_state_dict, self.model)]
         values = self.model.state_dict() if state_dict is None else state_dict
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         save_file({name: values[name].clone() for name in trained}, Path(output_dir or "") / "again.safetensors")
+        self.model.save_pretrained(output_dir, state_dict=state_dict, save_function=self.accelerator.save)
+        self.accelerator.wait_for_everyone()
+        self.seen = [self.args.should_save]
+        self.seen += [attempt(self.accelerator.get_state_dict, self.model), attempt(torch.save, trained, BytesIO())]
+        self.seen += [attempt(dist.all_reduce, torch.ones(1))]
 
 
 def noted(base: Path) -> nn.Module:
@@ -173,9 +187,11 @@ def test_each_leaves_the_files_of_one_process(pool, base, tmp_path, mesh):
         assert not [other[kind]["seen"] for other in others if other[kind]["seen"]]  # of one process's files one writer
     both = tmp_path / "mesh" / "both classes"
     compare(both / "by hand", both / "final")
-    asked, refused = first["state dict"]["seen"]
+    asked, *refused = first["state dict"]["seen"]
     assert asked
-    assert "accelerator.get_state_dict was called in a save that rank 0 runs alone" in refused.message
+    assert "accelerator.get_state_dict was called in a save that rank 0 runs alone" in refused[0].message
+    assert "a DTensor of shape" in refused[1].message
+    assert "allreduce" in refused[2].message
     for kind in ("model's class", "state dict"):
         assert not [line for line in first[kind]["lines"] if "state_dict()" in line]
     gathered = [line for line in first["whole state dict"]["lines"] if "state_dict()" in line]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lora_parallel import parallelize, save_adapter
+from lora_parallel import ParallelConfig, build_mesh, parallelize, save_adapter
 from lora_parallel.export.save_pretrained import save_on_rank_zero
 from tests.cases import cases
 from tests.oracle import causal_lm, fill_adapters, full, lora_config, on_mesh, ranks_of
@@ -149,6 +149,10 @@ def saves_alone(mesh_text: str) -> dict[str, Any]:
     found["in training"] = model.training
     found["refused"] = attempt(save_on_rank_zero, packed, lambda: packed.state_dict())
     found["failed"] = attempt(save_on_rank_zero, model, lambda: Path("none").rmdir())
+    if mesh_text == "1x2":
+        stages = ParallelConfig(pp=2, pp_microbatches=2)
+        staged = parallelize(peft_model(), build_mesh(stages, "cpu"), stages)
+        found["staged"] = attempt(save_on_rank_zero, staged, lambda: dict(staged.named_parameters()))
     found["forwards"] = model.train()(input_ids=torch.arange(12)[None]).logits.detach()
     return found
 
@@ -175,4 +179,6 @@ def test_what_a_save_on_rank_zero_calls_is_followed_by_the_others(pool, mesh):
             assert found["refused"].message.startswith(f"{start}state_dict() in a save cannot gather ")
             assert "qkv_proj" in found["refused"].message
         assert found["failed"].kind == "FileNotFoundError"
-        assert rank == 0 or set(found) == {"in training", "refused", "failed", "forwards"}
+        if mesh == "1x2":
+            assert "under pp they list those of its stage" in found["staged"].message
+        assert rank == 0 or set(found) <= {"in training", "refused", "failed", "forwards", "staged"}
