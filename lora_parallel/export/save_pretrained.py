@@ -158,7 +158,8 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
         return own[_PICKLE](tensor, protocol)
 
     senders: dict[tuple[Any, str], Any] = {key: partialmethod(send, key) for key in sent}
-    senders.update({_BARRIER: lambda *args, **kwargs: None, _PARAMETERS: named_parameters, _PICKLE: reduce})
+    senders[_BARRIER] = lambda *args, **kwargs: None
+    senders[_PARAMETERS], senders[_PICKLE] = named_parameters, reduce
     with agreed():
         if is_rank_zero():
             put(senders)

@@ -181,8 +181,8 @@ BREAKAGES = [
         "collective",
         "A barrier at the end of a trainer's own save is refused, though the other ranks wait for that end.",
         OWN,
-        """senders.update({_BARRIER: lambda *args, **kwargs: None,""",
-        """senders.update({_BARRIER: own[_BARRIER],""",
+        """senders[_BARRIER] = lambda *args, **kwargs: None""",
+        """senders[_BARRIER] = own[_BARRIER]""",
     ),
     Mutant(
         "checkpoint",
