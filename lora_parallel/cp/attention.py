@@ -37,9 +37,6 @@ class CPContext:
         self.cuts = False  # True while a forward runs whose tokens are cut
         self.has_labels = False  # True if the forward that runs was given labels
         self.running = False  # True while a block, or a layer after the blocks, computes on a chunk
-        # True if something trains outside of the blocks, on all tokens: what enters the blocks gets the gradients of
-        # all ranks there.
-        self.sums_gradients = False
         # Tensors that blocks share (rotary tables), their versions and this rank's part of them, by `id`.
         self._cut: dict[int, tuple[Tensor, int, Tensor]] = {}
         self.recomputes = False  # True if the block that runs is recomputed in backward, attention included
@@ -56,8 +53,7 @@ class CPContext:
 
     def cut(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of `x` [rows, tokens, ...] in memory of their own, as a view keeps all of `x`."""
-        sums = x.requires_grad and self.sums_gradients
-        return self.chunks.cut(x, "the blocks") if sums else self.chunks.mine(x).clone()
+        return self.chunks.mine(x).clone()
 
     def part(self, x: Tensor) -> Tensor:
         """Return what `cut` does, the same for all blocks that are given `x`: it is kept until the forward ends."""

@@ -5,8 +5,9 @@ are what they are in one process. Each block is given its rank's part of what ha
 blocks, norm and head compute on the chunk too, and the logits stand for those of all tokens (`tp/loss_parallel.py`):
 the loss is computed from chunks, and what reads them otherwise gathers them.
 
-FSDP2 adds the gradients of cp ranks up: in blocks, those of each rank's tokens. What computes the same on every rank
-has all of its gradient on each, which is divided by cp.
+FSDP2 takes the mean of the gradients of cp ranks, as of all others. So whatever every rank computes alike counts once,
+wherever a parameter is used. Where chunks become all tokens, the gradient is multiplied by cp: the mean is then the sum
+over the chunks, for all that computes on them and all that comes before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
@@ -45,35 +46,8 @@ from lora_parallel.tp.sequence import (
 )
 
 
-def _run_replicated(
-    context: CPContext, layer: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call a layer's own forward: its parameters' gradients are divided by cp, and those of its inputs are not."""
-    trains = any(parameter.requires_grad for parameter in layer.parameters())
-    if not context.cuts:
-        if trains:
-            refuse_gradients(type(layer).__name__)
-        return compute(*args, **kwargs)
-    ranks = context.chunks.ranks
-
-    def entering(x: Tensor) -> Tensor:
-        if isinstance(x, SlicedTensor):
-            x = x.slicing.gathered(part_of(x), type(layer).__name__).to(x.dtype).view(x.shape)
-        return scale_gradient(x, ranks) if trains and x.requires_grad else x
-
-    def leaving(x: Tensor) -> Tensor:
-        if not (trains and x.requires_grad):
-            return x
-        if isinstance(x, SlicedTensor):
-            return sliced_tensor(scale_gradient(part_of(x), 1 / ranks), x.slicing)
-        return scale_gradient(x, 1 / ranks).clone()  # no view: models change embeddings in place (RoCBert)
-
-    args, kwargs = tree_map_only(Tensor, entering, (args, kwargs))
-    return tree_map_only(Tensor, leaving, compute(*args, **kwargs))
-
-
 def refuse_gradients(name: str) -> None:
-    """Refuse a part of the model called by itself with gradients, which FSDP2 would add up over cp ranks."""
+    """Refuse a block called by itself with gradients, which would be computed again from a chunk where recomputed."""
     if torch.is_grad_enabled():
         raise ValueError(
             f"{name} was called with gradients, but not by the parallelized model's own forward, which cuts the tokens "
@@ -94,7 +68,6 @@ class Places:
     norm_on_chunks: bool  # True if what the trunk computes after the last block works on chunks
     cut: dict[nn.Module, frozenset[str]]  # Names of the arguments of each block that have tokens and are cut
     after: list[nn.Module]  # Linear layers that are called after the trunk
-    replicated: list[nn.Module]  # Other layers outside of the blocks in which something trains
 
     def within(self, model: nn.Module) -> Places:
         """Return the places that are in `model`, of which some blocks and layers may have been taken out."""
@@ -106,7 +79,6 @@ class Places:
             attentions={module: name for module, name in self.attentions.items() if module in there},
             cut={block: names for block, names in self.cut.items() if block in there},
             after=[layer for layer in self.after if layer in there],
-            replicated=[layer for layer in self.replicated if layer in there],
         )
 
 
@@ -140,12 +112,10 @@ def split_tokens_over_cp(setup: Setup) -> None:
         begin(hidden)
         return chunks.mine(hidden)  # no gradient flows back to the stage before
 
-    context.sums_gradients = bool(places.replicated)
     arounds: list[tuple[nn.Module, Around]] = [
         *((block, partial(_run_block, places, context, begin, draws.end)) for block in blocks),
         (places.trunk, partial(_run_trunk, places, context, type(places.trunk).__name__)),
         *((layer, partial(_run_after, context)) for layer in places.after),
-        *((layer, partial(_run_replicated, context)) for layer in places.replicated),
     ]
     for module, around in arounds:
         wrap_forward(module, around)
@@ -249,7 +219,6 @@ def _run_block(
     if block is places.blocks[0]:
         begin(first_activations(args, kwargs)[1])
         args, kwargs = with_activations(args, kwargs, context.cut)
-        _refuse_trained(names, args, kwargs, cut, context)
     tokens = context.tokens.count
     args, kwargs = changed_arguments(names, args, kwargs, change)
     context.running = True
@@ -263,24 +232,9 @@ def _run_block(
         hidden = block_output(output)
         end(hidden.device)
         if not places.norm_on_chunks:
-            return with_output(output, context.chunks.whole(hidden, tokens, type(block).__name__))
+            whole = context.chunks.whole(scale_gradient(hidden, context.chunks.ranks), tokens, type(block).__name__)
+            return with_output(output, whole)
     return output
-
-
-def _refuse_trained(
-    names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], cut: frozenset[str], context: CPContext
-) -> None:
-    """Refuse what enters the blocks in whole and has a gradient, of which each rank would have a part."""
-
-    def check(name: str, x: Tensor) -> Tensor:
-        if name not in cut and x.requires_grad and context.sums_gradients and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} {list(x.shape)} enters the blocks in whole and requires a gradient, of which under cp each "
-                "rank has a part: compute it without gradients, or use cp=1."
-            )
-        return x
-
-    changed_arguments(names, args, kwargs, check)
 
 
 # ------------------------------------------------------------------------------- after the blocks
@@ -317,11 +271,13 @@ def _run_trunk(
     if not context.cuts:
         return output
     hidden, tokens = first_output(output), context.tokens.count
-    if not places.norm_on_chunks:
-        if not places.after:
-            return output
-        hidden = context.chunks.cut(hidden, name)  # what comes before computes the same on every rank
+    if places.norm_on_chunks:
+        hidden = scale_gradient(hidden, context.chunks.ranks)
     elif not places.after:
+        return output
+    else:
+        hidden = context.chunks.cut(hidden, name)  # what comes before computes the same on every rank
+    if not places.after:
         return with_first_output(output, context.chunks.whole(hidden, tokens, name))
     slicing = Slicing(hidden.shape[-1], None, name, context.chunks, tokens)
     return with_first_output(output, sliced_tensor(hidden, slicing))
@@ -333,16 +289,17 @@ def _run_after(
     """Run a linear layer after the trunk on this rank's chunk of its input, if that stands for the trunk's tokens."""
     x = args[0] if args else next(iter(kwargs.values()))
     if not (context.cuts and isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3):
-        return _run_replicated(context, layer, compute, args, kwargs)
+        return compute(*args, **kwargs)
     chunks, tokens = context.chunks, context.tokens.count
-    args, kwargs = tree_map(lambda value: part_of(x) if value is x else value, (args, kwargs))
+    own = scale_gradient(part_of(x), 1 / chunks.ranks)  # the gradient of what it is a part of is multiplied there
+    args, kwargs = tree_map(lambda value: own if value is x else value, (args, kwargs))
     context.running = True
     try:
         y = compute(*args, **kwargs)
     finally:
         context.running = False
     slicing = y.slicing if isinstance(y, SlicedTensor) else None
-    part = part_of(y) if isinstance(y, SlicedTensor) else y
+    part = scale_gradient(part_of(y) if isinstance(y, SlicedTensor) else y, chunks.ranks)
     if context.has_labels:
         own_slicing = slicing or Slicing(part.shape[-1], None, "the head", plain_loss=True)
         return sliced_tensor(part, own_slicing.over_tokens(chunks, tokens))

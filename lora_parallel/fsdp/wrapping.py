@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local, tensors_in
-from lora_parallel.distributed.mesh import axis_size, dp_mesh, dp_size, shard_size, stage_mesh
+from lora_parallel.distributed.mesh import dp_mesh, shard_size, stage_mesh
 from lora_parallel.distributed.torch_private import (
     drop_gathered_gradients,
     in_backward,
@@ -303,12 +303,6 @@ def make_units(setup: Setup) -> list[nn.Module]:
     # The root's weights (embedding, head) are needed again as backward starts: they stay gathered until its end.
     fully_shard(model, reshard_after_forward=False, **sharding)
     _prefetch(blocks, config.prefetch_blocks)
-    if axis_size(mesh, "cp") > 1:
-        # Each rank has the gradient of its tokens: over cp they are added up, over dp averaged.
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_gradient_divide_factor(dp_size(mesh))
-                unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     return inside
 
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from lora_parallel.distributed.collectives import chunk_bounds
@@ -29,55 +27,8 @@ from lora_parallel.layers.styles import RowPartition
 from lora_parallel.tp.experts import holds_experts
 from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.layer_groups import LayerGroup, proven, sizes_on_a_rank, verify_ranks
-from lora_parallel.tracing.rank_simulation import WholeRun
 from lora_parallel.tracing.repeated_blocks import RepeatedBlocks, repeated_blocks
 from lora_parallel.tracing.tracer import Call, Tracer
-
-
-def layers_after(
-    tracer: Tracer, whole: WholeRun, blocks: list[nn.Module], trunk: nn.Module
-) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the linear layers that are called after the trunk, and the modules called between blocks and its end."""
-    inside = {module for block in blocks for module in block.modules()}
-    (last, end), *_ = whole.pairs(blocks[-1], trunk)
-    layers = {call.layer: None for call, event in zip(tracer.calls, whole.calls, strict=True) if event > end.end}
-    ends = [
-        tracer.real_of[module]
-        for module, visits in whole.visits.items()
-        if module not in inside and any(last.end < visit.end < end.end for visit in visits)
-    ]
-    return [tracer.real_of[tracer.modules[name]] for name in layers], ends
-
-
-def replicated_layers(tracer: Tracer, blocks: Collection[nn.Module], others: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules of a model, outside of blocks and of `others`, that hold a parameter that trains."""
-    # A layer with adapters is one module. One that was not called in the run, such as a vision tower, is among them.
-    layers: list[nn.Module] = []
-
-    def visit(module: nn.Module, name: str) -> None:
-        if module in blocks or module in others:
-            return
-        around = any(inner in blocks for inner in module.modules())
-        trained = [key for key, p in module._parameters.items() if p is not None and p.requires_grad]
-        if trained and around:
-            raise TraceError(f"{f'{name}.{trained[0]}'.lstrip('.')} trains, and is in no layer of its own")
-        is_layer = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        if is_layer and any(inner in others for inner in module.modules()):
-            if isinstance(module, BaseTunerLayer):
-                return
-            is_layer = False  # a head in `modules_to_save`: its layers are visited one by one
-        if not around and (trained or (is_layer and any(p.requires_grad for p in module.parameters()))):
-            layers.append(module)
-            twin = tracer.twin_of[module]
-            if twin not in tracer.entered and any(p in tracer.used for p in twin.parameters()):
-                raise TraceError(f"{name} trains, and is used without being called")
-            return
-        for key, child in module.named_children():
-            visit(child, f"{name}.{key}".lstrip("."))
-
-    visit(tracer.model, "")
-    return layers
-
 
 # Largest number of producers' calls that may feed a consumer. A layer with more takes the residual stream, which all
 # blocks before it feed.

@@ -39,7 +39,7 @@ from lora_parallel.tp.context import Tokens
 from lora_parallel.tp.sequence import Sequence
 from lora_parallel.tracing.inputs import FailedError, TraceError
 from lora_parallel.tracing.layer_groups import LayerGroup
-from lora_parallel.tracing.prove_feature_slices import Structure, layers_after, replicated_layers
+from lora_parallel.tracing.prove_feature_slices import Structure
 from lora_parallel.tracing.rank_simulation import Part, RankTable, WholeRun, all_of, run_as_rank, same
 from lora_parallel.tracing.tracer import Call, Tracer, check_outside, refuse_flows, tracer_of
 
@@ -193,11 +193,9 @@ class _Proof:
         if problem is not None:
             raise TraceError(problem)
         tracer, real_of = self._tracer, self._tracer.real_of
-        after, ends = layers_after(tracer, whole, blocks, trunk)
-        on_chunks = {*after, *(ends if norm_on_chunks else ())}
-        replicated = replicated_layers(tracer, {real_of[block] for block in blocks}, on_chunks)
-        # A module that uses a parameter of its own computes on all tokens, and so do the layers in it.
-        on_whole = {layer for module in replicated for layer in module.modules()}
+        _, trunk_end = next(iter(whole.pairs(blocks[-1], trunk)))
+        calls = zip(tracer.calls, whole.calls, strict=True)
+        after = {call.layer: None for call, event in calls if event > trunk_end.end}
         return Places(
             [real_of[block] for block in blocks],
             {real_of[block]: _positional(block) for block in blocks},
@@ -205,8 +203,7 @@ class _Proof:
             real_of[trunk],
             norm_on_chunks,
             {real_of[block]: frozenset(self._cut.get(block, ())) for block in blocks},
-            [layer for layer in after if layer not in on_whole],
-            replicated,
+            [real_of[tracer.modules[name]] for name in after],
         )
 
     def _note(
