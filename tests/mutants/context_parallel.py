@@ -10,17 +10,17 @@ AROUND = "tests/lora_parallel/cp/test_around_blocks.py::test_what_is_around_the_
 BREAKAGES = [
     Mutant(
         "pass",
-        "Under cp a norm inside of a head in modules_to_save trains on cp times its gradient.",
+        "Under cp the blocks, and the norm behind them, train on their gradient divided by cp.",
         AROUND,
-        """            is_layer = False  # a head""",
-        """            return  # a head""",
+        """        hidden = scale_gradient(hidden, context.chunks.ranks)""",
+        """        pass""",
     ),
     Mutant(
         "pass",
-        "Under cp the layers of a saved head that has a parameter of its own train on a part of their gradient.",
+        "Under cp the linear layers of a head train on their gradient divided by cp.",
         AROUND,
-        """[layer for layer in after if layer not in on_whole]""",
-        """after""",
+        """part = scale_gradient(part_of(y) if isinstance(y, SlicedTensor) else y, chunks.ranks)""",
+        """part = part_of(y) if isinstance(y, SlicedTensor) else y""",
     ),
     Mutant(
         "backward",
@@ -31,10 +31,10 @@ BREAKAGES = [
     ),
     Mutant(
         "pass",
-        "Under cp layers of a trunk that mixes tokens behind its blocks train on cp times their gradient.",
+        "Under cp what is before a linear layer of a head trains on cp times its gradient.",
         AROUND,
-        """*(ends if norm_on_chunks else ())""",
-        """*ends""",
+        """own = scale_gradient(part_of(x), 1 / chunks.ranks)""",
+        """own = part_of(x)""",
     ),
     Mutant(
         "pass",
@@ -98,13 +98,6 @@ BREAKAGES = [
         f"{CP}::test_dropout_drops_the_same_elements",
         """token = self.chunks.positions(count, device).expand(rows, mine)""",
         """token = torch.arange(mine, dtype=torch.int32, device=device).expand(rows, mine)""",
-    ),
-    Mutant(
-        "collective",
-        "Under cp what is in front of a trained head gets its gradient divided by the number of ranks.",
-        AROUND,
-        """return scale_gradient(x, ranks) if trains and x.requires_grad else x""",
-        """return x""",
     ),
     Mutant(
         "guard",
@@ -179,11 +172,11 @@ BREAKAGES = [
         """pass""",
     ),
     Mutant(
-        "guard",
-        "Under cp a trained tensor that enters the blocks in whole gets this rank's part of its gradient.",
+        "pass",
+        "Under cp blocks in front of a trunk's end that mixes tokens train on their gradient divided by cp.",
         AROUND,
-        """if name not in cut and x.requires_grad and context.sums_gradients and torch.is_grad_enabled():""",
-        """if False:""",
+        """context.chunks.whole(scale_gradient(hidden, context.chunks.ranks), tokens""",
+        """context.chunks.whole(hidden, tokens""",
     ),
     Mutant(
         "collective",

@@ -23,12 +23,11 @@ from lora_parallel import (
     save_checkpoint,
 )
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.cp import attention
+from lora_parallel.cp import attention, regions
 from lora_parallel.distributed import token_chunks
 from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.distributed.mesh import dp_rank, dp_size
 from lora_parallel.distributed.token_chunks import TokenChunks
-from lora_parallel.fsdp import wrapping
 from lora_parallel.state import ForwardCount, state_of
 from lora_parallel.tp import loss_parallel
 from lora_parallel.tp.context import Tokens
@@ -456,8 +455,8 @@ def labels_as_they_are(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loss_parallel, "_cross_entropy_of_chunks", lambda x, p, t, *a: own(x, p, t.roll(1), *a))
 
 
-def mean_over_cp(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(wrapping, "dp_size", lambda mesh: wrapping.shard_size(mesh))
+def mean_over_chunks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(regions, "scale_gradient", lambda x, factor: x)
 
 
 def other_rows_of_the_mask(patch: pytest.MonkeyPatch) -> None:
@@ -487,7 +486,7 @@ def other_tokens(patch: pytest.MonkeyPatch) -> None:
 
 MISTAKES = {
     labels_as_they_are: "ignored labels",
-    mean_over_cp: "a loss of logits",
+    mean_over_chunks: "a loss of logits",
     other_rows_of_the_mask: "all_gather, left padding",
     another_causal_mask: "all_gather",
     other_order: "all_gather",
