@@ -157,8 +157,8 @@ class Step:
                     self._backward = None
                     return self.begin_backward(after_failure=True)
                 raise RuntimeError(
-                    "the last backward pass of this model failed, or is not over (this one was called in a hook of it), "
-                    "and what it left is of no use to another one: call the model again before the next backward."
+                    "the last backward pass of this model failed, or is not over (this one was called in a hook), and "
+                    "what it left is of no use to another one: call the model again before the next backward."
                 )
             self.begin_backward()
 
