@@ -5,7 +5,6 @@ A module by itself: importing `accelerate_plugin`, or anything in it, imports to
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
@@ -46,11 +45,6 @@ def main() -> None:
     elif command == "--version":
         print("\n".join(f"{name} {_version(name)}" for name in _DISTRIBUTIONS))
     elif command in ("config", "launch", "check", "plan"):
-        if command == "plan":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # copies of a process cannot share its GPUs
-            from lora_parallel.cost import simulations
-
-            simulations.copies = True
         from accelerate_plugin import cli
 
         cli.main(command, arguments)

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
@@ -21,9 +20,6 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 _WORKERS = 4  # most processes that simulate steps at the same time
-
-copies = False
-"""True in a process that has only imported, as that of `accelerate-lora plan`: its copies need no seconds for that."""
 
 
 class Simulations:
@@ -85,7 +81,8 @@ class Simulations:
         if not answer:
             errors = Path(self._folder.name, "stderr").read_text(errors="replace").strip().split("\n")
             last = errors[-1] or "it printed no error, as when the system is out of memory"
-            raise ChildProcessError(f"a process that simulates a step has ended: {last}")
+            why = next((line.strip() for line in errors if "what():" in line), last)  # a list of C++ frames follows it
+            raise ChildProcessError(f"a process that simulates a step has ended: {why}")
         return dict(json.loads(answer))
 
     def _start(self, pairs: list[tuple[socket.socket, socket.socket]]) -> tuple[int, Callable[[], object]]:
@@ -96,11 +93,6 @@ class Simulations:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": self._folder.name}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with Path(self._folder.name, "stderr").open("w") as errors:
-            if copies:
-                copy = get_context("fork").Process(target=_copy, args=(pairs, environment, errors.fileno()))
-                copy.start()
-                assert copy.pid is not None
-                return copy.pid, copy.join
             connections = [theirs.fileno() for _, theirs in pairs]
             process = subprocess.Popen(
                 [sys.executable, "-m", "lora_parallel.cost.worker", *map(str, connections)],
@@ -112,16 +104,3 @@ class Simulations:
                 start_new_session=True,  # so that all of its processes are killed together
             )
         return process.pid, process.wait
-
-
-def _copy(pairs: list[tuple[socket.socket, socket.socket]], environment: dict[str, str], errors: int) -> None:
-    """Be the process that `Simulations` starts, as a copy of the one that calls it."""
-    from lora_parallel.cost import worker
-
-    os.setsid()
-    for standard in (1, 2):
-        os.dup2(errors, standard)
-    os.environ.update(environment)
-    for ours, _ in pairs:
-        ours.close()
-    worker.main([theirs.detach() for _, theirs in pairs])

@@ -29,12 +29,14 @@ def main(connections: list[int]) -> None:
     """Start a process for each socket, and return when all of them have ended."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     sockets = [socket.socket(fileno=number) for number in connections]
     for index, connection in enumerate(sockets):
         if not os.fork():
             for later in sockets[index + 1 :]:
                 later.close()
+            # Only now: torch's pool of threads does not survive a fork, and threads of autograd that both look for it
+            # end the process ("Invalid thread pool!").
+            torch.set_num_threads(1)
             with connection.makefile("rw") as jobs:
                 for answer in answers_to(jobs):
                     print(json.dumps(answer), file=jobs, flush=True)

@@ -330,6 +330,9 @@ def not_profiled() -> Iterator[None]:
 
 
 _NOTHING = torch.empty(0)
+# A reference in C++ for as long as the process lives. While there is none, the thread of gloo that lets go of its own
+# needs the GIL for that: it drops the Python object's.
+_VIEW = _NOTHING.view(0)
 
 
 def finish_groups() -> None:

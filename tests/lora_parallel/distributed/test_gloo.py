@@ -70,6 +70,25 @@ def of_no_elements():
     return dist.get_rank()
 
 
+def references_while_a_group_has_it():
+    """Count the Python references to the tensor of `finish_groups` before a message of it, and until it is waited for."""
+    before = sys.getrefcount(torch_private._NOTHING)
+    work = dist.all_reduce(torch_private._NOTHING, async_op=True)
+    during = sys.getrefcount(torch_private._NOTHING)
+    work.wait()
+    plain = torch.empty(0)
+    alone = sys.getrefcount(plain)
+    view = plain.view(0)
+    return before, during, sys.getrefcount(plain) - alone, view.numel()
+
+
+def test_the_end_of_a_process_needs_no_python_reference_from_gloos_thread(pool):
+    """A first reference in C++ holds one in Python (the third number), which only who has the GIL can let go of."""
+    for before, during, held, _ in pool.run(2, references_while_a_group_has_it):
+        assert during == before
+        assert held == 1
+
+
 def test_an_all_reduce_of_no_elements_waits_for_no_peer(pool):
     """Check what `finish_groups` relies on."""
     assert pool.run(2, of_no_elements) == [0, 1]
