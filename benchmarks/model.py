@@ -258,17 +258,18 @@ make table NAME=model
 ```
 
 A row is a tiny model. Rules make its config from the default values of the class's config: it has each kind of layer
-twice; one key-value head (fewer than tp) where published models have fewer key-value heads than heads; an odd vocabulary;
-experts; towers of images and sound; random weights everywhere; LoRA on all linear layers of text and towers. What a
-class has by other settings only (experts of Gemma 4, LongT5's global attention) is not in its row. Four rows of data
+twice; one key-value head (fewer than tp) where published models have fewer key-value heads than heads; an odd
+vocabulary; experts; towers of images and sound; random weights everywhere; LoRA on all linear layers of text and
+towers. What a class has by other settings only (experts of Gemma 4, LongT5's global attention) is not in its row. Four rows of data
 are one batch; each has an image or a sound if the table says so, and "text alone" stands for classes that take one
 which we could not make. Meshes are dp_shard x tp.
 
 A class that is not here (your own, or one of `trust_remote_code`): `accelerate-lora check mesh.yaml train.py` says
 whether the mesh can run it, and why not ([plans](plans.md)).
 
-Models compute in float64, and a cell above 1e-12 has failed. If a class can compute in float32 only, the bound is 1e-5. "mixed": the class's own code casts to float32 in places (scores of experts, rotations), where each rank rounds
-its part of a sum; the row computes these in float64, in one process and on the mesh, so that its bound is 1e-12 too.
+Models compute in float64, and a cell above 1e-12 has failed. If a class can compute in float32 only, the bound is 1e-5.
+"mixed": the class's own code casts to float32 in places (scores of experts, rotations), where each rank rounds its part
+of a sum; the row computes these in float64, in one process and on the mesh, so that its bound is 1e-12 too.
 
 A cell is **a number**, the largest relative error of the gradient of any adapter; **refused**, with the number of the
 reason below; **FAILED**; or a dash, which means that it was not run yet.

@@ -71,7 +71,7 @@ def of_no_elements():
 
 
 def references_while_a_group_has_it():
-    """Count the Python references to the tensor of `finish_groups` before a message of it, and until it is waited for."""
+    """Count the Python references to the tensor of `finish_groups` before a message of it, and while it is sent."""
     before = sys.getrefcount(torch_private._NOTHING)
     work = dist.all_reduce(torch_private._NOTHING, async_op=True)
     during = sys.getrefcount(torch_private._NOTHING)
