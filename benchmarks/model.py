@@ -267,7 +267,7 @@ which we could not make. Meshes are dp_shard x tp.
 A class that is not here (your own, or one of `trust_remote_code`): `accelerate-lora check mesh.yaml train.py` says
 whether the mesh can run it, and why not ([plans](plans.md)).
 
-Models compute in float64, and a cell above 1e-12 has failed. If a class can compute in float32 only, the bound is 1e-5.
+Models compute in float64, and a cell above 1e-12 has failed. If a class computes in float32 only, the bound is 1e-5.
 "mixed": the class's own code casts to float32 in places (scores of experts, rotations), where each rank rounds its part
 of a sum; the row computes these in float64, in one process and on the mesh, so that its bound is 1e-12 too.
 
