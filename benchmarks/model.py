@@ -260,9 +260,9 @@ make table NAME=model
 A row is a tiny model. Rules make its config from the default values of the class's config: it has each kind of layer
 twice; one key-value head (fewer than tp) where published models have fewer key-value heads than heads; an odd
 vocabulary; experts; towers of images and sound; random weights everywhere; LoRA on all linear layers of text and
-towers. What a class has by other settings only (experts of Gemma 4, LongT5's global attention) is not in its row. Four rows of data
-are one batch; each has an image or a sound if the table says so, and "text alone" stands for classes that take one
-which we could not make. Meshes are dp_shard x tp.
+towers. What a class has by other settings only (experts of Gemma 4, LongT5's global attention) is not in its row.
+Four rows of data are one batch; each has an image or a sound if the table says so, and "text alone" stands for
+classes that take one which we could not make. Meshes are dp_shard x tp.
 
 A class that is not here (your own, or one of `trust_remote_code`): `accelerate-lora check mesh.yaml train.py` says
 whether the mesh can run it, and why not ([plans](plans.md)).
