@@ -27,6 +27,7 @@ from accelerate_plugin import launch
 from accelerate_plugin.config_file import mesh_sections
 from accelerate_plugin.launch_options import environment_of
 from accelerate_plugin.parallelism import requested_parallelism
+from accelerate_plugin.patches import patched
 from lora_parallel import MemoryPlan, MeshCost, ParallelConfig, plan_memory
 from lora_parallel.integration import (
     SetUpIsPossible,
@@ -77,7 +78,7 @@ def _become_rank_zero(options: argparse.Namespace) -> None:
 def _sharded_by(script: list[str]) -> nn.Module:
     """Run a script until its first model is sharded, and return it; an error of this library ends the process."""
     try:
-        with end_after_set_up(), _joined():
+        with end_after_set_up(), _joined(), patched():  # which defers models, as in the processes of a run
             launch.main(script)
     except SetUpIsPossible as possible:
         return possible.model

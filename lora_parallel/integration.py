@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lora_parallel.adapters.base_fingerprint import base_fingerprints, check_base
 from lora_parallel.adapters.injection import has_adapters
-from lora_parallel.adapters.inspection import adapter_parameters, check_config, peft_configs
+from lora_parallel.adapters.inspection import adapter_parameters, check_config, check_unmerged, peft_configs
 from lora_parallel.checkpoint.files import of_another, read_meta
 from lora_parallel.checkpoint.reader import (
     Contents,
@@ -77,6 +77,7 @@ __all__ = [
     "check_not_stale",
     "check_optimized",
     "check_positive",
+    "check_unmerged",
     "clip_grad_value_",
     "collective_call",
     "defer_from_pretrained",

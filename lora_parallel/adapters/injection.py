@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.adapters.inspection import adapter_parameters, peft_configs
+from lora_parallel.adapters.inspection import adapter_parameters, check_unmerged, peft_configs
 from lora_parallel.adapters.peft_private import check_base, from_base, observe_layers, tied_targets
 from lora_parallel.config import ParallelConfig
 from lora_parallel.distributed.dtensors import local
@@ -70,6 +70,8 @@ def check_adapters(
             f"weights: make and initialise the PeftModel first ({remedy}), and give that to parallelize."
         )
     _check_layers(model)
+    if trains:
+        check_unmerged(model)
     present = has_adapters(model)
     if len(peft_models := _outer_peft_models(model)) > 1:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from accelerate_plugin import cli
+from accelerate_plugin import cli, launch
 from tests.accelerate_plugin.harness import environment, launched
 from tests.accelerate_plugin.test_launch import written
 from tests.oracle import Case
+from tests.oracle.workers import attempt
 
 SIZES = {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2}
 GOOD = {"num_processes": 4, "parallelism_config": SIZES}
@@ -307,6 +309,63 @@ def test_a_script_that_cannot_work_ends_with_a_line(tmp_path, lines, message):
     with pytest.raises(SystemExit) as caught:
         checked("--config_file", written(tmp_path, **GOOD), script, "8")
     assert message in str(caught.value)
+
+
+REFUSALS = {
+    "spread": (
+        "AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map='auto')",
+        "spreads a model over the devices",
+    ),
+    "merged on disk": ("adapted(); model.merge_adapter()", "would write into a weight that is still on disk"),
+    "merged": (
+        "os.environ['LORA_PARALLEL_DEFER'] = '0'; adapted(); model.merge_adapter()",
+        "is merged into the base of",
+    ),
+    "unloaded": ("adapted(); model = model.unload()", "no parameter of the model (LlamaForCausalLM) trains, as after"),
+    "no adapter": (
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])",
+        "has no PEFT layers and no lora_config",
+    ),
+}
+REFUSED_SCRIPT = """
+import os, sys
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+def adapted():
+    global model
+    base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+
+{}
+Trainer(model, TrainingArguments(sys.argv[2], use_cpu=True, report_to=[]), train_dataset=[0]).train()
+"""
+
+
+def run_scripts(folder: Path, base: Path) -> dict[str, Any]:
+    """Run each script as a rank of the mesh."""
+    found, argv = {}, [*sys.argv]
+    for name in REFUSALS:
+        with launched(**environment("1x2")):
+            found[name] = attempt(launch.main, [str(folder / f"{name}.py"), str(base), str(folder / "out")])
+        os.environ.pop("LORA_PARALLEL_DEFER", None)
+    sys.argv[:] = argv
+    return found
+
+
+def test_what_a_script_s_run_refuses_check_refuses_in_the_same_words(front_end_pool, tmp_path, base, monkeypatch):
+    sizes = {"parallelism_config_dp_shard_size": 1, "parallelism_config_tp_size": 2}
+    path = written(tmp_path, num_processes=2, parallelism_config=sizes)
+    for name, (lines, _) in REFUSALS.items():
+        (tmp_path / f"{name}.py").write_text(REFUSED_SCRIPT.format(lines))
+    ranks = front_end_pool.run(2, run_scripts, tmp_path, base)
+    for name, (_, text) in REFUSALS.items():
+        monkeypatch.delenv("LORA_PARALLEL_DEFER", raising=False)
+        with pytest.raises(SystemExit) as caught:
+            checked("--config_file", path, tmp_path / f"{name}.py", base, tmp_path / "out")
+        assert text in str(caught.value), name
+        for found in ranks:
+            assert str(caught.value) == f"accelerate-lora check: {found[name].message}", name
 
 
 def test_a_script_that_starts_other_processes_than_the_file(tmp_path):

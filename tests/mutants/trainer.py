@@ -83,4 +83,19 @@ BREAKAGES = [
 
 @replaces""",
     ),
+    Mutant(
+        "guard",
+        "A run after merge_and_unload ends well, and has trained nothing.",
+        "tests/accelerate_plugin/test_check.py::test_what_a_script_s_run_refuses_check_refuses_in_the_same_words",
+        """        _refuse_what_would_not_train(self.model)
+""",
+        "",
+    ),
+    Mutant(
+        "replaced",
+        "accelerate-lora check reads a model's weights, and lets pass what a run refuses of a model on disk.",
+        "tests/accelerate_plugin/test_check.py::test_what_a_script_s_run_refuses_check_refuses_in_the_same_words",
+        """with end_after_set_up(), _joined(), patched():""",
+        """with end_after_set_up(), _joined():""",
+    ),
 ]
