@@ -291,7 +291,9 @@ def _run_after(
     if not (context.cuts and isinstance(x, SlicedTensor) and x.is_chunk and x.dim() == 3):
         return compute(*args, **kwargs)
     chunks, tokens = context.chunks, context.tokens.count
-    own = scale_gradient(part_of(x), 1 / chunks.ranks)  # the gradient of what it is a part of is multiplied there
+    # What computes on chunks is given its gradient times cp. A layer that does not train needs no copy of its logits'.
+    factor = chunks.ranks if any(parameter.requires_grad for parameter in layer.parameters()) else 1
+    own = part_of(x) if factor == 1 else scale_gradient(part_of(x), 1 / factor)
     args, kwargs = tree_map(lambda value: own if value is x else value, (args, kwargs))
     context.running = True
     try:
@@ -299,7 +301,8 @@ def _run_after(
     finally:
         context.running = False
     slicing = y.slicing if isinstance(y, SlicedTensor) else None
-    part = scale_gradient(part_of(y) if isinstance(y, SlicedTensor) else y, chunks.ranks)
+    part = part_of(y) if isinstance(y, SlicedTensor) else y
+    part = part if factor == 1 else scale_gradient(part, factor)
     if context.has_labels:
         own_slicing = slicing or Slicing(part.shape[-1], None, "the head", plain_loss=True)
         return sliced_tensor(part, own_slicing.over_tokens(chunks, tokens))

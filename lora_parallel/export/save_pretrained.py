@@ -119,6 +119,7 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
     }
     own = {key: getattr(*key) for key in (*sent, _BARRIER, _PARAMETERS, _PICKLE)}
     names = {module: name for name, module in model.named_modules()}
+    mesh: Any = mesh_of(model)
 
     def send(module: nn.Module, key: tuple[type, str], *args: Any, **kwargs: Any) -> Any:
         state = kwargs.get("state_dict")
@@ -145,7 +146,7 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
             setattr(*key, method)
 
     def named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module in names and "pp" in (mesh_of(model).mesh_dim_names or ()):  # type: ignore[union-attr]
+        if module in names and "pp" in mesh.mesh_dim_names:
             raise ValueError(
                 "parameters() and named_parameters() in a save that rank 0 runs alone: under pp they list those of its "
                 "stage, and the save would lack all others. Use the state_dict that _save is given, or "
@@ -171,8 +172,7 @@ def save_on_rank_zero(model: nn.Module, save: Callable[[], object], given: dict[
                 gather_objects(b"")
             return
         while message := gather_objects(b"")[0]:  # a pickle that rank 0 has made just now, and that was in no file
-            device = mesh_of(model).device_type  # type: ignore[union-attr]
-            call = torch.load(BytesIO(message), map_location=device, weights_only=False)
+            call = torch.load(BytesIO(message), map_location=mesh.device_type, weights_only=False)
             with suppress(Exception):  # rank 0 has it too, and `save` may catch it
                 make(*call)
 

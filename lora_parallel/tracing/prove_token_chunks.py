@@ -193,9 +193,8 @@ class _Proof:
         if problem is not None:
             raise TraceError(problem)
         tracer, real_of = self._tracer, self._tracer.real_of
-        _, trunk_end = next(iter(whole.pairs(blocks[-1], trunk)))
         calls = zip(tracer.calls, whole.calls, strict=True)
-        after = {call.layer: None for call, event in calls if event > trunk_end.end}
+        after = {call.layer: None for call, event in calls if event > end.end}
         return Places(
             [real_of[block] for block in blocks],
             {real_of[block]: _positional(block) for block in blocks},

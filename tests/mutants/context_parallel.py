@@ -19,8 +19,8 @@ BREAKAGES = [
         "pass",
         "Under cp the linear layers of a head train on their gradient divided by cp.",
         AROUND,
-        """part = scale_gradient(part_of(y) if isinstance(y, SlicedTensor) else y, chunks.ranks)""",
-        """part = part_of(y) if isinstance(y, SlicedTensor) else y""",
+        """part = part if factor == 1 else scale_gradient(part, factor)""",
+        """pass""",
     ),
     Mutant(
         "backward",
@@ -33,7 +33,7 @@ BREAKAGES = [
         "pass",
         "Under cp what is before a linear layer of a head trains on cp times its gradient.",
         AROUND,
-        """own = scale_gradient(part_of(x), 1 / chunks.ranks)""",
+        """own = part_of(x) if factor == 1 else scale_gradient(part_of(x), 1 / factor)""",
         """own = part_of(x)""",
     ),
     Mutant(
