@@ -14,6 +14,8 @@ from functools import wraps
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from lora_parallel_failures import repeat_failure_at_exit
+
 __all__ = ["autoload"]
 
 VARIABLE = "LORA_PARALLEL"
@@ -33,9 +35,13 @@ def autoload() -> None:
         return
     try:
         os.environ[VARIABLE] = os.path.abspath(os.environ[VARIABLE])  # for processes that start in another folder
+        if not os.path.isfile(os.environ[VARIABLE]) and sys.argv[1:2] != ["config"]:  # which writes it
+            sys.exit(_text("there is no such file: write it with `accelerate-lora config`."))
         _waiting["accelerate.commands.config.config_args"] = _set_default_file
         _waiting["lightning.pytorch"] = _waiting["pytorch_lightning"] = _register_strategies
         is_rank = _is_rank()
+        if not is_rank:
+            repeat_failure_at_exit()
         _waiting["accelerate"] = _activate if is_rank else _refuse_alone
         if is_rank:
             _waiting["transformers"] = _activate
@@ -135,8 +141,6 @@ def _refuse_alone() -> None:
     from accelerate import Accelerator
 
     text = "this process is no rank: start it by torchrun, `accelerate launch` or a command that calls one of them."
-    if not os.path.isfile(os.environ[VARIABLE]):  # `accelerate launch` starts one process then, which is no rank
-        text = "there is no such file: write it with `accelerate-lora config`."
     # `accelerate-lora check` sets both; ms-swift sets RANK where nobody has, and Axolotl the other one.
     _refuse(Accelerator, _text(text), unless={"RANK", "ACCELERATE_USE_FSDP"})
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import PretrainedConfig
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import PretrainedConfig, TrainingArguments
 
 from accelerate_plugin import launch
 from accelerate_plugin.config_file import mesh_sections
@@ -41,14 +45,18 @@ from lora_parallel.integration import (
     rank_lines,
     state_of,
 )
+from lora_parallel_failures import hint
 
 _OUR_FOLDERS = [Path(__file__).parents[1] / name for name in ("accelerate_plugin", "lightning_lora", "lora_parallel")]
 
 
-def check_set_up(options: argparse.Namespace, script: list[str], sequence_length: int | None) -> None:
+def check_set_up(
+    options: argparse.Namespace, script: list[str], sequence_length: int | None, rows: int | None
+) -> None:
     """Check what `accelerate launch` would start; this process takes the place of rank 0, and should end afterwards.
 
-    `script` has the arguments of `accelerate_plugin.launch`, or is empty to check the file alone.
+    `script` has the arguments of `accelerate_plugin.launch`, or is empty to check the file alone. With a
+    `sequence_length` the memory of a step is predicted, with `rows` in a batch of a process.
     """
     _become_rank_zero(options)
     processes = int(options.num_processes)
@@ -60,10 +68,10 @@ def check_set_up(options: argparse.Namespace, script: list[str], sequence_length
         print(f"{options.config_file} can work. Given a script too, check says what rank 0 would hold.")
         return
     with fake_process_group(processes, 0):
-        model = _sharded_by(script)
+        model, rows_of_script = _sharded_by(script)
         print(describe(model))
     if sequence_length is not None:
-        _print_prediction(model, processes, sequence_length)
+        _print_prediction(model, processes, sequence_length, rows_of_script if rows is None else (rows, "--rows"))
     print(f"The set-up can work: {processes} processes would train this model. Nothing was trained.")
 
 
@@ -75,37 +83,56 @@ def _become_rank_zero(options: argparse.Namespace) -> None:
     os.environ.update(LOCAL_WORLD_SIZE=local, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.main_process_port))
 
 
-def _sharded_by(script: list[str]) -> nn.Module:
-    """Run a script until its first model is sharded, and return it; an error of this library ends the process."""
+def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
+    """Run a script until its first model is sharded; return it, and the rows of the script with their source.
+
+    An error of this library ends the process.
+    """
     try:
-        with end_after_set_up(), _joined(), patched():  # which defers models, as in the processes of a run
+        with end_after_set_up(), _alone(), patched():  # which defers models, as in the processes of a run
             launch.main(script)
     except SetUpIsPossible as possible:
-        return possible.model
+        return possible.model, _rows_of_script()  # while the script's variables live, in frames of the traceback
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
     except Exception as error:
         file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if not any(folder in file.parents for folder in _OUR_FOLDERS):
+            print(hint(str(error)), file=sys.stderr)
             raise
         sys.exit(f"accelerate-lora check: {error}")
     sys.exit(f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared.")
 
 
 @contextmanager
-def _joined() -> Iterator[None]:
-    """Within the context, `init_process_group` does nothing: a loop of torchrun's makes the process group by itself."""
-    original = dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: None
-    try:
+def _alone() -> Iterator[None]:
+    """Within the context, messages that a script would send by itself are not sent, as there is nobody to take them.
+
+    `init_process_group` does nothing: a loop of torchrun's makes the process group by itself. Wrappers that send
+    weights as they are made are refused.
+    """
+
+    def refuse(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"the script wraps a model in {type(wrapper).__name__}, and no model was sharded: the mesh is not used. "
+            'Lightning does that without Trainer(strategy="lora_fsdp2_tp") or a LoRAParallelStrategy; in a loop of '
+            "your own, give the bare model to accelerator.prepare, or to parallelize."
+        )
+
+    with ExitStack() as stack:
+        for owner, name, instead in (
+            (dist, "init_process_group", lambda *args, **kwargs: None),
+            (DistributedDataParallel, "__init__", refuse),
+            (FullyShardedDataParallel, "__init__", refuse),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, instead)
         yield
-    finally:
-        dist.init_process_group = original
 
 
-def _print_prediction(model: nn.Module, processes: int, sequence_length: int) -> None:
-    """Print the predicted peak of a step, with a forward of one row on each data-parallel rank."""
+def _print_prediction(model: nn.Module, processes: int, sequence_length: int, batch: tuple[int, str]) -> None:
+    """Print the predicted peak of a step, with so many rows in a `batch` of a process, and what says so."""
     # What the script does to recompute activations by itself is not known here; the options of the file are.
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
@@ -114,20 +141,31 @@ def _print_prediction(model: nn.Module, processes: int, sequence_length: int) ->
     state = state_of(model)
     assert state is not None
     sizes = mesh_sizes(state.config, processes)
+    rows = -(-batch[0] // state.config.pp_microbatches)
     plan = plan_memory(
         config,
         state.config,
         gpus=processes,
         sequence_length=sequence_length,
-        batch_size=sizes["dp_replicate"] * sizes["dp_shard"] * state.config.pp_microbatches,
+        batch_size=sizes["dp_replicate"] * sizes["dp_shard"] * state.config.pp_microbatches * rows,
+        rows=rows,
         lora_config=adapters[0] if adapters else None,
         full=not adapters,
         dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
     )
     print(
-        f"predicted peak of a step on the rank that holds most, {sequence_length} tokens in each forward: "
-        f"{plan.meshes[0].total / 2**20:.2f} MiB"
+        f"predicted peak of a step on the rank that holds most, {rows} x {sequence_length} tokens in each forward "
+        f"({batch[1]}): {plan.meshes[0].total / 2**20:.2f} MiB"
     )
+
+
+def _rows_of_script() -> tuple[int, str]:
+    """Return the rows that a process takes at once, and what says so, of what the script has in memory."""
+    found = gc.get_objects()  # neither a trainer nor a loop gives them to `prepare` with the model
+    for kind, name in ((TrainingArguments, "per_device_train_batch_size"), (DataLoader, "batch_size")):
+        if sizes := [size for each in found if issubclass(type(each), kind) and (size := getattr(each, name))]:
+            return max(sizes), f"the script's {name}; --rows N says otherwise"
+    return 1, "no DataLoader is made yet; --rows N says how many rows"
 
 
 _QUANTIZATIONS = {
@@ -143,6 +181,12 @@ _QUANTIZATIONS = {
 }
 _SHOWN = 12
 """Number of meshes in the printed table; `--all` prints every one."""
+
+_LOADED = (
+    'AutoModelForCausalLM.from_pretrained(NAME, dtype="{0}")\nSFTConfig(..., model_init_kwargs={{"dtype": "{0}"}})  # TRL '
+    "loads a model that is given by name in float32"
+)
+"""What loads a model in the dtype of the plan."""
 
 _MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_process_port": 29500}
 """Hold the place of what lets processes of several machines find each other: a plan does not know the machines."""
@@ -223,7 +267,7 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
     memory = plan.hardware.gpu_memory
     table = Table(
         title=f"{plan.model}, {plan.training}: {plan.batch_size} rows of {plan.sequence_length} tokens a step on "
-        f"{plan.gpus} GPUs of {memory:g} GiB",
+        f"{plan.gpus} GPUs of {memory:g} GiB, weights in {plan.dtype}",
         caption="Of the GPU that holds most, in GiB: trained parameters with gradients and optimizer; what forward and "
         "backward of the blocks add; what logits and loss add. Forwards, seconds (a rough guide) and GiB sent are of a "
         "step. ! does not fit.",
@@ -253,10 +297,37 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
             "take more GPUs, shorter rows (--seq) or a quantised base (--quantization 4bit)."
         )
         return
-    console.print(f"\nRecommended: {_mesh_text(best.sizes)} {_options_text(best.options)}".rstrip(), style="bold")
+    console.print(f"\nRecommended: {cost_text(best)[0]}", style="bold")
+    console.print(_reason(plan, best))
+    if plan.more_rows is not None:
+        console.print(_more_rows(best, plan.more_rows))
     for title, text in snippets(plan).items():
         console.print(f"\n{title}", style="bold")
         print(text)
+
+
+def _reason(plan: MemoryPlan, best: MeshCost) -> str:
+    """Return why a mesh is recommended, against the next one of other sizes."""
+    other = next((cost for cost in plan.meshes if cost.fits and cost.sizes != best.sizes), None)
+    if other is None:
+        return "Why: no mesh of other sizes fits."
+    text = cost_text(other)[0]
+    if f"{other.seconds:.2g}" == f"{best.seconds:.2g}" and other.between_machines > best.between_machines:
+        mine, its = _gib(best.between_machines), _gib(other.between_machines)
+        return f"Why: {text} is as fast, but sends {its} GiB between machines in a step, and this one {mine}."
+    if other.seconds == best.seconds:
+        return f"Why: no mesh that fits is faster; {text} is as fast, and takes {_gib(other.total)} GiB."
+    return f"Why: it is the fastest that fits; the next one is {text}, with {cost_text(other)[-1]} s."
+
+
+def _more_rows(best: MeshCost, more: MeshCost) -> str:
+    """Return what twice the rows would give on the mesh that is recommended."""
+    said = f"More rows: with --rows {more.rows} and twice the batch it would "
+    if more.refused:
+        return f"{said}be refused: {more.refused}"
+    if not more.fits:
+        return f"{said}need {_gib(more.total)} GiB, which do not fit: {best.rows} in a forward is what there is room for."
+    return f"{said}take {_gib(more.total)} GiB, and {2 * best.seconds / more.seconds:.2f} times as many rows a second."
 
 
 def _mesh_text(sizes: Mapping[str, int]) -> str:
@@ -321,10 +392,13 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
         "num_processes": plan.gpus,
         **mesh_sections(sizes, {**pipeline, **whole_base}, bool(recompute), not plan.trains_all),
     }
+    computes = f"mixed_precision: 'no'  # in the dtype of the weights, {plan.dtype}: load them so"
     return {
+        f"Load the model in {plan.dtype}, as this plan takes it to be": _LOADED.format(plan.dtype),
         "Commands": f"{flags}\naccelerate-lora launch --config_file mesh.yaml train.py {trainer}",
         "mesh.yaml": yaml.safe_dump(content, sort_keys=False)
         .replace("machine_rank: 0", f"machine_rank: 0  # 0..{machines - 1}, on each machine its own")
+        .replace("mixed_precision: 'no'", computes)
         .rstrip(),
         "Python": python,
     }

@@ -22,6 +22,7 @@ from accelerate_plugin.check_and_plan import check_set_up, plan
 from accelerate_plugin.config_file import CONFIG_FILES, check_machines, check_share, mesh_sections, one_of, whole
 from accelerate_plugin.launch_options import launch_options
 from lora_parallel import ParallelConfig
+from lora_parallel_failures import repeat_failure_at_exit
 
 
 def main(command: str, arguments: list[str]) -> None:
@@ -41,6 +42,7 @@ def launch(arguments: list[str]) -> None:
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
+    repeat_failure_at_exit()
     launch_command(options)
 
 
@@ -50,14 +52,14 @@ def check(arguments: list[str]) -> None:
     words = ["--config_file", options.config_file] if options.config_file is not None else []
     words += ["--num_processes", str(options.num_processes)] if options.num_processes is not None else []
     script = [*(["-m"] if options.module else []), options.target, *options.rest]
-    check_set_up(launch_options([*words, *script]), script if options.script else [], options.seq)
+    check_set_up(launch_options([*words, *script]), script if options.script else [], options.seq, options.rows)
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parse what follows `check` on the command line; `script` is empty for a file alone, `rest` is the script's."""
     parser = argparse.ArgumentParser(
         prog="accelerate-lora check",
-        usage="accelerate-lora check CONFIG.yaml [--num_processes N]\n"
+        usage="accelerate-lora check CONFIG.yaml [options] [[-m] SCRIPT [ARGUMENTS OF THE SCRIPT]]\n"
         "       accelerate-lora check --config_file CONFIG.yaml [options] [-m] SCRIPT [ARGUMENTS OF THE SCRIPT]",
         description="Check a configuration file, and print its mesh. With a script of Accelerate, Trainer, TRL, "
         "Lightning or torchrun: run it in one process up to where its model is sharded, as rank 0 of the mesh without "
@@ -70,14 +72,21 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--config_file", help="the configuration file, if a script is checked (Accelerate's default)")
     parser.add_argument("--num_processes", type=int, help="processes in all (as the file says)")
     parser.add_argument("--seq", type=int, help="tokens of a row: predict the memory of a step, of a language model")
+    parser.add_argument("--rows", type=int, help="with --seq: rows of one forward (those of the script's dataloader)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module: package.module")
     options = parser.parse_args(arguments)
-    options.script = options.target
-    if options.target.endswith(CONFIG_FILES) and not options.module:
-        parser.parse_args([*options.rest, options.target], options)  # its options stand behind it too
-        if options.rest or options.config_file is not None or options.seq is not None:
-            parser.error(f"{options.target} is a configuration file, which is checked with --num_processes alone.")
-        options.script, options.config_file = "", options.target
+    if options.target.endswith(CONFIG_FILES) and not options.module:  # options and a script may stand behind it
+        file = options.target
+        if options.config_file is not None:
+            parser.error(f"{file} is a configuration file, and --config_file names {options.config_file}: give one.")
+        parser.parse_args([*options.rest, file], options)  # the file is the target again, if there is no script
+        options.rest = [] if options.target == file else options.rest[:-1]
+        options.config_file = file
+    options.script = "" if options.target == options.config_file else options.target
+    if options.seq is not None and not options.script:
+        parser.error("--seq predicts the memory of a script's model: give the script too.")
+    if options.rows is not None and options.seq is None:
+        parser.error("--rows is for the memory that --seq predicts: give --seq too.")
     return options
 
 

@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from accelerate_plugin.config_file import LAUNCHERS
 from accelerate_plugin.parallelism import asked_by_environment, flag
+from lora_parallel_failures import record_failure
 
 _USAGE = "usage: accelerate launch --config_file CONFIG -m accelerate_plugin.launch [-m] SCRIPT [ARGUMENTS]"
 
@@ -77,4 +78,5 @@ def _nothing_asked() -> str:
 
 
 if __name__ == "__main__":
+    record_failure()
     main(sys.argv[1:])

@@ -16,6 +16,7 @@ from accelerate.utils import prepare_multi_gpu_env
 
 from accelerate_plugin.config_file import CONFIG_FILES, LAUNCHERS, check_file, config_file_of, own_keys
 from accelerate_plugin.patches import activate
+from lora_parallel_failures import record_failure
 
 
 def launch_options(arguments: list[str]) -> argparse.Namespace:
@@ -82,6 +83,7 @@ def join(path: str) -> None:
     Raises:
         ValueError: The file cannot work, or is for another number of processes than were started.
     """
+    record_failure()
     config_args.default_config_file = path  # `check_config_file` looks there for that of an `accelerate launch`
     options = launch_options(["--config_file", path, "-m", "module"])
     environment = environment_of(options)

@@ -27,7 +27,7 @@ from lora_parallel.state import no_sync
 if TYPE_CHECKING:
     from lora_parallel.tenants.pool import TenantPool
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "MemoryPlan",

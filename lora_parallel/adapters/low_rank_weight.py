@@ -40,13 +40,13 @@ class LowRankWeight:
     """
 
     def __init__(self, base: Tensor | None, factors: Sequence[Factors]) -> None:
-        self._base, self._factors = base, tuple(factors)
+        self.base, self.factors = base, tuple(factors)
 
     @property
     def shape(self) -> torch.Size:
-        if self._base is not None:
-            return self._base.shape
-        return torch.Size([*self._factors[0].left.shape[:-1], self._factors[0].right.shape[-1]])
+        if self.base is not None:
+            return self.base.shape
+        return torch.Size([*self.factors[0].left.shape[:-1], self.factors[0].right.shape[-1]])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +58,7 @@ class LowRankWeight:
 
     @property
     def _like(self) -> Tensor:
-        return self._factors[0].left if self._base is None else self._base
+        return self.factors[0].left if self.base is None else self.base
 
     @property
     def ndim(self) -> int:
@@ -86,11 +86,11 @@ class LowRankWeight:
 
     def dense(self) -> Tensor:
         """Return the sum of the base and the products of all factors, as a tensor."""
-        return self._sum(self._base, lambda f: f.scaling * (f.left @ f.right))
+        return self._sum(self.base, lambda f: f.scaling * (f.left @ f.right))
 
     def _sum(self, total: Tensor | None, product: Callable[[Factors], Tensor]) -> Tensor:
         """Add the product of each adapter's factors to a tensor, if there is one."""
-        for factors in self._factors:
+        for factors in self.factors:
             total = product(factors) if total is None else total + product(factors)
         assert total is not None
         return total
@@ -106,8 +106,8 @@ class LowRankWeight:
         """Return the weight with two dims swapped: still factored if these are the last two, else a tensor."""
         if {dim0 % self.dim(), dim1 % self.dim()} != {self.dim() - 2, self.dim() - 1}:
             return self.dense().transpose(dim0, dim1)
-        base = None if self._base is None else self._base.transpose(-2, -1)
-        return LowRankWeight(base, [f.transposed for f in self._factors])
+        base = None if self.base is None else self.base.transpose(-2, -1)
+        return LowRankWeight(base, [f.transposed for f in self.factors])
 
     @property
     def mT(self) -> Any:
@@ -144,8 +144,8 @@ class LowRankWeight:
     def _map(
         self, base: Callable[[Tensor], Tensor], left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]
     ) -> LowRankWeight:
-        mapped = None if self._base is None else base(self._base)
-        return LowRankWeight(mapped, [Factors(left(f.left), right(f.right), f.scaling) for f in self._factors])
+        mapped = None if self.base is None else base(self.base)
+        return LowRankWeight(mapped, [Factors(left(f.left), right(f.right), f.scaling) for f in self.factors])
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return self._times(other, torch.matmul)
@@ -157,14 +157,14 @@ class LowRankWeight:
         """Return `x @ self`, computed by `multiply`."""
         if x.dim() < 2:  # broadcasting over one factor after the other would give another result
             return multiply(x, self.dense())
-        base = None if self._base is None else multiply(x, self._base)
+        base = None if self.base is None else multiply(x, self.base)
         return self._sum(base, lambda f: multiply(multiply(x, f.left), f.right) * f.scaling)
 
     def _times(self, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return `self @ x`, computed by `multiply`."""
         if x.dim() < 2:
             return multiply(self.dense(), x)
-        base = None if self._base is None else multiply(self._base, x)
+        base = None if self.base is None else multiply(self.base, x)
         return self._sum(base, lambda f: multiply(f.left, multiply(f.right, x)) * f.scaling)
 
     @classmethod
@@ -187,12 +187,12 @@ class LowRankWeight:
     def _aligned(self) -> LowRankWeight:
         """Return the weight with contiguous factors, each r padded by zeros to the alignment that kernels require."""
         # PEFT's B of a stack is a view whose innermost stride belongs to the experts.
-        missing = [-f.left.shape[-1] % (_BYTES_ALIGNED // f.left.element_size()) for f in self._factors]
+        missing = [-f.left.shape[-1] % (_BYTES_ALIGNED // f.left.element_size()) for f in self.factors]
         padded = [
             Factors(F.pad(f.left, (0, n)).contiguous(), F.pad(f.right, (0, 0, 0, n)).contiguous(), f.scaling)
-            for f, n in zip(self._factors, missing, strict=True)
+            for f, n in zip(self.factors, missing, strict=True)
         ]
-        return LowRankWeight(self._base, padded)
+        return LowRankWeight(self.base, padded)
 
 
 _PRODUCTS = frozenset([torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__])

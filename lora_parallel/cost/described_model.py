@@ -18,6 +18,7 @@ from torch.distributed import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lora_parallel.config import ParallelConfig
+from lora_parallel.cp.regions import Places
 from lora_parallel.export.export_merged import safetensors_header
 from lora_parallel.fsdp.wrapping import fsdp_blocks
 from lora_parallel.loading.meta_init import meta_init
@@ -104,8 +105,10 @@ class DescribedModel:
     dtype: str
     quantization: dict[str, Any] | None = None  # settings as in a config's `quantization_config`
     _built: dict[tuple[int, ...], PreTrainedModel] = field(default_factory=dict, init=False)
-    # Modules of a model with few blocks, and the plan made of them, by these blocks and what else a plan depends on.
+    # Modules of a model with few blocks, and what was proven of them, by these blocks and what else that depends on.
     _plans: dict[tuple[Any, ...], tuple[list[nn.Module], Plan]] = field(default_factory=dict, init=False)
+
+    _places: dict[tuple[Any, ...], tuple[list[nn.Module], Places]] = field(default_factory=dict, init=False)
 
     @cached_property
     def stack(self) -> Stack:
@@ -148,13 +151,19 @@ class DescribedModel:
         return get_peft_model(model, LoraConfig.from_pretrained(self.lora), low_cpu_mem_usage=True), blocks
 
     def parallelize(self, keep: tuple[int, ...], model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
-        """Parallelize a model that `build` has returned for the blocks `keep`, with the plan of an earlier one."""
+        """Parallelize a model that `build` has returned for the blocks `keep`, with what an earlier one has proven."""
         setup = Setup(model, mesh, config, None, materialize=False, autocast_adapter_dtype=True, trains=True)
         key, modules = (keep, config.tp, config.sequence_parallel, str(config.tp_plan)), [*model.modules()]
         if key in self._plans:
             others, plan = self._plans[key]
             setup.plan = plan.of(dict(zip(others, modules, strict=True)))
+        where = keep, config.cp, config.cp_method  # whether a rank's heads divide is seen in the step
+        if where in self._places:
+            others, places = self._places[where]
+            setup.places = places.of(dict(zip(others, modules, strict=True)))
         run_passes(setup)
+        if setup.places is not None:
+            self._places[where] = modules, setup.places
         if not setup.plan.sequences and not setup.plan.first_batch_checks:  # which are about one model
             self._plans[key] = modules, setup.plan
 

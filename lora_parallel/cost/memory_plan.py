@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_parallel.config import ParallelConfig, check_positive
-from lora_parallel.cost.mesh_cost import GPUS, Hardware, MeshCost, fits, possible_meshes, with_cost
+from lora_parallel.cost.mesh_cost import GPUS, Hardware, MeshCost, fits, possible_meshes, preference, with_cost
 from lora_parallel.cost.simulated_step import StepCost
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.distributed.mesh import mesh_sizes
@@ -141,9 +141,15 @@ class MemoryPlan:
     training: str
     """Name of what trains: "LoRA r=16", "QLoRA r=16" or "all parameters"."""
 
+    dtype: str
+    """Dtype of the weights: "bfloat16" or "float32"."""
+
     hardware: Hardware
     meshes: list[MeshCost]
     """All meshes, the fastest of those that fit first; then those that do not fit, and those that are refused."""
+
+    more_rows: MeshCost | None = None
+    """The recommended mesh with twice the rows in each forward and in a step; None if one mesh was asked for."""
 
     @property
     def recommended(self) -> MeshCost | None:
@@ -230,8 +236,10 @@ def plan_memory(
         if "refused" in stack:
             raise ValueError(stack["refused"])
         planner = _Planner(simulations, files, stack, cluster, gpus, rows, sequence_length, batch, optimizer, config)
-        meshes = sorted(planner.costs(), key=lambda c: (bool(c.refused), not c.fits, c.seconds if c.fits else c.total))
-    return MemoryPlan(name, gpus, sequence_length, batch, training, cluster, meshes)
+        meshes = sorted(planner.costs(), key=preference)
+        doubled = replace(planner, rows=2 * rows, batch=2 * batch) if config is None and meshes[0].fits else None
+        more = None if doubled is None else doubled.at([(meshes[0].sizes, meshes[0].options)])[0]
+    return MemoryPlan(name, gpus, sequence_length, batch, training, files["dtype"], cluster, meshes, more)
 
 
 def _write_description(
@@ -274,7 +282,7 @@ class _Planner:
     def costs(self) -> list[MeshCost]:
         """Return the costs of the config's mesh, or of all meshes, with options that take less memory if none fits."""
         if self.config is not None:
-            return self._at([(mesh_sizes(self.config, self.gpus), _options(self.config))])
+            return self.at([(mesh_sizes(self.config, self.gpus), _options(self.config))])
         per_node = min(self.gpus, self.hardware.gpus_per_node)
         candidates: list[_Candidate] = [
             (sizes, {"activation_checkpointing": False})
@@ -288,14 +296,14 @@ class _Planner:
                 f"gpus={self.gpus}, batch_size={self.batch}, rows={self.rows}: no mesh divides such a batch. Give a "
                 f"batch_size that is a multiple of {self.gpus * self.rows} rows."
             )
-        costs = self._at(candidates)
+        costs = self.at(candidates)
         recomputed: list[_Candidate] = [
             (cost.sizes, {"activation_checkpointing": True}) for cost in costs if not cost.fits and not cost.refused
         ]
-        costs += self._at(recomputed)
-        costs += self._at([*self._with_whole_base(costs)])
+        costs += self.at(recomputed)
+        costs += self.at([*self._with_whole_base(costs)])
         if not any(cost.fits for cost in costs):
-            costs += self._at([smaller for candidate in recomputed for smaller in _with_less_memory(*candidate)])
+            costs += self.at([smaller for candidate in recomputed for smaller in _with_less_memory(*candidate)])
         return costs
 
     def _with_whole_base(self, costs: list[MeshCost]) -> Iterator[_Candidate]:
@@ -307,7 +315,7 @@ class _Planner:
             if self.files["lora"] and shards > 1 and has_room and not cost.refused:
                 yield cost.sizes, {**cost.options, "shard_base": False}
 
-    def _at(self, candidates: list[_Candidate]) -> list[MeshCost]:
+    def at(self, candidates: list[_Candidate]) -> list[MeshCost]:
         answers = self.simulations.answers([self._job(*candidate) for candidate in candidates])
         return [self._cost(*candidate, answer) for candidate, answer in zip(candidates, answers, strict=True)]
 

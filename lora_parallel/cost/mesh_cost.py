@@ -47,6 +47,15 @@ GPUS = {
 """GPUs by name, as SXM modules with NVLink. Source: NVIDIA's data sheets; without sparsity."""
 
 
+def _crossing(sizes: Mapping[str, int], hardware: Hardware) -> dict[str, bool]:
+    """Return for each axis whether its messages go between machines: ranks of tp are the nearest, those of pp last."""
+    crossing, span = {}, 1  # ranks that are nearer than those of the next axis
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+        span *= sizes.get(axis, 1)
+        crossing[axis] = span > hardware.gpus_per_node
+    return crossing
+
+
 def predicted_seconds(
     hardware: Hardware,
     sizes: Mapping[str, int],
@@ -62,10 +71,8 @@ def predicted_seconds(
     """
     pp = sizes.get("pp", 1)
     seconds: dict[str, float] = {}
-    span = 1  # ranks that are nearer than those of the axis
-    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        span *= sizes.get(axis, 1)
-        bandwidth = hardware.link_gbs if span <= hardware.gpus_per_node else hardware.network_gbs
+    for axis, crosses in _crossing(sizes, hardware).items():
+        bandwidth = hardware.network_gbs if crosses else hardware.link_gbs
         seconds[axis] = sent.get(axis, 0) / (bandwidth * 1e9) + messages.get(axis, 0) * hardware.latency
     compute = flops / (hardware.tflops * 1e12 * hardware.efficiency)
     step = max(compute + seconds["tp"] + seconds["cp"], seconds["dp_shard"] + seconds["dp_replicate"])
@@ -119,6 +126,9 @@ class MeshCost:
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes that the rank sends in a step, for each axis."""
 
+    between_machines: int = 0
+    """Those of these bytes that axes send between machines."""
+
     communicators: int = 0
     """Communicators that NCCL keeps buffers for, besides those of a pipeline's neighbours."""
 
@@ -130,6 +140,16 @@ class MeshCost:
 
     refused: str = ""
     """The error with which `parallelize` refuses this mesh; empty if it does not."""
+
+
+def preference(cost: MeshCost) -> tuple[Any, ...]:
+    """Return what meshes are sorted by: those that fit first, by their seconds, and the others by their bytes.
+
+    Seconds are a guide of two digits: of meshes with the same two the one that sends less between machines is first.
+    """
+    if not cost.fits:
+        return bool(cost.refused), True, cost.total
+    return False, False, float(f"{cost.seconds:.2g}"), cost.between_machines, cost.seconds
 
 
 def fits(total: float, sizes: Mapping[str, int], hardware: Hardware) -> bool:
@@ -187,6 +207,7 @@ def with_cost(
         messages={axis: round(count) for axis, count in messages.items() if count},
         sent={axis: round(size) for axis, size in sent.items() if size},
         seconds=predicted_seconds(hardware, sizes, microbatches * busiest["flops"], sent, messages, microbatches),
+        between_machines=round(sum(sent.get(axis, 0.0) for axis, does in _crossing(sizes, hardware).items() if does)),
         communicators=communicators(sizes),
         fits=fits(largest["total"], sizes, hardware),
     )

@@ -71,14 +71,18 @@ class Places:
 
     def within(self, model: nn.Module) -> Places:
         """Return the places that are in `model`, of which some blocks and layers may have been taken out."""
-        there = set(model.modules())
+        return self.of({module: module for module in model.modules()})
+
+    def of(self, twins: Mapping[nn.Module, nn.Module]) -> Places:
+        """Return the places in a model whose modules are like those of this one; some may have no twin."""
         return replace(
             self,
-            blocks=[block if block in there else None for block in self.blocks],
-            arguments={block: names for block, names in self.arguments.items() if block in there},
-            attentions={module: name for module, name in self.attentions.items() if module in there},
-            cut={block: names for block, names in self.cut.items() if block in there},
-            after=[layer for layer in self.after if layer in there],
+            blocks=[twins.get(block) if block is not None else None for block in self.blocks],
+            arguments={twins[block]: names for block, names in self.arguments.items() if block in twins},
+            attentions={twins[module]: name for module, name in self.attentions.items() if module in twins},
+            trunk=twins.get(self.trunk, self.trunk),
+            cut={twins[block]: names for block, names in self.cut.items() if block in twins},
+            after=[twins[layer] for layer in self.after if layer in twins],
         )
 
 

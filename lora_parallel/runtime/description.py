@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.distributed.dtensors import class_of, local
 from lora_parallel.distributed.mesh import axis_rank, mesh_sizes
 from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import is_simulated
-from lora_parallel.layers.layer_parameters import count_kinds, innermost
+from lora_parallel.layers.layer_parameters import clean_parameter_name, count_kinds, innermost
 from lora_parallel.layers.styles import partition_of
 from lora_parallel.sizes import mesh_text, rank_lines
 from lora_parallel.state import ParallelState, state_of
@@ -23,6 +26,14 @@ log = logging.getLogger(__name__)
 
 _DISTRIBUTIONS = ("lightning-lora", "torch", "peft", "transformers")
 _KINDS = 12  # largest number of kinds of layers that are listed
+_KIND = {  # of what trains in a layer, by the name of what PEFT adds to it
+    "lora_A": "LoRA",
+    "lora_embedding_A": "LoRA",
+    "modules_to_save": "modules_to_save",
+    "token_adapter.trainable_tokens_delta": "trainable_token_indices",
+}
+_ADAPTED = rf"(?:base_model\.model\.)?(.+)\.({'|'.join(map(re.escape, _KIND))})"
+_HEADS = {"classifier", "score", "qa_outputs"}  # PEFT itself adds all of these to modules_to_save, for some tasks
 
 
 def describe(model: nn.Module) -> str:
@@ -65,6 +76,7 @@ def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
     yield from (f"  {line}" for line in rank_lines(sizes))
     yield from _memory(model, state)
     yield from _plan(state, sizes["tp"])
+    yield from _adapters(model, state)
     if state.stage is not None:
         config = state.config
         yield (
@@ -76,8 +88,10 @@ def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
 def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
     """Yield a table of the bytes of parameters, here and in the whole model."""
     here, whole = [0.0, 0.0], [0.0, 0.0]  # of frozen parameters, and of those that train
+    dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
     for name, parameter in model.named_parameters():
         holder, _, key = name.rpartition(".")
+        dtypes[parameter.requires_grad].add(parameter.dtype)
         here[parameter.requires_grad] += _bytes(local(parameter))
         size: float = _bytes(parameter)
         if (partition := partition_of(model.get_submodule(holder), key)) is not None:
@@ -94,17 +108,43 @@ def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
         ("states of AdamW", True, 2),
     ):
         yield f"  {name:<26}{_text(here[trains] * factor):>12}{_text(whole[trains] * factor):>14}"
+    texts = [" and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in each)) or "none" for each in dtypes]
+    computes = f"; FSDP2 computes in {str(state.config.param_dtype).removeprefix('torch.')}"
+    yield f"  dtype: frozen {texts[0]}, trained {texts[1]}{computes if state.config.param_dtype is not None else ''}"
     yield "  activations and logits: `accelerate-lora plan MODEL --gpus N --seq TOKENS` predicts them"
 
 
 def _plan(state: ParallelState, tp: int) -> Iterator[str]:
-    if tp == 1:
-        return
-    kinds = count_kinds(state.styles)
-    width, style_width = (max((len(kind[i]) for kind in kinds), default=0) for i in (0, 1))
-    yield f"tensor-parallel plan, {len(state.styles)} layers"
-    for (glob, style), count in [*kinds.items()][:_KINDS]:
-        yield f"  {glob:<{width}}  {style:<{style_width}}  {count}"
+    if tp > 1:
+        yield from _kinds("tensor-parallel plan", state.styles)
+
+
+def _adapters(model: nn.Module, state: ParallelState) -> Iterator[str]:
+    """Yield the layers that adapters are on, by kind, and each name of a config that no such layer has.
+
+    PEFT says nothing of a name that matches no layer, if another name of the config does.
+    """
+    names = state.stage.names if state.stage is not None else {name for name, _ in model.named_parameters()}
+    for adapter, config in peft_configs(model).items():
+        pattern = re.compile(_ADAPTED + re.escape(f".{adapter}") + r"(?=\.|$)")
+        matches = [match for name in sorted(names) if (match := pattern.match(name))]
+        layers = {clean_parameter_name(match[1]): _KIND[match[2]] for match in matches}
+        yield from _kinds(f"adapter {adapter!r}" + (f" (r={config.r})" if hasattr(config, "r") else ""), layers)
+        for option, kind in (("target_modules", "LoRA"), ("modules_to_save", "modules_to_save")):
+            wanted = getattr(config, option, None) or ()
+            adapted = [f".{layer}" for layer, its_kind in layers.items() if its_kind == kind]
+            for name in sorted(() if isinstance(wanted, str) else set(wanted) - _HEADS):
+                if not any(layer.endswith(f".{name}") for layer in adapted):
+                    yield f"  no layer is adapted by {name!r} of {option}: if it should be, correct the name"
+
+
+def _kinds(title: str, texts: Mapping[str, str]) -> Iterator[str]:
+    """Yield layers with a text about each, by kind."""
+    kinds = count_kinds(texts)
+    width, text_width = (max((len(kind[i]) for kind in kinds), default=0) for i in (0, 1))
+    yield f"{title}, {len(texts)} layers"
+    for (glob, text), count in [*kinds.items()][:_KINDS]:
+        yield f"  {glob:<{width}}  {text:<{text_width}}  {count}"
     if len(kinds) > _KINDS:
         yield f"  and {len(kinds) - _KINDS} kinds more, which the logger lora_parallel.planning lists with level INFO"
 

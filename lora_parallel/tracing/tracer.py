@@ -293,20 +293,37 @@ class _Uses(TorchDispatchMode):
 
 
 def _with_one_row(experts: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the forward of a module of experts cost a row of each weight, not all of them."""
+    """Make the forward of a module of experts cost a row of each weight, not all of them, and no loop over experts."""
     # The rows of a large parameter of the copy are equal (see `stand_in_for`), so each matrix is a column of ones times
     # one row, which is taken from the parameter in the forward, so that its use is noted.
+    before = experts.__dict__
     stacks = {
-        key: LowRankWeight(None, [Factors(torch.ones(1, 1, 1).expand(*p.shape[:2], 1), p[:, :1], 1.0)])
+        key: LowRankWeight(None, [Factors(torch.ones(1, 1, 1).expand(*p.shape[:2], 1), p[:, :1], 1.0), *lora])
         for key, p in expert_stacks(experts).items()
-        if p.stride()[:2] == (0, 0) and key not in experts.__dict__  # where other values are tried
+        if p.stride()[:2] == (0, 0) and (lora := _factors_beside(before.get(key), p)) is not None
     }
-    experts.__dict__.update(stacks)
+    config: Any = getattr(experts, "config", None)
+    implementation = getattr(config, "_experts_implementation", None)
+    is_eager = implementation == "eager" and len(stacks) == len(expert_stacks(experts))
+    kept = {key: before[key] for key in stacks if key in before}
+    before.update(stacks)
+    if is_eager:
+        config._experts_implementation = "batched_mm"  # which copies a matrix for each token: here a row
     try:
         return compute(*args, **kwargs)
     finally:
+        if is_eager:
+            config._experts_implementation = implementation
         for key in stacks:
-            del experts.__dict__[key]
+            del before[key]
+        before.update(kept)
+
+
+def _factors_beside(weight: Any, parameter: nn.Parameter) -> tuple[Factors, ...] | None:
+    """Return the LoRA factors of what stands for a parameter; None where other values than its own are tried."""
+    if weight is None:
+        return ()
+    return weight.factors if isinstance(weight, LowRankWeight) and weight.base is parameter else None
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -1,0 +1,68 @@
+"""Say once more, last, why a rank failed: after the table of torchrun, which has no word of it.
+
+A rank writes its error to the file that torchrun gives it, and its launcher reads the files as it ends
+(https://docs.pytorch.org/docs/stable/elastic/errors.html). A module by itself, which imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from types import TracebackType
+from typing import Any
+
+__all__ = ["hint", "record_failure", "repeat_failure_at_exit"]
+
+_NO_GPU = (
+    'there is no GPU here that torch can use: leave .to("cuda") and device_map out of the script. What shards the model '
+    "puts it on the device of its rank."
+)
+_HINTS = {"Torch not compiled with CUDA enabled": _NO_GPU, "Found no NVIDIA driver": _NO_GPU}
+"""What to do about errors of torch, by a part of their text."""
+
+_OF_A_PEER = ("gloo", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection")
+"""Parts of errors that a rank has because another one has ended."""
+
+
+def hint(text: str) -> str:
+    """Return a line that says what to do about an error of this text, or nothing if there is no more to say."""
+    return next((f"\nHint: {advice}" for part, advice in _HINTS.items() if part in text), "")
+
+
+def record_failure() -> None:
+    """Let this rank write the error that ends it to torchrun's file, beside what it prints."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    original = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:  # it writes the error that is handled; torchrun's table would repeat the trace of each rank
+            raise error.with_traceback(None)
+        except Exception:
+            get_error_handler().record_exception(error)
+        except BaseException:  # a signal's, of which torchrun knows
+            pass
+        original(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = hook
+
+
+def repeat_failure_at_exit() -> None:
+    """Let this launcher print the error of the rank that failed first, after torchrun's table."""
+    atexit.register(_repeat_failure)
+
+
+def _repeat_failure() -> None:
+    failures = getattr(getattr(sys, "last_value", None), "failures", None)  # of a ChildFailedError that ends this
+    texts = {rank: _text(failure) for rank, failure in failures.items()} if isinstance(failures, dict) else {}
+    told = [rank for rank, text in texts.items() if text]
+    if told:
+        first = min(told, key=lambda rank: (any(part in texts[rank] for part in _OF_A_PEER), failures[rank].timestamp))
+        print(f"\nRank {first} failed: {texts[first]}{hint(texts[first])}", file=sys.stderr)
+
+
+def _text(failure: Any) -> str:
+    """Return the error of a rank, or "" if it ended with a code alone."""
+    if isinstance(failure.message, dict):
+        return str(failure.message["message"])
+    return failure.message if failure.exitcode < 0 else ""
