@@ -14,8 +14,8 @@ from typing import Any
 __all__ = ["hint", "record_failure", "repeat_failure_at_exit"]
 
 _NO_GPU = (
-    'there is no GPU here that torch can use: leave .to("cuda") and device_map out of the script. What shards the model '
-    "puts it on the device of its rank."
+    'there is no GPU here that torch can use: leave .to("cuda") and device_map out of the script. What shards the '
+    "model puts it on the device of its rank."
 )
 _HINTS = {"Torch not compiled with CUDA enabled": _NO_GPU, "Found no NVIDIA driver": _NO_GPU}
 """What to do about errors of torch, by a part of their text."""

@@ -50,9 +50,7 @@ from lora_parallel_failures import hint
 _OUR_FOLDERS = [Path(__file__).parents[1] / name for name in ("accelerate_plugin", "lightning_lora", "lora_parallel")]
 
 
-def check_set_up(
-    options: argparse.Namespace, script: list[str], sequence_length: int | None, rows: int | None
-) -> None:
+def check_set_up(options: argparse.Namespace, script: list[str], sequence_length: int | None, rows: int | None) -> None:
     """Check what `accelerate launch` would start; this process takes the place of rank 0, and should end afterwards.
 
     `script` has the arguments of `accelerate_plugin.launch`, or is empty to check the file alone. With a
@@ -88,6 +86,7 @@ def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
 
     An error of this library ends the process.
     """
+    gc.freeze()  # `gc.get_objects` returns what is made after it: by the script
     try:
         with end_after_set_up(), _alone(), patched():  # which defers models, as in the processes of a run
             launch.main(script)
@@ -102,6 +101,8 @@ def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
             print(hint(str(error)), file=sys.stderr)
             raise
         sys.exit(f"accelerate-lora check: {error}")
+    finally:
+        gc.unfreeze()
     sys.exit(f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared.")
 
 
@@ -182,10 +183,8 @@ _QUANTIZATIONS = {
 _SHOWN = 12
 """Number of meshes in the printed table; `--all` prints every one."""
 
-_LOADED = (
-    'AutoModelForCausalLM.from_pretrained(NAME, dtype="{0}")\nSFTConfig(..., model_init_kwargs={{"dtype": "{0}"}})  # TRL '
-    "loads a model that is given by name in float32"
-)
+_LOADED = """AutoModelForCausalLM.from_pretrained(NAME, dtype="{0}")
+SFTConfig(..., model_init_kwargs={{"dtype": "{0}"}})  # TRL loads float32 without"""
 """What loads a model in the dtype of the plan."""
 
 _MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_process_port": 29500}
@@ -326,7 +325,7 @@ def _more_rows(best: MeshCost, more: MeshCost) -> str:
     if more.refused:
         return f"{said}be refused: {more.refused}"
     if not more.fits:
-        return f"{said}need {_gib(more.total)} GiB, which do not fit: {best.rows} in a forward is what there is room for."
+        return f"{said}need {_gib(more.total)} GiB, which do not fit."
     return f"{said}take {_gib(more.total)} GiB, and {2 * best.seconds / more.seconds:.2f} times as many rows a second."
 
 

@@ -129,7 +129,7 @@ def parallelize(
 
 
 def run_passes(setup: Setup) -> None:
-    """Do what `parallelize` does with its arguments. A plan and places that are in `setup` already are not made anew."""
+    """Do what `parallelize` does with its arguments. A plan or places that `setup` has already are not made anew."""
     _check_arguments(setup)
     with agreed():
         for prepare in PREPARATIONS:

@@ -11,6 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,12 +73,13 @@ def simulated_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans simulate their steps in this process, one at a time: another would import torch for seconds."""
     from lora_parallel.cost import simulations, worker
 
-    jobs: list[str] = []
+    jobs, lock = list[str](), Lock()
     answers = worker.answers_to(iter(jobs.pop, ""))
 
     def ask(self: simulations.Simulations, job: dict[str, Any]) -> dict[str, Any]:
-        jobs.append(json.dumps(job))
-        return json.loads(json.dumps(next(answers)))  # type: ignore[no-any-return]
+        with lock:  # each job has a thread
+            jobs.append(json.dumps(job))
+            return json.loads(json.dumps(next(answers)))  # type: ignore[no-any-return]
 
     def start(self: simulations.Simulations, pairs: Any) -> tuple[int, Callable[[], object]]:
         return 2**30, bool  # a group that is never there

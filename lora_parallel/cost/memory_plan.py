@@ -141,12 +141,12 @@ class MemoryPlan:
     training: str
     """Name of what trains: "LoRA r=16", "QLoRA r=16" or "all parameters"."""
 
-    dtype: str
-    """Dtype of the weights: "bfloat16" or "float32"."""
-
     hardware: Hardware
     meshes: list[MeshCost]
     """All meshes, the fastest of those that fit first; then those that do not fit, and those that are refused."""
+
+    dtype: str = "bfloat16"
+    """Dtype of the weights."""
 
     more_rows: MeshCost | None = None
     """The recommended mesh with twice the rows in each forward and in a step; None if one mesh was asked for."""
@@ -239,7 +239,7 @@ def plan_memory(
         meshes = sorted(planner.costs(), key=preference)
         doubled = replace(planner, rows=2 * rows, batch=2 * batch) if config is None and meshes[0].fits else None
         more = None if doubled is None else doubled.at([(meshes[0].sizes, meshes[0].options)])[0]
-    return MemoryPlan(name, gpus, sequence_length, batch, training, files["dtype"], cluster, meshes, more)
+    return MemoryPlan(name, gpus, sequence_length, batch, training, cluster, meshes, files["dtype"], more)
 
 
 def _write_description(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
@@ -115,12 +116,19 @@ def _memory(model: nn.Module, state: ParallelState) -> Iterator[str]:
 
 
 def _plan(state: ParallelState, tp: int) -> Iterator[str]:
-    if tp > 1:
-        yield from _kinds("tensor-parallel plan", state.styles)
+    if tp == 1:
+        return
+    kinds = count_kinds(state.styles)
+    width, style_width = (max((len(kind[i]) for kind in kinds), default=0) for i in (0, 1))
+    yield f"tensor-parallel plan, {len(state.styles)} layers"
+    for (glob, style), count in [*kinds.items()][:_KINDS]:
+        yield f"  {glob:<{width}}  {style:<{style_width}}  {count}"
+    if len(kinds) > _KINDS:
+        yield f"  and {len(kinds) - _KINDS} kinds more, which the logger lora_parallel.planning lists with level INFO"
 
 
 def _adapters(model: nn.Module, state: ParallelState) -> Iterator[str]:
-    """Yield the layers that adapters are on, by kind, and each name of a config that no such layer has.
+    """Yield the layers that each adapter is on, by kind and number, and the names of its config that no layer has.
 
     PEFT says nothing of a name that matches no layer, if another name of the config does.
     """
@@ -129,24 +137,20 @@ def _adapters(model: nn.Module, state: ParallelState) -> Iterator[str]:
         pattern = re.compile(_ADAPTED + re.escape(f".{adapter}") + r"(?=\.|$)")
         matches = [match for name in sorted(names) if (match := pattern.match(name))]
         layers = {clean_parameter_name(match[1]): _KIND[match[2]] for match in matches}
-        yield from _kinds(f"adapter {adapter!r}" + (f" (r={config.r})" if hasattr(config, "r") else ""), layers)
+        kinds = count_kinds(layers)
+        lasts = Counter(glob.rpartition(".")[2] for glob, _ in kinds)
+        r = f" (r={config.r})" if hasattr(config, "r") else ""
+        for kind in dict.fromkeys(layers.values()):
+            globs = {glob: count for (glob, of), count in kinds.items() if of == kind}
+            shown = {glob: last if lasts[last := glob.rpartition(".")[2]] == 1 else glob for glob in globs}
+            text = ", ".join(f"{shown[glob]} {count}" for glob, count in globs.items())
+            yield f"adapter {adapter!r}{r}, {kind} on {sum(globs.values())} layers: {text}"
         for option, kind in (("target_modules", "LoRA"), ("modules_to_save", "modules_to_save")):
             wanted = getattr(config, option, None) or ()
             adapted = [f".{layer}" for layer, its_kind in layers.items() if its_kind == kind]
             for name in sorted(() if isinstance(wanted, str) else set(wanted) - _HEADS):
                 if not any(layer.endswith(f".{name}") for layer in adapted):
                     yield f"  no layer is adapted by {name!r} of {option}: if it should be, correct the name"
-
-
-def _kinds(title: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """Yield layers with a text about each, by kind."""
-    kinds = count_kinds(texts)
-    width, text_width = (max((len(kind[i]) for kind in kinds), default=0) for i in (0, 1))
-    yield f"{title}, {len(texts)} layers"
-    for (glob, text), count in [*kinds.items()][:_KINDS]:
-        yield f"  {glob:<{width}}  {text:<{text_width}}  {count}"
-    if len(kinds) > _KINDS:
-        yield f"  and {len(kinds) - _KINDS} kinds more, which the logger lora_parallel.planning lists with level INFO"
 
 
 def _bytes(tensor: Tensor) -> int:

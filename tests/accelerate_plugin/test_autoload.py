@@ -7,7 +7,7 @@ import json
 import os
 import runpy
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from unittest.mock import patch
 
@@ -127,11 +127,11 @@ def test_torch_calls_it_and_it_does_nothing_without_the_variable(monkeypatch):
     assert not autoload._waiting
 
 
-def test_an_error_does_not_end_the_import_of_torch(monkeypatch, capsys):
-    monkeypatch.setenv("LORA_PARALLEL", "mesh.yaml")
+def test_an_error_does_not_end_the_import_of_torch(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("LORA_PARALLEL", str(written(tmp_path)))
     monkeypatch.setattr(autoload, "_is_rank", lambda: 1 / 0)
     autoload.autoload()
-    assert "mesh.yaml: division by zero" in capsys.readouterr().err
+    assert "config.yaml: division by zero" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -239,25 +239,30 @@ def test_what_cannot_be_prepared_does_not_train(monkeypatch, capsys):
         PartialState()
 
 
-@pytest.mark.parametrize(
-    ("name", "is_there", "message"),
-    [
-        ("RANK", True, "this process is no rank: start it by torchrun"),
-        ("ACCELERATE_USE_FSDP", True, "this process is no rank: start it by torchrun"),
-        ("RANK", False, "mesh.yaml: there is no such file: write it with `accelerate-lora config`"),
-    ],
-)
-def test_a_process_that_is_no_rank_does_not_train(monkeypatch, tmp_path, name, is_there, message):
+@pytest.mark.parametrize("name", ["RANK", "ACCELERATE_USE_FSDP"])
+def test_a_process_that_is_no_rank_does_not_train(monkeypatch, tmp_path, name):
     """An application may set one of the variables in a process that it has not launched."""
-    path = written(tmp_path) if is_there else tmp_path / "mesh.yaml"
-    monkeypatch.setenv("LORA_PARALLEL", str(path))
+    monkeypatch.setenv("LORA_PARALLEL", str(written(tmp_path)))
     for each in ("RANK", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "0")
     monkeypatch.setattr(Accelerator, "__init__", Accelerator.__init__)
     autoload._refuse_alone()
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="this process is no rank: start it by torchrun"):
         Accelerator()
+
+
+@pytest.mark.parametrize("command", ["launch", "config"])
+def test_a_file_that_is_not_there_ends_a_process_at_once(monkeypatch, tmp_path, command):
+    """Hold that launchers end as well as ranks, and that the command which writes the file does not."""
+    monkeypatch.setenv("LORA_PARALLEL", str(tmp_path / "mesh.yaml"))
+    monkeypatch.setattr(sys, "argv", ["accelerate-lora", command])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(autoload, "_waiting", {})
+    monkeypatch.setattr(autoload, "_call_for_imported", lambda: None)
+    text = r"mesh.yaml: there is no such file: write it with `accelerate-lora config`. Unset it"
+    with nullcontext() if command == "config" else pytest.raises(SystemExit, match=text):
+        autoload.autoload()
 
 
 @contextmanager

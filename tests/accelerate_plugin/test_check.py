@@ -91,6 +91,11 @@ REFUSED_LATER = {
     "offload": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "has not run over NCCL yet"),
 }
 
+ROWS = """
+from torch.utils.data import DataLoader
+loaders = [DataLoader([0] * 6, batch_size=size) for size in (3, 1)]
+"""
+
 SCRIPT = """
 import sys
 import torch
@@ -290,6 +295,14 @@ def test_a_script_of_another_trainer_ends_where_its_model_is_sharded(tmp_path, m
     assert not [*folder.iterdir()]
 
 
+def test_a_script_that_shards_nothing_is_told_what_it_uses(tmp_path):
+    script, start = tmp_path / "train.py", LIGHTNING.index("callbacks =")
+    plain = 'L.Trainer(devices=4, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Module(), [0])'
+    script.write_text(LIGHTNING[:start] + plain)
+    with pytest.raises(SystemExit, match="in DistributedDataParallel, and no model was sharded"):
+        checked("--config_file", written(tmp_path, **GOOD), script)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -385,9 +398,15 @@ def test_an_error_of_the_script_itself_is_not_swallowed(tmp_path):
 @pytest.mark.usefixtures("simulated_here")
 def test_the_memory_of_a_step_is_predicted(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("float64", "float32"))
-    checked("--config_file", written(tmp_path, **GOOD), "--seq", "16", script, "--rows", "2")
-    assert "16 tokens in each forward: " in capsys.readouterr().out
+    script.write_text(f"{ROWS}{SCRIPT.replace('float64', 'float32')}")
+    path = written(tmp_path, **GOOD)
+    for options, said in (
+        ((), ("3 x 16 tokens", "the script's batch_size")),
+        (("--rows", "2"), ("2 x 16 tokens", "--rows")),
+    ):
+        checked("--config_file", path, "--seq", "16", *options, script, "--rows", "2")
+        out = capsys.readouterr().out
+        assert all(text in out for text in said), out
 
 
 def test_where_a_script_stands_in_the_command_line():
@@ -396,7 +415,18 @@ def test_where_a_script_stands_in_the_command_line():
     given = cli.read_arguments(["--config_file", "a.yaml", "-m", "package.train", *own])
     assert (given.module, given.script, given.config_file) == (True, "package.train", "a.yaml")
     assert (given.seq, given.num_processes, given.rest) == (None, None, own)
-    for more in (["--seq", "16"], ["train.py"], ["--lr", "1"]):
+    for wrong in (
+        ["a.yaml", "--seq", "16"],
+        ["a.yaml", "--rows", "2", "train.py"],
+        ["a.yaml", "--lr", "1"],
+        ["--config_file", "a.yaml", "b.yaml"],
+    ):
         with pytest.raises(SystemExit):
-            cli.read_arguments(["a.yaml", *more])
-    assert Path(cli.read_arguments(["a.yaml"]).config_file) == Path("a.yaml")
+            cli.read_arguments(wrong)
+    alone = cli.read_arguments(["a.yaml", "--num_processes", "4"])
+    assert (alone.script, alone.config_file, alone.num_processes) == ("", "a.yaml", 4)
+    given = cli.read_arguments(["a.yaml", "--seq", "16", "-m", "package.train", *own])
+    assert (given.module, given.script, given.config_file, given.seq) == (True, "package.train", "a.yaml", 16)
+    assert given.rest == own
+    given = cli.read_arguments(["a.yaml", "train.py", *own])
+    assert (given.script, given.config_file, given.seq, given.rest) == ("train.py", "a.yaml", None, own)

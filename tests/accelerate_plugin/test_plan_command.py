@@ -40,6 +40,10 @@ def test_the_command_prints_a_table_and_what_to_write(model, capsys, tmp_path):
     cli.main("plan", [model, "--gpus", "2", "--seq", "64", "--batch", "4", "--plot", str(picture)])
     printed = " ".join(capsys.readouterr().out.split())
     assert "4 rows of 64 tokens a step on 2 GPUs of 80 GiB" in printed
+    assert "80 GiB, weights in bfloat16" in printed
+    assert "mixed_precision: 'no' # in the dtype of the weights, bfloat16: load them so" in printed
+    assert "Why: " in printed
+    assert "More rows: with --rows 2 and twice the batch it would take " in printed
     for text in ("tp 2", "dp_shard 2", "pp 2", "Recommended:", "--num_processes 2", "fsdp_version: 2", "Trainer("):
         assert text in printed, text
     assert picture.stat().st_size > 1000
@@ -55,6 +59,29 @@ def test_json_holds_every_mesh(model, capsys):
     assert found["recommended"] is None
     assert {each["options"]["activation_checkpointing"] for each in found["meshes"]} == {True, False}
     assert all(each["total"] > 0 for each in found["meshes"])
+
+
+def test_the_reason_is_against_the_next_mesh_of_other_sizes():
+    other = replace(COST, sizes={**SIZES, "tp": 1}, seconds=1.04, between_machines=2**31)
+    best = replace(COST, seconds=1.01, between_machines=2**30)
+    whole = replace(COST, options={"shard_base": False})
+    for other_mesh, text in (
+        (other, "as fast, but sends 2.0 GiB between machines in a step, and this one 1.0."),
+        (replace(other, seconds=1.01, between_machines=2**30, total=2**32), "as fast, and takes 4.0 GiB."),
+        (replace(other, seconds=1.24), "it is the fastest that fits; the next one is"),
+        (replace(other, fits=False), "no mesh of other sizes fits."),
+    ):
+        plan = replace(planned(best), meshes=[best, whole, other_mesh])
+        assert text in check_and_plan._reason(plan, best)
+
+
+def test_twice_the_rows_are_said_to_fit_or_not():
+    for more, text in (
+        (replace(COST, rows=2, seconds=1.6), "it would take 1.0 GiB, and 1.25 times as many rows a second."),
+        (replace(COST, rows=2, fits=False, total=2**37), "need 128.0 GiB, which do not fit"),
+        (replace(COST, rows=2, refused="no such rows"), "be refused: no such rows"),
+    ):
+        assert text in check_and_plan._more_rows(COST, more)
 
 
 def test_no_mesh_fits_is_said_with_remedies(capsys):

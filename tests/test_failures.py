@@ -1,0 +1,64 @@
+"""What is said last when a rank fails: the error of the rank that failed first, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lora_parallel_failures import hint
+
+RANK = """
+import os, sys, time
+from lora_parallel_failures import record_failure
+record_failure()
+if os.environ["RANK"] == "1":
+    raise ValueError("{text}")
+time.sleep(3)
+raise RuntimeError("gloo: Connection closed by peer")
+"""
+LAUNCHER = """
+import sys
+from lora_parallel_failures import repeat_failure_at_exit
+from torch.distributed.run import main
+repeat_failure_at_exit()
+main(["--standalone", "--nproc-per-node", "2", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.processes
+def test_the_error_of_a_rank_is_the_last_thing_that_its_launcher_says(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK.format(text="Torch not compiled with CUDA enabled"))
+    ended = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=120
+    )
+    _, said = ended.stderr.split("Root Cause (first observed failure):")
+    *_, failed, advice = said.strip().splitlines()
+    assert ended.returncode == 1
+    assert failed == "Rank 1 failed: ValueError: Torch not compiled with CUDA enabled"
+    assert advice.startswith("Hint: there is no GPU here")
+
+
+def test_an_error_is_recorded_and_printed_as_it_was(monkeypatch, tmp_path):
+    """Hold that the file has no trace, which torchrun would print of each rank, and that the rank prints it whole."""
+    file, printed = tmp_path / "error.json", []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(sys, "excepthook", lambda *error: printed.append(error))
+    from lora_parallel_failures import record_failure
+
+    record_failure()
+    with pytest.raises(ValueError, match="wrong") as raised:
+        raise ValueError("wrong")
+    trace = raised.value.__traceback__
+    sys.excepthook(ValueError, raised.value, trace)
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == "ValueError: wrong"
+    assert "test_failures.py" not in message["extraInfo"]["py_callstack"]
+    assert printed == [(ValueError, raised.value, trace)]
+    assert raised.value.__traceback__ is trace
+
+
+def test_an_error_without_advice_has_no_hint():
+    assert hint("ValueError: wrong") == ""
