@@ -53,11 +53,12 @@ def repeat_failure_at_exit() -> None:
 
 
 def _repeat_failure() -> None:
-    failures = getattr(getattr(sys, "last_value", None), "failures", None)  # of a ChildFailedError that ends this
-    texts = {rank: _text(failure) for rank, failure in failures.items()} if isinstance(failures, dict) else {}
-    told = [rank for rank, text in texts.items() if text]
-    if told:
-        first = min(told, key=lambda rank: (any(part in texts[rank] for part in _OF_A_PEER), failures[rank].timestamp))
+    failures: Any = getattr(getattr(sys, "last_value", None), "failures", None)  # of a ChildFailedError that ends this
+    if not isinstance(failures, dict):
+        return
+    texts = {rank: text for rank, failure in failures.items() if (text := _text(failure))}
+    if texts:
+        first = min(texts, key=lambda rank: (any(part in texts[rank] for part in _OF_A_PEER), failures[rank].timestamp))
         print(f"\nRank {first} failed: {texts[first]}{hint(texts[first])}", file=sys.stderr)
 
 
