@@ -7,6 +7,7 @@ time, and the rest of the library only after Accelerate, transformers or Lightni
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Set
@@ -14,7 +15,7 @@ from functools import wraps
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from lora_parallel_failures import repeat_failure_at_exit
+from lora_parallel_failures import repeat_failure
 
 __all__ = ["autoload"]
 
@@ -40,8 +41,7 @@ def autoload() -> None:
         _waiting["accelerate.commands.config.config_args"] = _set_default_file
         _waiting["lightning.pytorch"] = _waiting["pytorch_lightning"] = _register_strategies
         is_rank = _is_rank()
-        if not is_rank:
-            repeat_failure_at_exit()
+        atexit.register(repeat_failure)
         _waiting["accelerate"] = _activate if is_rank else _refuse_alone
         if is_rank:
             _waiting["transformers"] = _activate

@@ -6,12 +6,11 @@ A rank writes its error to the file that torchrun gives it, and its launcher rea
 
 from __future__ import annotations
 
-import atexit
 import sys
 from types import TracebackType
 from typing import Any
 
-__all__ = ["hint", "record_failure", "repeat_failure_at_exit"]
+__all__ = ["hint", "record_failure", "repeat_failure"]
 
 _NO_GPU = (
     'there is no GPU here that torch can use: leave .to("cuda") and device_map out of the script. What shards the '
@@ -47,23 +46,16 @@ def record_failure() -> None:
     sys.excepthook = hook
 
 
-def repeat_failure_at_exit() -> None:
-    """Let this launcher print the error of the rank that failed first, after torchrun's table."""
-    atexit.register(_repeat_failure)
-
-
-def _repeat_failure() -> None:
+def repeat_failure() -> None:
+    """Print the error of the rank that failed first, as this launcher exits with torchrun's error (by `atexit`)."""
     failures: Any = getattr(getattr(sys, "last_value", None), "failures", None)  # of a ChildFailedError that ends this
     if not isinstance(failures, dict):
         return
-    texts = {rank: text for rank, failure in failures.items() if (text := _text(failure))}
+    texts = {  # of ranks that have not ended with a code alone
+        rank: each.message["message"] if isinstance(each.message, dict) else each.message
+        for rank, each in failures.items()
+        if isinstance(each.message, dict) or each.exitcode < 0
+    }
     if texts:
         first = min(texts, key=lambda rank: (any(part in texts[rank] for part in _OF_A_PEER), failures[rank].timestamp))
         print(f"\nRank {first} failed: {texts[first]}{hint(texts[first])}", file=sys.stderr)
-
-
-def _text(failure: Any) -> str:
-    """Return the error of a rank, or "" if it ended with a code alone."""
-    if isinstance(failure.message, dict):
-        return str(failure.message["message"])
-    return failure.message if failure.exitcode < 0 else ""

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from lora_parallel.integration import (
     mesh_text,
     peft_configs,
     rank_lines,
+    replaced,
     state_of,
 )
 from lora_parallel_failures import hint
@@ -121,14 +122,11 @@ def _alone() -> Iterator[None]:
             "your own, give the bare model to accelerator.prepare, or to parallelize."
         )
 
-    with ExitStack() as stack:
-        for owner, name, instead in (
-            (dist, "init_process_group", lambda *args, **kwargs: None),
-            (DistributedDataParallel, "__init__", refuse),
-            (FullyShardedDataParallel, "__init__", refuse),
-        ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, instead)
+    with (
+        replaced(DistributedDataParallel, {"__init__": refuse}),
+        replaced(FullyShardedDataParallel, {"__init__": refuse}),
+        replaced(dist, {"init_process_group": lambda *args, **kwargs: None}),
+    ):
         yield
 
 
@@ -297,7 +295,7 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
         )
         return
     console.print(f"\nRecommended: {cost_text(best)[0]}", style="bold")
-    console.print(_reason(plan, best))
+    console.print(_reason(best, plan.meshes))
     if plan.more_rows is not None:
         console.print(_more_rows(best, plan.more_rows))
     for title, text in snippets(plan).items():
@@ -305,18 +303,17 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
         print(text)
 
 
-def _reason(plan: MemoryPlan, best: MeshCost) -> str:
-    """Return why a mesh is recommended, against the next one of other sizes."""
-    other = next((cost for cost in plan.meshes if cost.fits and cost.sizes != best.sizes), None)
+def _reason(best: MeshCost, others: list[MeshCost]) -> str:
+    """Return what speaks for a mesh, against the next one of other sizes."""
+    other = next((cost for cost in others if cost.fits and cost.sizes != best.sizes), None)
     if other is None:
         return "Why: no mesh of other sizes fits."
-    text = cost_text(other)[0]
-    if f"{other.seconds:.2g}" == f"{best.seconds:.2g}" and other.between_machines > best.between_machines:
-        mine, its = _gib(best.between_machines), _gib(other.between_machines)
-        return f"Why: {text} is as fast, but sends {its} GiB between machines in a step, and this one {mine}."
-    if other.seconds == best.seconds:
-        return f"Why: no mesh that fits is faster; {text} is as fast, and takes {_gib(other.total)} GiB."
-    return f"Why: it is the fastest that fits; the next one is {text}, with {cost_text(other)[-1]} s."
+    mine, its = (
+        f"{cost_text(cost)[-1]} s"
+        + (f" and sends {_gib(size)} GiB between machines" if (size := cost.between_machines) else "")
+        for cost in (best, other)
+    )
+    return f"Why: a step takes {mine} by prediction; with {cost_text(other)[0]}, the next, it takes {its}."
 
 
 def _more_rows(best: MeshCost, more: MeshCost) -> str:

@@ -7,6 +7,7 @@ module `accelerate_lora`.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from accelerate_plugin.check_and_plan import check_set_up, plan
 from accelerate_plugin.config_file import CONFIG_FILES, check_machines, check_share, mesh_sections, one_of, whole
 from accelerate_plugin.launch_options import launch_options
 from lora_parallel import ParallelConfig
-from lora_parallel_failures import repeat_failure_at_exit
+from lora_parallel_failures import repeat_failure
 
 
 def main(command: str, arguments: list[str]) -> None:
@@ -42,7 +43,7 @@ def launch(arguments: list[str]) -> None:
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "accelerate_plugin.launch"
-    repeat_failure_at_exit()
+    atexit.register(repeat_failure)
     launch_command(options)
 
 

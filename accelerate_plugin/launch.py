@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from accelerate_plugin.config_file import LAUNCHERS
 from accelerate_plugin.parallelism import asked_by_environment, flag
+from lora_parallel.integration import replaced
 from lora_parallel_failures import record_failure
 
 _USAGE = "usage: accelerate launch --config_file CONFIG -m accelerate_plugin.launch [-m] SCRIPT [ARGUMENTS]"
@@ -48,12 +49,8 @@ def main(arguments: list[str]) -> None:
 @contextmanager
 def _refusing_launches() -> Iterator[None]:
     """Make a script raise an error where it would launch processes itself, as the commands of some packages do."""
-    before = accelerate_launch.launch_command, elastic_launch.__call__
-    accelerate_launch.launch_command = elastic_launch.__call__ = _refuse  # type: ignore[method-assign]
-    try:
+    with replaced(accelerate_launch, {"launch_command": _refuse}), replaced(elastic_launch, {"__call__": _refuse}):
         yield
-    finally:
-        accelerate_launch.launch_command, elastic_launch.__call__ = before  # type: ignore[method-assign]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

@@ -40,6 +40,7 @@ from lora_parallel.export.save_pretrained import save_on_rank_zero, write_pretra
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import adopt_rank_zero, defer_from_pretrained, tensors_of
+from lora_parallel.loading.transformers_private import replaced
 from lora_parallel.metrics import MeshMeter
 from lora_parallel.runtime.compiled_blocks import tell_unwrapped, unwrap_compiled
 from lora_parallel.runtime.description import (
@@ -115,6 +116,7 @@ __all__ = [
     "read_meta",
     "read_weights",
     "remove_folder",
+    "replaced",
     "reshard",
     "restore_random_state",
     "resume_counting",

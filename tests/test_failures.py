@@ -21,9 +21,10 @@ raise RuntimeError("gloo: Connection closed by peer")
 """
 LAUNCHER = """
 import sys
-from lora_parallel_failures import repeat_failure_at_exit
+import atexit
+from lora_parallel_failures import repeat_failure
 from torch.distributed.run import main
-repeat_failure_at_exit()
+atexit.register(repeat_failure)
 main(["--standalone", "--nproc-per-node", "2", *sys.argv[1:]])
 """
 

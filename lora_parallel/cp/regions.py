@@ -69,10 +69,6 @@ class Places:
     cut: dict[nn.Module, frozenset[str]]  # Names of the arguments of each block that have tokens and are cut
     after: list[nn.Module]  # Linear layers that are called after the trunk
 
-    def within(self, model: nn.Module) -> Places:
-        """Return the places that are in `model`, of which some blocks and layers may have been taken out."""
-        return self.of({module: module for module in model.modules()})
-
     def of(self, twins: Mapping[nn.Module, nn.Module]) -> Places:
         """Return the places in a model whose modules are like those of this one; some may have no twin."""
         return replace(

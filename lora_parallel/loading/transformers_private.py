@@ -73,8 +73,8 @@ def deferred_loading(constructing: Callable[[], Any], unless_told: bool = False)
 
 
 @contextmanager
-def replaced(owner: type, methods: Mapping[str, Any]) -> Iterator[None]:
-    """Replace methods of a class within the context."""
+def replaced(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
+    """Replace methods of a class, or functions of a module, within the context."""
     before = {name: owner.__dict__[name] for name in methods}
     for name, method in methods.items():
         setattr(owner, name, method)

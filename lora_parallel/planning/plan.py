@@ -68,10 +68,6 @@ class Plan:
     # Places where tokens are split among ranks and gathered (sequence parallelism), for each model that was run.
     sequences: list[Sequence] = field(default_factory=list)
 
-    def within(self, model: nn.Module) -> Plan:
-        """Return the plan of the modules that are in `model`, of which others may have been taken out."""
-        return self.of({module: module for module in model.modules()})
-
     def of(self, twins: Mapping[nn.Module, nn.Module]) -> Plan:
         """Return the plan of modules that are like the modules of this plan; one that has no twin is left out."""
         parts = {

@@ -499,10 +499,10 @@ def keep_own_stages(setup: Setup) -> None:
     setup.stage_layers = None  # it holds the layers of other stages
     rank, run = axis_rank(mesh, "pp"), StageContext(setup.entries)
     setup.stages = StageModel(model, layers, bounds, config.pp, rank, run, config.param_dtype, mesh.device_type)
-    setup.plan = setup.plan.within(model)
+    there = {module: module for module in model.modules()}
+    setup.plan = setup.plan.of(there)
     if setup.places is not None:
-        setup.places = setup.places.within(model)
-    there = set(model.modules())
+        setup.places = setup.places.of(there)
     setup.blocks = [block for block in setup.blocks if block in there]
 
 

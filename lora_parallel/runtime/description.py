@@ -137,14 +137,11 @@ def _adapters(model: nn.Module, state: ParallelState) -> Iterator[str]:
         pattern = re.compile(_ADAPTED + re.escape(f".{adapter}") + r"(?=\.|$)")
         matches = [match for name in sorted(names) if (match := pattern.match(name))]
         layers = {clean_parameter_name(match[1]): _KIND[match[2]] for match in matches}
-        kinds = count_kinds(layers)
-        lasts = Counter(glob.rpartition(".")[2] for glob, _ in kinds)
         r = f" (r={config.r})" if hasattr(config, "r") else ""
         for kind in dict.fromkeys(layers.values()):
-            globs = {glob: count for (glob, of), count in kinds.items() if of == kind}
-            shown = {glob: last if lasts[last := glob.rpartition(".")[2]] == 1 else glob for glob in globs}
-            text = ", ".join(f"{shown[glob]} {count}" for glob, count in globs.items())
-            yield f"adapter {adapter!r}{r}, {kind} on {sum(globs.values())} layers: {text}"
+            lasts = Counter(layer.rpartition(".")[2] for layer, of in layers.items() if of == kind)
+            text = ", ".join(f"{last} {count}" for last, count in lasts.items())
+            yield f"adapter {adapter!r}{r}, {kind} on {lasts.total()} layers: {text}"
         for option, kind in (("target_modules", "LoRA"), ("modules_to_save", "modules_to_save")):
             wanted = getattr(config, option, None) or ()
             adapted = [f".{layer}" for layer, its_kind in layers.items() if its_kind == kind]

@@ -132,14 +132,6 @@ def _verify(tracer: Tracer, sequence: Sequence, layer_groups: list[LayerGroup], 
         run_as_rank(tracer, RankTable(_WANTED, parts, enter, leave), whole)
 
 
-def _places(model: nn.Module, cp: int, tp: int, method: str) -> Places:
-    tracer = tracer_of(model, clean_names(model))
-    if method == "all_gather":
-        check_method(getattr(getattr(tracer.model, "config", None), "_attn_implementation", None))
-    check_outside(model, tracer)
-    return _Proof(tracer, cp, tp, method).places()
-
-
 _RANKS = 3  # Number of ranks that the runs simulate: chunks of different sizes, and a first, a middle and a last one
 
 
@@ -153,7 +145,12 @@ def find_places(setup: Setup) -> None:
     alora = "after which it acts on the tokens of a row, and each rank has a chunk of them"
     refuse_flows(model, f"cp={cp}", "of which each has its own tokens", alora)
     try:
-        setup.places = setup.places or _places(model, cp, mesh["tp"].size(), method)
+        if setup.places is None:
+            tracer = tracer_of(model, clean_names(model))
+            if method == "all_gather":
+                check_method(getattr(getattr(tracer.model, "config", None), "_attn_implementation", None))
+            check_outside(model, tracer)
+            setup.places = _Proof(tracer, cp, mesh["tp"].size(), method).places()
     except TraceError as error:
         raise ValueError(
             f"cp={cp}: the tokens of {type(innermost(model)).__name__} cannot be cut: {error}. Use cp=1, with tp, "

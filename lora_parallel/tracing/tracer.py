@@ -296,34 +296,28 @@ def _with_one_row(experts: nn.Module, compute: Callable[..., Any], args: Any, kw
     """Make the forward of a module of experts cost a row of each weight, not all of them, and no loop over experts."""
     # The rows of a large parameter of the copy are equal (see `stand_in_for`), so each matrix is a column of ones times
     # one row, which is taken from the parameter in the forward, so that its use is noted.
-    before = experts.__dict__
-    stacks = {
-        key: LowRankWeight(None, [Factors(torch.ones(1, 1, 1).expand(*p.shape[:2], 1), p[:, :1], 1.0), *lora])
-        for key, p in expert_stacks(experts).items()
-        if p.stride()[:2] == (0, 0) and (lora := _factors_beside(before.get(key), p)) is not None
-    }
+    stacks = {}
+    for key, p in expert_stacks(experts).items():
+        own = experts.__dict__.get(key, LowRankWeight(p, ()))  # with the factors of LoRA, if there are any
+        if p.stride()[:2] == (0, 0) and isinstance(own, LowRankWeight) and own.base is p:  # else other values are tried
+            ones = torch.ones(1, 1, 1).expand(*p.shape[:2], 1)
+            stacks[key] = LowRankWeight(None, [Factors(ones, p[:, :1], 1.0), *own.factors])
+    before = {key: experts.__dict__[key] for key in stacks if key in experts.__dict__}
     config: Any = getattr(experts, "config", None)
-    implementation = getattr(config, "_experts_implementation", None)
-    is_eager = implementation == "eager" and len(stacks) == len(expert_stacks(experts))
-    kept = {key: before[key] for key in stacks if key in before}
-    before.update(stacks)
-    if is_eager:
-        config._experts_implementation = "batched_mm"  # which copies a matrix for each token: here a row
+    is_eager = getattr(config, "_experts_implementation", None) == "eager" and len(stacks) == len(
+        expert_stacks(experts)
+    )
+    experts.__dict__.update(stacks)
     try:
+        if is_eager:
+            config._experts_implementation = "batched_mm"  # which copies a matrix for each token: here a row
         return compute(*args, **kwargs)
     finally:
         if is_eager:
-            config._experts_implementation = implementation
+            config._experts_implementation = "eager"
         for key in stacks:
-            del before[key]
-        before.update(kept)
-
-
-def _factors_beside(weight: Any, parameter: nn.Parameter) -> tuple[Factors, ...] | None:
-    """Return the LoRA factors of what stands for a parameter; None where other values than its own are tried."""
-    if weight is None:
-        return ()
-    return weight.factors if isinstance(weight, LowRankWeight) and weight.base is parameter else None
+            del experts.__dict__[key]
+        experts.__dict__.update(before)
 
 
 def _without_dropout(model: nn.Module) -> None:
