@@ -57,8 +57,8 @@ BREAKAGES = [
         "guard",
         "A process that was launched launches as many again, which wait for each other.",
         f"{LAUNCH}::test_a_script_that_launches_again_is_refused",
-        """with replaced(accelerate_launch, {"launch_command": _refuse}), replaced(elastic_launch, {"__call__": _refuse}):""",
-        "if True:",
+        """{"launch_command": _refuse}), replaced(elastic_launch, {"__call__": _refuse})""",
+        "{}), replaced(elastic_launch, {})",
     ),
     Mutant(
         "guard",
