@@ -35,8 +35,11 @@ def record_failure() -> None:
     original = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:  # it writes the error that is handled; torchrun's table would repeat the trace of each rank
-            raise error.with_traceback(None)
+        last = trace
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        try:  # it writes the error that is handled; torchrun's table would repeat the whole trace of each rank
+            raise error.with_traceback(last)
         except Exception:
             get_error_handler().record_exception(error)
         except BaseException:  # a signal's, of which torchrun knows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import os
@@ -99,7 +100,8 @@ def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
     except Exception as error:
         file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if not any(folder in file.parents for folder in _OUR_FOLDERS):
-            print(hint(str(error)), file=sys.stderr)
+            if advice := hint(str(error)):
+                atexit.register(print, f"accelerate-lora check: {error}{advice}", file=sys.stderr)  # behind the trace
             raise
         sys.exit(f"accelerate-lora check: {error}")
     finally:
@@ -319,8 +321,6 @@ def _reason(best: MeshCost, others: list[MeshCost]) -> str:
 def _more_rows(best: MeshCost, more: MeshCost) -> str:
     """Return what twice the rows would give on the mesh that is recommended."""
     said = f"More rows: with --rows {more.rows} and twice the batch it would "
-    if more.refused:
-        return f"{said}be refused: {more.refused}"
     if not more.fits:
         return f"{said}need {_gib(more.total)} GiB, which do not fit."
     return f"{said}take {_gib(more.total)} GiB, and {2 * best.seconds / more.seconds:.2f} times as many rows a second."
@@ -335,7 +335,7 @@ def cost_text(cost: MeshCost) -> list[str]:
     sizes = (cost.weights, cost.trained + cost.gradients + cost.states, cost.activations, cost.logits, cost.total)
     sent = ", ".join(f"{axis} {_gib(size)}" for axis, size in cost.sent.items())
     mesh = f"{_mesh_text(cost.sizes)} {_options_text(cost.options)}".rstrip()
-    return [mesh, *map(_gib, sizes), sent, f"{cost.seconds:.1f}" if cost.seconds >= 10 else f"{cost.seconds:.2f}"]
+    return [mesh, *map(_gib, sizes), sent, _digits(cost.seconds, 1 if cost.seconds >= 10 else 2)]
 
 
 _DEFAULTS = {field.name: field.default for field in fields(ParallelConfig)}
@@ -347,7 +347,12 @@ def _options_text(options: Mapping[str, Any]) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f}" if size >= 2**30 / 10 else f"{size / 2**30:.2f}"
+    return _digits(size / 2**30, 1 if size >= 2**30 / 10 else 2)
+
+
+def _digits(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, or one digit of it if these are all zeros: of a small model."""
+    return f"{value:.{decimals}f}" if value >= 0.005 or not value else f"{value:.0g}"
 
 
 # ------------------------------------------------------- what a user writes for it
@@ -379,6 +384,7 @@ def snippets(plan: MemoryPlan) -> dict[str, str]:
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         flags += f"\n# in train.py: Accelerator(fsdp_plugin=LoRAParallelPlugin({arguments}))"
     trainer = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
+    trainer += "   # or in the TrainingArguments of a script that takes no options"
     content = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": DistributedType.FSDP.value,

@@ -65,6 +65,7 @@ from lora_parallel.integration import (
     parallelized,
     read_checkpoint,
     read_meta,
+    replaced,
     restore_random_state,
     resume_counting,
     save_on_rank_zero,
@@ -265,11 +266,8 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
 
 def _save_beside(self: Any, directory: str) -> None:
     """Write what Trainer's `_save` writes beside a module of the user's, whose state dict it would write itself."""
-    model, self.model = self.model, object.__new__(_SavedAlready)
-    try:
+    with replaced(self, {"model": object.__new__(_SavedAlready)}):
         self._save(directory, state_dict={})
-    finally:
-        self.model = model
 
 
 class _SavedAlready(PreTrainedModel):

@@ -32,6 +32,7 @@ from lora_parallel.distributed.torch_private import (
     group_of_collective,
     in_backward,
     parameters_on_meta,
+    replaced,
 )
 from lora_parallel.optimizers import StepsOn, steps_on
 
@@ -221,9 +222,7 @@ class _FusedAttention(torch.autograd.Function):
 def simulated_step(known: Iterable[Tensor] = (), axes: Mapping[str, str] | None = None) -> Iterator[SimulatedStep]:
     """Within the context, run on tensors without memory, and count; attention takes the memory of fused kernels."""
     step = SimulatedStep(known, axes or {})
-    storages: Any = torch.UntypedStorage
-    functions: Any = functional
-    torch_resize, torch_attention = storages.resize_, functions.scaled_dot_product_attention
+    torch_resize = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = torch_resize(storage, size)
@@ -233,12 +232,9 @@ def simulated_step(known: Iterable[Tensor] = (), axes: Mapping[str, str] | None 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _FusedAttention.apply(query, key, value, step)
 
-    storages.resize_, functions.scaled_dot_product_attention = resize, attention
-    try:
-        with step:
-            yield step
-    finally:
-        storages.resize_, functions.scaled_dot_product_attention = torch_resize, torch_attention
+    instead = {"scaled_dot_product_attention": attention}
+    with replaced(torch.UntypedStorage, {"resize_": resize}), replaced(functional, instead), step:
+        yield step
 
 
 Numbers = dict[str, float]

@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from inspect import getattr_static
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,19 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+
+@contextmanager
+def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Replace methods of a class, functions of a module or attributes of an object within the context."""
+    before = {name: getattr_static(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def in_backward() -> bool:
@@ -310,11 +324,8 @@ def one_gloo_thread() -> Iterator[None]:
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
-    c10d.ProcessGroupGloo = OneThread
-    try:
+    with replaced(c10d, {"ProcessGroupGloo": OneThread}):
         yield
-    finally:
-        c10d.ProcessGroupGloo = gloo
 
 
 @contextmanager
@@ -481,12 +492,8 @@ def parameters_on_meta() -> Iterator[None]:
     """Within the context, let FSDP2 run with parameters on meta, which it refuses: a simulated rank has no values."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    original = FSDPParamGroup._validate_no_meta_params
-    FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
-    try:
+    with replaced(FSDPParamGroup, {"_validate_no_meta_params": lambda group: None}):
         yield
-    finally:
-        FSDPParamGroup._validate_no_meta_params = original  # type: ignore[method-assign]
 
 
 def _shard_integer_parameters() -> None:

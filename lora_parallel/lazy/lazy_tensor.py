@@ -316,8 +316,9 @@ class LazyParameter(Tensor):
         if isinstance(written, LazyParameter):
             raise ValueError(
                 f"{_name(function)} would write into a weight that is still on disk ({describe(written.node)}): on the "
-                "meta device the value is lost. Give it by load_state_dict, do it after parallelize, or load the model "
-                "outside of meta_init, or with LORA_PARALLEL_DEFER=0 set."
+                "meta device the value is lost. Leave merge_and_unload() and merge_adapter() out before training. Give "
+                "a value of your own by load_state_dict or after the model is sharded, or load the model with "
+                "LORA_PARALLEL_DEFER=0 set."
             )
         fills_memory = _name(function) in _FILLS and isinstance(target, Tensor) and not target.is_meta
         if fills_memory or _name(function) in _COMPUTES:

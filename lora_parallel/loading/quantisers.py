@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig
 
+from lora_parallel.distributed.torch_private import replaced
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import keep_settings
 from lora_parallel.quantised.conversion import own_modules
@@ -302,11 +303,9 @@ def reverted(model: PreTrainedModel, merged: dict[str, Tensor]) -> dict[str, Ten
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         return revert_weight_conversion(model, merged)
-    model._weight_conversions = [c for c in conversions if not _of_quantiser(c)] or None  # type: ignore[assignment]
-    try:
+    others = [conversion for conversion in conversions if not _of_quantiser(conversion)] or None
+    with replaced(model, {"_weight_conversions": others}):
         return revert_weight_conversion(model, merged)
-    finally:
-        model._weight_conversions = conversions
 
 
 def _of_quantiser(converter: Any) -> bool:

@@ -30,6 +30,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
+from lora_parallel.distributed.torch_private import replaced
 from lora_parallel.lazy.files import INDEX, PickleFile, SafetensorsFile, list_sources, read_index, refusal
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
@@ -70,19 +71,6 @@ def deferred_loading(constructing: Callable[[], Any], unless_told: bool = False)
     ours = {"from_pretrained": classmethod(from_pretrained), _LOAD: staticmethod(_load), _RESIZE: resize}
     with replaced(PreTrainedModel, ours):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """Replace methods of a class, or functions of a module, within the context."""
-    before = {name: owner.__dict__[name] for name in methods}
-    for name, method in methods.items():
-        setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(owner, name, method)
 
 
 def _from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,6 @@ def test_twice_the_rows_are_said_to_fit_or_not():
     for more, text in (
         (replace(COST, rows=2, seconds=1.6), "it would take 1.0 GiB, and 1.25 times as many rows a second."),
         (replace(COST, rows=2, fits=False, total=2**37), "need 128.0 GiB, which do not fit"),
-        (replace(COST, rows=2, refused="no such rows"), "be refused: no such rows"),
     ):
         assert text in check_and_plan._more_rows(COST, more)
 

@@ -117,7 +117,7 @@ BREAKAGES = [
         "replaced",
         "After meta_init every module of the process is still built on meta.",
         f"{META}::test_all_is_normal_after_an_exception",
-        "yield\n    finally:\n        for name, method in before.items():\n            setattr(owner,",
-        "yield\n    finally:\n        for name, method in ():\n            setattr(owner,",
+        "yield\n    finally:\n        for name, value in before.items():\n            setattr(owner,",
+        "yield\n    finally:\n        for name, value in ():\n            setattr(owner,",
     ),
 ]

@@ -20,8 +20,8 @@ BREAKAGES = [
         "replaced",
         "Trainer writes the state dict of a module of the user's beside the adapters, for which the base is gathered.",
         "tests/accelerate_plugin/test_whole_model.py::test_what_trains_is_saved_resumed_and_the_best_taken[2x1-around]",
-        """    model, self.model = self.model, object.__new__(_SavedAlready)""",
-        """    model = self.model""",
+        """{"model": object.__new__(_SavedAlready)}""",
+        """{}""",
     ),
     Mutant(
         "replaced",
