@@ -17,7 +17,7 @@ _NO_GPU = (
     "model puts it on the device of its rank."
 )
 _HINTS = {"Torch not compiled with CUDA enabled": _NO_GPU, "Found no NVIDIA driver": _NO_GPU}
-"""What to do about errors of torch, by a part of their text."""
+"""Map a part of an error's text to what the user should do about the error."""
 
 _OF_A_PEER = ("gloo", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection")
 """Parts of errors that a rank has because another one has ended."""
@@ -42,7 +42,7 @@ def record_failure() -> None:
             raise error.with_traceback(last)
         except Exception:
             get_error_handler().record_exception(error)
-        except BaseException:  # a signal's, of which torchrun knows
+        except BaseException:  # such as KeyboardInterrupt: torchrun reports the signal itself
             pass
         original(kind, error.with_traceback(trace), trace)
 

@@ -111,10 +111,10 @@ def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Within the context, messages that a script would send by itself are not sent, as there is nobody to take them.
+    """Let a script run in this process without other ranks, within the context.
 
-    `init_process_group` does nothing: a loop of torchrun's makes the process group by itself. Wrappers that send
-    weights as they are made are refused.
+    `init_process_group` does nothing: a loop of torchrun's makes the process group by itself. DDP and FSDP1 send
+    weights as a model is wrapped, and are refused.
     """
 
     def refuse(wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -161,8 +161,8 @@ def _print_prediction(model: nn.Module, processes: int, sequence_length: int, ba
 
 
 def _rows_of_script() -> tuple[int, str]:
-    """Return the rows that a process takes at once, and what says so, of what the script has in memory."""
-    found = gc.get_objects()  # neither a trainer nor a loop gives them to `prepare` with the model
+    """Return the rows of one batch of a process, and which object in the script's memory has the number."""
+    found = gc.get_objects()  # `prepare` is given the model, and often without the dataloader
     for kind, name in ((TrainingArguments, "per_device_train_batch_size"), (DataLoader, "batch_size")):
         if sizes := [size for each in found if issubclass(type(each), kind) and (size := getattr(each, name))]:
             return max(sizes), f"the script's {name}; --rows N says otherwise"
@@ -185,7 +185,7 @@ _SHOWN = 12
 
 _LOADED = """AutoModelForCausalLM.from_pretrained(NAME, dtype="{0}")
 SFTConfig(..., model_init_kwargs={{"dtype": "{0}"}})  # TRL loads float32 without"""
-"""What loads a model in the dtype of the plan."""
+"""Load a model in the dtype of a plan: what a script has to say."""
 
 _MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_process_port": 29500}
 """Hold the place of what lets processes of several machines find each other: a plan does not know the machines."""

@@ -73,7 +73,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--config_file", help="the configuration file, if a script is checked (Accelerate's default)")
     parser.add_argument("--num_processes", type=int, help="processes in all (as the file says)")
     parser.add_argument("--seq", type=int, help="tokens of a row: predict the memory of a step, of a language model")
-    parser.add_argument("--rows", type=int, help="with --seq: rows of one forward (those of the script's dataloader)")
+    parser.add_argument("--rows", type=int, help="rows of one batch, for --seq (the dataloader's)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module: package.module")
     options = parser.parse_args(arguments)
     if options.target.endswith(CONFIG_FILES) and not options.module:  # options and a script may stand behind it

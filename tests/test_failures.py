@@ -1,4 +1,4 @@
-"""What is said last when a rank fails: the error of the rank that failed first, and what to do about it."""
+"""Test that a launcher says last which rank failed first, with its error and what to do about it."""
 
 from __future__ import annotations
 

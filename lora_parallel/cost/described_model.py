@@ -107,7 +107,6 @@ class DescribedModel:
     _built: dict[tuple[int, ...], PreTrainedModel] = field(default_factory=dict, init=False)
     # Modules of a model with few blocks, and what was proven of them, by these blocks and what else that depends on.
     _plans: dict[tuple[Any, ...], tuple[list[nn.Module], Plan]] = field(default_factory=dict, init=False)
-
     _places: dict[tuple[Any, ...], tuple[list[nn.Module], Places]] = field(default_factory=dict, init=False)
 
     @cached_property

@@ -48,8 +48,8 @@ GPUS = {
 
 
 def _crossing(sizes: Mapping[str, int], hardware: Hardware) -> dict[str, bool]:
-    """Return for each axis whether its messages go between machines: ranks of tp are the nearest, those of pp last."""
-    crossing, span = {}, 1  # ranks that are nearer than those of the next axis
+    """Return whether the messages of each axis go between machines, which tp is the last to cross and pp the first."""
+    crossing, span = {}, 1  # `span`: consecutive ranks that hold a group of the axis
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
         span *= sizes.get(axis, 1)
         crossing[axis] = span > hardware.gpus_per_node
@@ -127,7 +127,7 @@ class MeshCost:
     """Bytes that the rank sends in a step, for each axis."""
 
     between_machines: int = 0
-    """Those of these bytes that axes send between machines."""
+    """Bytes that the rank sends in a step on the axes that go from machine to machine; a part of `sent`."""
 
     communicators: int = 0
     """Communicators that NCCL keeps buffers for, besides those of a pipeline's neighbours."""

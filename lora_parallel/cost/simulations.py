@@ -56,7 +56,7 @@ class Simulations:
         """Return the answer to each job. Equal jobs, of earlier calls too, are answered once."""
         keys = [json.dumps(job) for job in jobs]
         missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._answers}
-        with ThreadPoolExecutor(max(1, len(missing))) as threads:  # most of which wait for their process
+        with ThreadPoolExecutor(max(1, len(missing))) as threads:  # a thread waits until its job's process is free
             replies = threads.map(self.ask, missing.values())
             bar = tqdm(replies, "Planning", len(missing), unit="run", disable=not self._progress)
             try:

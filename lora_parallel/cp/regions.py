@@ -70,7 +70,7 @@ class Places:
     after: list[nn.Module]  # Linear layers that are called after the trunk
 
     def of(self, twins: Mapping[nn.Module, nn.Module]) -> Places:
-        """Return the places in a model whose modules are like those of this one; some may have no twin."""
+        """Return the same places in modules that are like these; places in a module without a twin are left out."""
         return replace(
             self,
             blocks=[twins.get(block) if block is not None else None for block in self.blocks],
