@@ -35,12 +35,13 @@ from lora_parallel.distributed.mesh import (
     same_batch_groups,
 )
 from lora_parallel.distributed.rank_checks import agreed, begin_gather, gather_numbers, gather_objects
-from lora_parallel.distributed.torch_private import fake_process_group, group_named, replaced
+from lora_parallel.distributed.torch_private import fake_process_group, group_named
 from lora_parallel.export.save_pretrained import save_on_rank_zero, write_pretrained
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_checkpoints, has_deferred
 from lora_parallel.loading.meta_init import adopt_rank_zero, defer_from_pretrained, tensors_of
 from lora_parallel.metrics import MeshMeter
+from lora_parallel.replaced import replaced
 from lora_parallel.runtime.compiled_blocks import tell_unwrapped, unwrap_compiled
 from lora_parallel.runtime.description import (
     SetUpIsPossible,

@@ -42,6 +42,7 @@ from lora_parallel.adapters.base_dependent import in_memory, initialise_from
 from lora_parallel.adapters.low_rank_weight import Factors, LowRankWeight
 from lora_parallel.distributed.dtensors import class_of
 from lora_parallel.lazy.tracking import DEFER, accept_memory, is_deferred, is_readable
+from lora_parallel.replaced import replaced_entries
 
 _observers: list[Callable[[nn.Module], None]] = []
 _suspensions: list[Callable[[], AbstractContextManager[Any]]] = []
@@ -77,11 +78,8 @@ def adapters_off_meta() -> None:
             original(self, adapter_name, device)
             return
         stand_in = torch.empty(0, dtype=self.get_param().dtype)
-        self.__dict__["get_param"] = lambda: stand_in  # PEFT uses only its device and dtype
-        try:
+        with replaced_entries([(self.__dict__, "get_param", lambda: stand_in)]):  # PEFT uses only its device and dtype
             original(self, adapter_name, device)
-        finally:
-            del self.__dict__["get_param"]
 
     @_patch(LoraModel, "_replace_module")
     def replace(original: Any, self: Any, parent: nn.Module, name: str, new_module: nn.Module, child: Any) -> None:
@@ -271,14 +269,10 @@ def _activate_factored(layer: Any, active_adapters: list[str]) -> Iterator[None]
         yield
         return
     owner, key = layer.get_base_layer(), layer.parameter_name
-    shadowed, weight = owner.__dict__.get(key), getattr(owner, key)
-    owner.__dict__[key] = LowRankWeight(weight, [_factors(layer, adapter, weight) for adapter in adapters])
-    try:
+    weight = getattr(owner, key)
+    factored = LowRankWeight(weight, [_factors(layer, adapter, weight) for adapter in adapters])
+    with replaced_entries([(owner.__dict__, key, factored)]):
         yield
-    finally:
-        del owner.__dict__[key]
-        if shadowed is not None:
-            owner.__dict__[key] = shadowed
 
 
 def _factors(layer: Any, adapter: str, weight: Tensor) -> Factors:

@@ -106,8 +106,7 @@ class DescribedModel:
     quantization: dict[str, Any] | None = None  # settings as in a config's `quantization_config`
     _built: dict[tuple[int, ...], PreTrainedModel] = field(default_factory=dict, init=False)
     # Modules of a model with few blocks, and what was proven of them, by these blocks and what else that depends on.
-    _plans: dict[tuple[Any, ...], tuple[list[nn.Module], Plan]] = field(default_factory=dict, init=False)
-    _places: dict[tuple[Any, ...], tuple[list[nn.Module], Places]] = field(default_factory=dict, init=False)
+    _proven: dict[tuple[Any, ...], tuple[list[nn.Module], Plan | Places]] = field(default_factory=dict, init=False)
 
     @cached_property
     def stack(self) -> Stack:
@@ -152,19 +151,19 @@ class DescribedModel:
     def parallelize(self, keep: tuple[int, ...], model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
         """Parallelize a model that `build` has returned for the blocks `keep`, with what an earlier one has proven."""
         setup = Setup(model, mesh, config, None, materialize=False, autocast_adapter_dtype=True, trains=True)
-        key, modules = (keep, config.tp, config.sequence_parallel, str(config.tp_plan)), [*model.modules()]
-        if key in self._plans:
-            others, plan = self._plans[key]
-            setup.plan = plan.of(dict(zip(others, modules, strict=True)))
-        where = keep, config.cp, config.cp_method  # whether a rank's heads divide is seen in the step
-        if where in self._places:
-            others, places = self._places[where]
-            setup.places = places.of(dict(zip(others, modules, strict=True)))
+        modules = [*model.modules()]
+        keys = {
+            "plan": (keep, config.tp, config.sequence_parallel, str(config.tp_plan)),
+            "places": (keep, config.cp, config.cp_method),  # whether a rank's heads divide is seen in the step
+        }
+        for name, key in keys.items():
+            if key in self._proven:
+                others, proven = self._proven[key]
+                setattr(setup, name, proven.of(dict(zip(others, modules, strict=True))))
         run_passes(setup)
-        if setup.places is not None:
-            self._places[where] = modules, setup.places
-        if not setup.plan.sequences and not setup.plan.first_batch_checks:  # which are about one model
-            self._plans[key] = modules, setup.plan
+        if setup.plan.sequences or setup.plan.first_batch_checks:  # which are about one model
+            del keys["plan"]
+        self._proven |= {key: (modules, getattr(setup, name)) for name, key in keys.items() if getattr(setup, name)}
 
     def _base(self) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(self.config, trust_remote_code=False)

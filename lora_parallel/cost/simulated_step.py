@@ -32,9 +32,9 @@ from lora_parallel.distributed.torch_private import (
     group_of_collective,
     in_backward,
     parameters_on_meta,
-    replaced,
 )
 from lora_parallel.optimizers import StepsOn, steps_on
+from lora_parallel.replaced import replaced
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _SENT = {

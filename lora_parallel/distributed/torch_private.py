@@ -11,10 +11,9 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from inspect import getattr_static
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-
-@contextmanager
-def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Replace methods of a class, functions of a module or attributes of an object within the context."""
-    before = {name: getattr_static(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+from lora_parallel.replaced import replaced
 
 
 def in_backward() -> bool:

@@ -23,7 +23,6 @@ from lora_parallel.adapters.base_dependent import factors_in
 from lora_parallel.adapters.peft_private import adapters_off_meta, suspend_during_injection
 from lora_parallel.distributed.dtensors import fingerprint
 from lora_parallel.distributed.rank_checks import agreed, gather_objects
-from lora_parallel.distributed.torch_private import replaced
 from lora_parallel.fsdp.wrapping import device_at_rest, move_to_device
 from lora_parallel.lazy.files import fingerprint_of, open_checkpoint
 from lora_parallel.lazy.graph import Leaf
@@ -31,6 +30,7 @@ from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.materialize import read_weights
 from lora_parallel.lazy.tracking import check_fit, defer, remember, replace_tensor, settle, sources_of
 from lora_parallel.loading.transformers_private import claim, deferred_loading
+from lora_parallel.replaced import replaced
 from lora_parallel.state import Setup
 
 

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig
 
-from lora_parallel.distributed.torch_private import replaced
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import keep_settings
 from lora_parallel.quantised.conversion import own_modules
 from lora_parallel.quantised.packed_weight import Packed
+from lora_parallel.replaced import replaced
 
 _KNOWN = ("bitsandbytes", "torchao")
 

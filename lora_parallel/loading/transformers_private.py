@@ -30,13 +30,13 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from lora_parallel.distributed.torch_private import replaced
 from lora_parallel.lazy.files import INDEX, PickleFile, SafetensorsFile, list_sources, read_index, refusal
 from lora_parallel.lazy.graph import Leaf
 from lora_parallel.lazy.lazy_tensor import LazyTensor
 from lora_parallel.lazy.tracking import DEFER, check_fit, read_whole, remember
 from lora_parallel.loading.quantisers import check_complete, check_marks, lazily
 from lora_parallel.quantised.packed_weight import Packed
+from lora_parallel.replaced import replaced
 
 _LOAD = "_load_pretrained_model"
 _own_from_pretrained = PreTrainedModel.__dict__["from_pretrained"]

@@ -24,6 +24,7 @@ from lora_parallel.distributed.dtensors import tensors_in
 from lora_parallel.layers.layer_parameters import base_of
 from lora_parallel.layers.styles import EXPERT_SPLITS, STYLES, RowPartition
 from lora_parallel.planning.entries import PlanBuilder
+from lora_parallel.replaced import replaced_entries
 from lora_parallel.tp.experts import ExpertSharing, expert_stacks, holds_experts
 from lora_parallel.tracing.inputs import brief
 from lora_parallel.tracing.prove_feature_slices import Structure
@@ -164,17 +165,9 @@ def _problem(
 
 def _run(module: nn.Module, values: Mapping[str, Any], attributes: Mapping[str, Any], fed: Any) -> Tensor:
     """Return the output of the module's own forward with other parameters and attributes."""
-    # In the instance dictionary, attribute lookup finds them before the registered parameters.
-    changed = {**values, **attributes}
-    before = {key: module.__dict__[key] for key in changed if key in module.__dict__}
-    try:
-        module.__dict__.update(changed)
-        args, kwargs = tree_map_only(Tensor, torch.clone, fed)
+    args, kwargs = tree_map_only(Tensor, torch.clone, fed)
+    with replaced_entries((module.__dict__, key, value) for key, value in {**values, **attributes}.items()):
         output = module(*args, **kwargs)
-    finally:
-        for key in changed:
-            del module.__dict__[key]
-        module.__dict__.update(before)
     if not isinstance(output, Tensor):
         raise TypeError(f"it gives a {type(output).__name__}")
     return output.detach().clone()

@@ -31,6 +31,7 @@ from lora_parallel.distributed.mesh import axis_size
 from lora_parallel.fsdp.unit_order import ModelOrder
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.microbatches import IGNORED, Microbatches, joined_arguments
+from lora_parallel.replaced import replaced_entries
 
 
 class OwnLoss:
@@ -85,15 +86,9 @@ class LossCalls:
         if not self.is_own:
             yield
             return
-        before = self._model.__dict__.get("_loss_function")
-        self._model.__dict__["_loss_function"] = self._add if self.adds_up else self._keep
-        calls = len(self.losses)
-        try:
+        calls, compute = len(self.losses), self._add if self.adds_up else self._keep
+        with replaced_entries([(self._model.__dict__, "_loss_function", compute)]):
             yield
-        finally:
-            del self._model.__dict__["_loss_function"]
-            if before is not None:
-                self._model.__dict__["_loss_function"] = before
         if len(self.losses) != calls + 1:
             raise ValueError(
                 f"{type(self._model).__name__} was given labels and called its loss_function "

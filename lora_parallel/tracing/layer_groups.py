@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.layers.layer_parameters import without_block_numbers
 from lora_parallel.layers.styles import RowPartition
+from lora_parallel.replaced import replaced_entries
 from lora_parallel.tracing.inputs import ConfigView, FailedError, TraceError, viewed_with
 from lora_parallel.tracing.rank_simulation import Part, RankTable, all_of, run_as_rank
 from lora_parallel.tracing.tracer import Call, Tracer
@@ -179,7 +179,7 @@ def _verify_rank(
             (lambda x: torch.cat([x[..., a:b] for a, b in cuts], -1)) if cuts is not None else all_of,
         )
 
-    with _cut_to(layer_groups, rank):
+    with replaced_entries(_cuts(layer_groups, rank)):
         try:
             run_as_rank(tracer, RankTable("what it should be by a rank's share of the features", parts))
         except _EnoughError:
@@ -191,24 +191,15 @@ def _verify_rank(
     return None
 
 
-@contextmanager
-def _cut_to(layer_groups: Iterable[LayerGroup], rank: int) -> Iterator[None]:
-    """Cut the parameters and sizes of the tracer's copy of the model to those of a rank, within the context."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for layer_group in layer_groups:
-            for module, values in layer_group.attributes.items():
-                for key, value in values.items():
-                    undo.append((module.__dict__, key, module.__dict__[key]))
-                    module.__dict__[key] = viewed_with(module.__dict__[key], value)
-            for (module, key), cut in layer_group.between.items():
-                if cut is not None:
-                    dim, partition = cut
-                    parameter: Any = module._parameters[key]
-                    undo.append((module._parameters, key, parameter))
-                    part = parameter.detach().index_select(dim, partition.rows(rank))
-                    module._parameters[key] = nn.Parameter(part)
-        yield
-    finally:
-        for attributes, key, value in reversed(undo):
-            attributes[key] = value
+def _cuts(layer_groups: Iterable[LayerGroup], rank: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the entries of the tracer's copy of the model that give it the parameters and sizes of a rank."""
+    for layer_group in layer_groups:
+        for module, values in layer_group.attributes.items():
+            for key, value in values.items():
+                yield module.__dict__, key, viewed_with(module.__dict__[key], value)
+        for (module, key), cut in layer_group.between.items():
+            if cut is not None:
+                dim, partition = cut
+                parameter: Any = module._parameters[key]
+                part = parameter.detach().index_select(dim, partition.rows(rank))
+                yield module._parameters, key, nn.Parameter(part)

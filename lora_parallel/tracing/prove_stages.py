@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 
 import torch
@@ -32,6 +32,7 @@ from lora_parallel.pp.stage_model import (
     StageLayers,
     check_trained,
 )
+from lora_parallel.replaced import replaced_entries
 from lora_parallel.state import Setup
 from lora_parallel.tracing.inputs import TraceError
 from lora_parallel.tracing.rank_simulation import RankTable, Visit, WholeRun, run_as_rank, same
@@ -199,8 +200,7 @@ class StageTrace:
         if next(remaining, None) is not None:
             raise TraceError("a stage does not call all of its layers")
 
-    @contextmanager
-    def _standing_in(self, run: StageContext, stage: int, bounds: Bounds) -> Iterator[None]:
+    def _standing_in(self, run: StageContext, stage: int, bounds: Bounds) -> AbstractContextManager[None]:
         twin_of, layers = self._tracer.twin_of, self.layers
         of_stage = set(layers.of_stage(stage, bounds))
         instead: dict[nn.Module, nn.Module] = {}
@@ -211,20 +211,14 @@ class StageTrace:
             if layer not in of_stage and layer in twin_of:  # others are around what is run
                 twin = twin_of[layer]
                 instead[twin] = OtherStageLayer("", twin, run, layers.before.get(layer), torch.float32)
-        places = [
-            (parent._modules, key, child)
-            for parent in self._tracer.twin.modules()
-            for key, child in parent._modules.items()
-            if child in instead
-        ]
-        for modules, key, child in places:
-            assert child is not None
-            modules[key] = instead[child]
-        try:
-            yield
-        finally:
-            for modules, key, child in places:
-                modules[key] = child
+        return replaced_entries(
+            [
+                (parent._modules, key, instead[child])
+                for parent in self._tracer.twin.modules()
+                for key, child in parent._modules.items()
+                if child in instead
+            ]
+        )
 
 
 def _begin(visit: Visit) -> int:

@@ -9,7 +9,7 @@ Each attention is also computed for every share of its heads, as a rank would, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import Parameter, signature
 from itertools import takewhile
@@ -34,6 +34,7 @@ from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.distributed.mesh import axis_size
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.layers.layer_parameters import block_of, clean_names, innermost
+from lora_parallel.replaced import replaced_entries
 from lora_parallel.state import Setup
 from lora_parallel.tp.context import Tokens
 from lora_parallel.tp.sequence import Sequence
@@ -302,17 +303,9 @@ class _Proof:
             if not same(attend_with_share(call, parts, (start, end)), output[:, :, start:end]):
                 raise TraceError(f"the attention of {name} for a share of its heads is not what it is among all")
 
-    @contextmanager
-    def _attention_by(self, compute: Callable[..., Any]) -> Iterator[None]:
+    def _attention_by(self, compute: Callable[..., Any]) -> AbstractContextManager[None]:
         """Compute the attention of all modules of the copy by a function, within the context."""
-        modules = list(self._tracer.twin.modules())
-        for module in modules:
-            module.__dict__[ATTENTION] = compute
-        try:
-            yield
-        finally:
-            for module in modules:
-                del module.__dict__[ATTENTION]
+        return replaced_entries((module.__dict__, ATTENTION, compute) for module in self._tracer.twin.modules())
 
 
 def _chunk(chunks: TokenChunks, rows: int, tokens: int, x: Tensor) -> Tensor:

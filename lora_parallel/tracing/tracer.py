@@ -29,6 +29,7 @@ from lora_parallel.layers.linear_classes import features_dim, is_linear
 from lora_parallel.layers.styles import Range
 from lora_parallel.layers.wrapped_forward import Around, wrap_forward
 from lora_parallel.pp.stage_model import StageEnd
+from lora_parallel.replaced import replaced, replaced_entries
 from lora_parallel.tp.experts import expert_stacks, holds_experts
 from lora_parallel.tracing.inputs import (
     FailedError,
@@ -167,11 +168,8 @@ class Tracer:
         self.parameters[alias] = embedding, "weight"
 
         def around(embedding: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            embedding._parameters["weight"] = alias
-            try:
+            with replaced_entries([(embedding._parameters, "weight", alias)]):
                 return compute(*args, **kwargs)
-            finally:
-                embedding._parameters["weight"] = weight
 
         return around
 
@@ -271,12 +269,9 @@ class Tracer:
     def _run(self, inputs: dict[str, Any], stand_in: Callable[[str, int, Tensor], Tensor]) -> list[Tensor]:
         # The CPU's generator alone: torch.manual_seed would seed those of accelerators too, which nobody restores.
         torch.default_generator.manual_seed(0)
-        self._stand_in = stand_in
-        try:
+        with replaced(self, {"_stand_in": stand_in}):
             args = inputs.get("args", ())
             outputs = self.twin(*args, **{key: value for key, value in inputs.items() if key != "args"})
-        finally:
-            self._stand_in = None
         return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
@@ -296,28 +291,20 @@ def _with_one_row(experts: nn.Module, compute: Callable[..., Any], args: Any, kw
     """Make the forward of a module of experts cost a row of each weight, not all of them, and no loop over experts."""
     # The rows of a large parameter of the copy are equal (see `stand_in_for`), so each matrix is a column of ones times
     # one row, which is taken from the parameter in the forward, so that its use is noted.
-    stacks = {}
-    for key, p in expert_stacks(experts).items():
+    entries: list[tuple[dict[str, Any], str, Any]] = []
+    stacks = expert_stacks(experts)
+    for key, p in stacks.items():
         own = experts.__dict__.get(key, LowRankWeight(p, ()))  # with the factors of LoRA, if there are any
         if p.stride()[:2] == (0, 0) and isinstance(own, LowRankWeight) and own.base is p:  # else other values are tried
             ones = torch.ones(1, 1, 1).expand(*p.shape[:2], 1)
-            stacks[key] = LowRankWeight(None, [Factors(ones, p[:, :1], 1.0), *own.factors])
-    before = {key: experts.__dict__[key] for key in stacks if key in experts.__dict__}
+            row = LowRankWeight(None, [Factors(ones, p[:, :1], 1.0), *own.factors])
+            entries.append((experts.__dict__, key, row))
     config: Any = getattr(experts, "config", None)
-    is_eager = getattr(config, "_experts_implementation", None) == "eager" and len(stacks) == len(
-        expert_stacks(experts)
-    )
-    experts.__dict__.update(stacks)
-    try:
-        if is_eager:
-            config._experts_implementation = "batched_mm"  # which copies a matrix for each token: here a row
+    key = "_experts_implementation"
+    if getattr(config, key, None) == "eager" and len(entries) == len(stacks):
+        entries.append((vars(config), key, "batched_mm"))  # which copies a matrix for each token: here a row
+    with replaced_entries(entries):
         return compute(*args, **kwargs)
-    finally:
-        if is_eager:
-            config._experts_implementation = "eager"
-        for key in stacks:
-            del experts.__dict__[key]
-        experts.__dict__.update(before)
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -317,4 +317,4 @@ def test_a_plan_is_used_again_on_meshes_of_its_tp_alone(tmp_path):
 
     cost(model, 2)
     assert cost(model, 4) == cost(other, 4)
-    assert len(model._plans) == 2 * len(other._plans)
+    assert len(model._proven) == 2 * len(other._proven)
