@@ -64,14 +64,6 @@ class CPContext:
                 self._cut[id(x)] = kept
         return kept[2]
 
-    def on_all_tokens(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a forward without cutting the tokens."""
-        self.cuts = False
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.cuts = True
-
     def end_forward(self) -> None:
         """Note that no forward runs any more."""
         self.cuts = self.running = False

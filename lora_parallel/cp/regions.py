@@ -33,6 +33,7 @@ from lora_parallel.layers.layer_parameters import (
     without_caches,
 )
 from lora_parallel.layers.wrapped_forward import Around, wrap_forward
+from lora_parallel.replaced import replaced
 from lora_parallel.state import Setup
 from lora_parallel.tp.loss_parallel import SlicedTensor, Slicing, part_of, sliced_tensor
 from lora_parallel.tp.sequence import (
@@ -264,7 +265,8 @@ def _run_trunk(
     """Let a trunk's output stand for all tokens, of which this rank has a chunk; gather them if no head follows."""
     if context.cuts and asks_for_cache(args, kwargs):  # by the model's own code: the user's model was not given it
         refuse_caches()
-        return context.on_all_tokens(compute, *args, **kwargs)
+        with replaced(context, {"cuts": False}):
+            return compute(*args, **kwargs)
     if context.cuts:
         refuse_outputs(trunk, kwargs)
     output = compute(*args, **kwargs)
