@@ -37,7 +37,8 @@ def autoload() -> None:
     try:
         os.environ[VARIABLE] = os.path.abspath(os.environ[VARIABLE])  # for processes that start in another folder
         if not os.path.isfile(os.environ[VARIABLE]) and sys.argv[1:2] != ["config"]:  # which writes it
-            sys.exit(_text("there is no such file: write it with `accelerate-lora config`."))
+            what = "it is a folder" if os.path.isdir(os.environ[VARIABLE]) else "there is no such file"
+            sys.exit(_text(f"{what}: write a file with `accelerate-lora config`."))
         _waiting["accelerate.commands.config.config_args"] = _set_default_file
         _waiting["lightning.pytorch"] = _waiting["pytorch_lightning"] = _register_strategies
         is_rank = _is_rank()

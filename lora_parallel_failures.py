@@ -19,8 +19,8 @@ _NO_GPU = (
 _HINTS = {"Torch not compiled with CUDA enabled": _NO_GPU, "Found no NVIDIA driver": _NO_GPU}
 """Map a part of an error's text to what the user should do about the error."""
 
-_OF_A_PEER = ("gloo", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection")
-"""Parts of errors that a rank has because another one has ended."""
+_OF_A_PEER = ("gloo", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection", "(SIGTERM)")
+"""Parts of errors that a rank has because another one has ended: torchrun ends the others by SIGTERM."""
 
 
 def hint(text: str) -> str:
@@ -54,11 +54,13 @@ def repeat_failure() -> None:
     failures: Any = getattr(getattr(sys, "last_value", None), "failures", None)  # of a ChildFailedError that ends this
     if not isinstance(failures, dict):
         return
-    texts = {  # of ranks that have not ended with a code alone
-        rank: each.message["message"] if isinstance(each.message, dict) else each.message
-        for rank, each in failures.items()
-        if isinstance(each.message, dict) or each.exitcode < 0
-    }
-    if texts:
-        first = min(texts, key=lambda rank: (any(part in texts[rank] for part in _OF_A_PEER), failures[rank].timestamp))
-        print(f"\nRank {first} failed: {texts[first]}{hint(texts[first])}", file=sys.stderr)
+    texts = {rank: _text(each) for rank, each in failures.items()}
+    first = min(texts, key=lambda rank: (any(part in texts[rank] for part in _OF_A_PEER), failures[rank].timestamp))
+    print(f"\nRank {first} failed: {texts[first]}{hint(texts[first])}", file=sys.stderr)
+
+
+def _text(failure: Any) -> str:
+    """Return the error that a rank has written, or how its process has ended."""
+    if isinstance(failure.message, dict):
+        return str(failure.message["message"]).removesuffix(": ")
+    return str(failure.message) if failure.exitcode < 0 else f"it ended with code {failure.exitcode}"

@@ -9,8 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, TrainingArguments
 
@@ -72,6 +69,8 @@ def check_set_up(options: argparse.Namespace, script: list[str], sequence_length
         print(describe(model))
     if sequence_length is not None:
         _print_prediction(model, processes, sequence_length, rows_of_script if rows is None else (rows, "--rows"))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        print("No parameter of this model trains: an optimizer or a trainer for it will be refused.")
     print(f"The set-up can work: {processes} processes would train this model. Nothing was trained.")
 
 
@@ -89,8 +88,10 @@ def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
     An error of this library ends the process.
     """
     gc.freeze()  # `gc.get_objects` returns what is made after it: by the script
+    # A loop of torchrun's makes the process group by itself.
+    alone = replaced(dist, {"init_process_group": lambda *args, **kwargs: None})
     try:
-        with end_after_set_up(), _alone(), patched():  # which defers models, as in the processes of a run
+        with end_after_set_up(), alone, patched():  # which defers models, as a run does
             launch.main(script)
     except SetUpIsPossible as possible:
         return possible.model, _rows_of_script()  # while the script's variables live, in frames of the traceback
@@ -107,29 +108,6 @@ def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
     finally:
         gc.unfreeze()
     sys.exit(f"accelerate-lora check: {script[script[0] == '-m']} has ended, and no model was prepared.")
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Let a script run in this process without other ranks, within the context.
-
-    `init_process_group` does nothing: a loop of torchrun's makes the process group by itself. DDP and FSDP1 send
-    weights as a model is wrapped, and are refused.
-    """
-
-    def refuse(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            f"the script wraps a model in {type(wrapper).__name__}, and no model was sharded: the mesh is not used. "
-            'Lightning does that without Trainer(strategy="lora_fsdp2_tp") or a LoRAParallelStrategy; in a loop of '
-            "your own, give the bare model to accelerator.prepare, or to parallelize."
-        )
-
-    with (
-        replaced(DistributedDataParallel, {"__init__": refuse}),
-        replaced(FullyShardedDataParallel, {"__init__": refuse}),
-        replaced(dist, {"init_process_group": lambda *args, **kwargs: None}),
-    ):
-        yield
 
 
 def _print_prediction(model: nn.Module, processes: int, sequence_length: int, batch: tuple[int, str]) -> None:
@@ -184,7 +162,7 @@ _SHOWN = 12
 """Number of meshes in the printed table; `--all` prints every one."""
 
 _LOADED = """AutoModelForCausalLM.from_pretrained(NAME, dtype="{0}")
-SFTConfig(..., model_init_kwargs={{"dtype": "{0}"}})  # TRL loads float32 without"""
+SFTConfig(..., model_init_kwargs={{"dtype": "{0}"}})  # TRL's default is float32"""
 """Load a model in the dtype of a plan: what a script has to say."""
 
 _MEETING = {"machine_rank": 0, "main_process_ip": "HOST_OF_RANK_0", "main_process_port": 29500}
@@ -268,8 +246,8 @@ def _print(plan: MemoryPlan, shown: int | None) -> None:
         title=f"{plan.model}, {plan.training}: {plan.batch_size} rows of {plan.sequence_length} tokens a step on "
         f"{plan.gpus} GPUs of {memory:g} GiB, weights in {plan.dtype}",
         caption="Of the GPU that holds most, in GiB: trained parameters with gradients and optimizer; what forward and "
-        "backward of the blocks add; what logits and loss add. Forwards, seconds (a rough guide) and GiB sent are of a "
-        "step. ! does not fit.",
+        "backward of the blocks add; what logits and loss add. Forwards, seconds (a rough guide, of products in "
+        "bfloat16) and GiB sent are of a step. ! does not fit.",
     )
     table.add_column("mesh", min_width=24)
     for name in ("forwards", "weights", "trained", "blocks", "logits", "total", "seconds"):
@@ -309,7 +287,8 @@ def _reason(best: MeshCost, others: list[MeshCost]) -> str:
     """Return what speaks for a mesh, against the next one of other sizes."""
     other = next((cost for cost in others if cost.fits and cost.sizes != best.sizes), None)
     if other is None:
-        return "Why: no mesh of other sizes fits."
+        is_only = all(cost.sizes == best.sizes for cost in others)
+        return f"Why: {'there is no mesh of other sizes' if is_only else 'no mesh of other sizes fits'}."
     mine, its = (
         f"{cost_text(cost)[-1]} s"
         + (f" and sends {_gib(size)} GiB between machines" if (size := cost.between_machines) else "")

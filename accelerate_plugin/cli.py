@@ -84,6 +84,9 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         options.rest = [] if options.target == file else options.rest[:-1]
         options.config_file = file
     options.script = "" if options.target == options.config_file else options.target
+    for name in ("seq", "rows"):
+        if getattr(options, name) is not None:
+            whole(f"--{name}", getattr(options, name))
     if options.seq is not None and not options.script:
         parser.error("--seq predicts the memory of a script's model: give the script too.")
     if options.rows is not None and options.seq is None:

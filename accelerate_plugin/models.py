@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -22,7 +26,9 @@ from lora_parallel.integration import (
     describe_optimizer,
     description_to_print,
     has_adapters,
+    is_checked,
     parallelized,
+    replaced,
     unwrap_compiled,
 )
 
@@ -39,6 +45,10 @@ def prepare_models(
     sharded = {p for model in (*accelerator._models, *models) if parallelized(model) for p in model.parameters()}
     bare = [innermost(optimizer) for optimizer in optimizers]
     with agreed():
+        if not any(map(has_adapters, (*accelerator._models, *models))):
+            for each in bare:
+                held = (parameter for group in each.param_groups for parameter in group["params"])
+                check_trains(f"the optimizer ({type(each).__name__})", held)
         remedy = (
             "prepare the model before the optimizer steps, or make the optimizer from the prepared model's parameters."
         )
@@ -54,6 +64,34 @@ def prepare_models(
         alike["optimizers"] = [describe_optimizer(optimizer, nn.ModuleList(models)) for optimizer in bare]
     check_optimized([*accelerator._models, *models], bare)
     accelerator._models.extend(model for model in models if model not in accelerator._models)
+
+
+def check_trains(holder: str, parameters: Iterable[Tensor]) -> None:
+    """Refuse what holds parameters of which none trains."""
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            f"no parameter of {holder} trains, as after merge_and_unload() or unload(): train the model with its "
+            "adapters."
+        )
+
+
+@contextmanager
+def refusing_wrappers() -> Iterator[None]:
+    """Refuse, within the context, a model with adapters that is wrapped in DDP or FSDP1: it would not be sharded."""
+    with ExitStack() as stack:
+        for kind in (DistributedDataParallel, FullyShardedDataParallel):
+            stack.enter_context(replaced(kind, {"__init__": standing_in(kind.__init__, _refuse_wrapper)}))
+        yield
+
+
+def _refuse_wrapper(original: Original, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    if has_adapters(module) or is_checked():  # `check` has no other ranks, and both send weights here
+        raise ValueError(
+            f"the script wraps a model in {type(self).__name__}, and no model was sharded: the mesh is not used. "
+            'Lightning does that without Trainer(strategy="lora_fsdp2_tp") or a LoRAParallelStrategy; in a loop of '
+            "your own, give the bare model to accelerator.prepare, or to parallelize."
+        )
+    original(self, module, *args, **kwargs)
 
 
 def uncompiled(model: nn.Module, parallelism: LoRAParallelism) -> nn.Module:

@@ -23,6 +23,7 @@ from packaging.version import Version
 
 from accelerate_plugin import accelerator, data, trainer
 from accelerate_plugin.accelerator import AcceleratorOverrides
+from accelerate_plugin.models import refusing_wrappers
 from accelerate_plugin.parallelism import asked_by_environment, standing_in
 from lora_parallel.integration import defer_from_pretrained
 
@@ -176,6 +177,7 @@ def patched() -> Iterator[None]:
             setattr(patch.target, patch.name, property(method) if isinstance(original, property) else method)
         if asked_by_environment():
             stack.enter_context(defer_from_pretrained())
+            stack.enter_context(refusing_wrappers())
         yield
 
 

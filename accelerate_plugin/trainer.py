@@ -32,7 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from accelerate_plugin.models import innermost
+from accelerate_plugin.models import check_trains, innermost
 from accelerate_plugin.parallelism import (
     LoRAParallelism,
     Original,
@@ -188,7 +188,8 @@ def train(
 ) -> Any:
     """Train, after checks of the losses and of the checkpoint to resume from."""
     if parallelism_of(self.accelerator) is not None:
-        _refuse_what_would_not_train(self.model)
+        check_unmerged(self.model)
+        check_trains(f"the model ({type(self.model).__name__})", self.model.parameters())
         _refuse_gathering_losses(getattr(self, "loss", None))
         if hasattr(self, "_tp_size"):
             self._tp_size = 1  # TRL's trainers divide counts of tokens by it
@@ -196,15 +197,6 @@ def train(
             with agreed():  # before Trainer fails because a file of its own is missing
                 _check_readable(local_path(resume_from_checkpoint))
     return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-
-def _refuse_what_would_not_train(model: nn.Module) -> None:
-    check_unmerged(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"no parameter of the model ({type(model).__name__}) trains, as after merge_and_unload() or unload(): give "
-            "the trainer the model with its adapters."
-        )
 
 
 def _refuse_gathering_losses(loss: Any) -> None:

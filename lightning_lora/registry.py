@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, **{f"lora_fsdp2_tp{size}": size for size in (*range(2, 9), 16)}}
+NAMES = {"lora_fsdp2": 1, "lora_fsdp2_tp": 2, **{f"lora_fsdp2_tp{size}": size for size in range(1, 17)}}
 """tensor_parallel_size of each registered name. Lightning looks names up in lower case, so they must be lower-case."""
 
 

@@ -12,8 +12,8 @@ other ranks, and then calls the function as the model would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from transformers.modeling_utils import AttentionInterface
 from lora_parallel.distributed.collectives import chunk_bounds
 from lora_parallel.distributed.token_chunks import TokenChunks, gather_keys, heads_to_tokens, tokens_to_heads
 from lora_parallel.distributed.torch_private import in_backward
+from lora_parallel.replaced import replaced
 from lora_parallel.tp.context import Tokens
 
 
@@ -69,15 +70,9 @@ class CPContext:
         self.cuts = self.running = False
         self._cut.clear()
 
-    @contextmanager
-    def kept_for_graph(self) -> Iterator[None]:
+    def kept_for_graph(self) -> AbstractContextManager[None]:
         """Note within the context what a graph cannot ask: whether it is run again in a backward pass."""
-        before = self.running, self.recomputes
-        self.running, self.recomputes = self.on_chunk, self.recomputes or in_backward()
-        try:
-            yield
-        finally:
-            self.running, self.recomputes = before
+        return replaced(self, {"running": self.on_chunk, "recomputes": self.recomputes or in_backward()})
 
     def places(self, rows: int, tokens: int, device: torch.device, share: int | Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the global row and token of each position of a rank's activations, int32 [rows, tokens], or None."""

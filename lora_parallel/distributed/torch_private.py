@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from math import prod
 from types import SimpleNamespace
@@ -475,13 +475,11 @@ def last_backward(model: torch.nn.Module, is_last: bool, keeps_gathered: bool) -
         model.set_reshard_after_backward(True)
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> AbstractContextManager[None]:
     """Within the context, let FSDP2 run with parameters on meta, which it refuses: a simulated rank has no values."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    with replaced(FSDPParamGroup, {"_validate_no_meta_params": lambda group: None}):
-        yield
+    return replaced(FSDPParamGroup, {"_validate_no_meta_params": lambda group: None})
 
 
 def _shard_integer_parameters() -> None:

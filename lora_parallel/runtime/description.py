@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -20,6 +21,7 @@ from lora_parallel.distributed.rank_checks import is_rank_zero
 from lora_parallel.distributed.torch_private import is_simulated
 from lora_parallel.layers.layer_parameters import clean_parameter_name, count_kinds, innermost
 from lora_parallel.layers.styles import partition_of
+from lora_parallel.replaced import replaced
 from lora_parallel.sizes import mesh_text, rank_lines
 from lora_parallel.state import ParallelState, state_of
 
@@ -141,12 +143,13 @@ def _adapters(model: nn.Module, state: ParallelState) -> Iterator[str]:
         for kind in dict.fromkeys(layers.values()):
             lasts = Counter(layer.rpartition(".")[2] for layer, of in layers.items() if of == kind)
             text = ", ".join(f"{last} {count}" for last, count in lasts.items())
-            yield f"adapter {adapter!r}{r}, {kind} on {lasts.total()} layers: {text}"
-        for option, kind in (("target_modules", "LoRA"), ("modules_to_save", "modules_to_save")):
+            yield f"adapter {adapter!r}{r}, {kind} on {lasts.total()} layer{'s' * (lasts.total() > 1)}: {text}"
+        left_out = {*_HEADS, *(getattr(config, "exclude_modules", None) or ())}
+        for option in ("target_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
             wanted = getattr(config, option, None) or ()
-            adapted = [f".{layer}" for layer, its_kind in layers.items() if its_kind == kind]
-            for name in sorted(() if isinstance(wanted, str) else set(wanted) - _HEADS):
-                if not any(layer.endswith(f".{name}") for layer in adapted):
+            for name in sorted(() if isinstance(wanted, str) else set(wanted) - left_out):
+                pattern = name if option.endswith("_pattern") else re.escape(name)  # as PEFT matches them
+                if not any(re.fullmatch(rf"(.*\.)?({pattern})", layer) for layer in layers):
                     yield f"  no layer is adapted by {name!r} of {option}: if it should be, correct the name"
 
 
@@ -177,15 +180,9 @@ class SetUpIsPossible(SystemExit):
         self.model = model
 
 
-@contextmanager
-def end_after_set_up() -> Iterator[None]:
+def end_after_set_up() -> AbstractContextManager[None]:
     """Within the context, let `parallelize` read no weights, and raise `SetUpIsPossible` in place of returning."""
-    global _checked
-    _checked = True
-    try:
-        yield
-    finally:
-        _checked = False
+    return replaced(sys.modules[__name__], {"_checked": True})
 
 
 def is_checked() -> bool:

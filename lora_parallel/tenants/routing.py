@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -26,6 +26,7 @@ from lora_parallel.distributed.gradients import scale_gradient
 from lora_parallel.distributed.mesh import dp_rank
 from lora_parallel.distributed.rank_checks import agreed, gather_numbers, gather_objects
 from lora_parallel.distributed.torch_private import backward_pass, in_backward, queue_after_backward
+from lora_parallel.replaced import replaced
 from lora_parallel.tenants.state import Cut
 
 
@@ -321,14 +322,9 @@ class ForwardTracker:
         for module in list(model.modules()):
             module.register_forward_hook(self._made)
 
-    @contextmanager
-    def within(self, route: Route) -> Iterator[None]:
+    def within(self, route: Route) -> AbstractContextManager[None]:
         """Run the forwards of a block in a route."""
-        self.route, self._forward = route, Forward(route, {})
-        try:
-            yield
-        finally:
-            self.route = self._forward = None
+        return replaced(self, {"route": route, "_forward": Forward(route, {})})
 
     def current(self, layer: str) -> Forward | None:
         """Return the forward that is computed, or that a backward recomputes; None outside of any route."""

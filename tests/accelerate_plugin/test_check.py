@@ -339,9 +339,18 @@ REFUSALS = {
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])",
         "has no PEFT layers and no lora_config",
     ),
+    "unloaded, in a loop": (
+        "from accelerate import Accelerator\nadapted()\nmodel = model.unload()\n"
+        "Accelerator().prepare(model, torch.optim.SGD(model.parameters()))",
+        "no parameter of the optimizer (SGD) trains, as after",
+    ),
+    "in DDP": (
+        "adapted(); torch.nn.parallel.DistributedDataParallel(model)",
+        "in DistributedDataParallel, and no model was sharded",
+    ),
 }
 REFUSED_SCRIPT = """
-import os, sys
+import os, sys, torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 

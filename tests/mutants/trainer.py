@@ -87,7 +87,7 @@ BREAKAGES = [
         "guard",
         "A run after merge_and_unload ends well, and has trained nothing.",
         "tests/accelerate_plugin/test_check.py::test_what_a_script_s_run_refuses_check_refuses_in_the_same_words",
-        """        _refuse_what_would_not_train(self.model)
+        """        check_trains(f"the model ({type(self.model).__name__})", self.model.parameters())
 """,
         "",
     ),
@@ -95,16 +95,17 @@ BREAKAGES = [
         "replaced",
         "accelerate-lora check reads a model's weights, and lets pass what a run refuses of a model on disk.",
         "tests/accelerate_plugin/test_check.py::test_what_a_script_s_run_refuses_check_refuses_in_the_same_words",
-        """with end_after_set_up(), _alone(), patched():""",
-        """with end_after_set_up(), _alone():""",
+        """with end_after_set_up(), alone, patched():""",
+        """with end_after_set_up(), alone:""",
     ),
     Mutant(
         "guard",
         "accelerate-lora check lets a script without a mesh fail in torch's own DDP, with an internal error.",
         "tests/accelerate_plugin/test_check.py::test_a_script_that_shards_nothing_is_told_what_it_uses",
-        """        replaced(DistributedDataParallel, {"__init__": refuse}),
+        """            stack.enter_context(replaced(kind, {"__init__": standing_in(kind.__init__, _refuse_wrapper)}))
 """,
-        "",
+        """            pass
+""",
     ),
     Mutant(
         "guard",

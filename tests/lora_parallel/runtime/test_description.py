@@ -115,7 +115,7 @@ def test_names_that_match_no_layer_are_said(pool):
         "  no layer is adapted by 'haed' of modules_to_save: if it should be, correct the name",
         "  no layer is adapted by 'v_prj' of target_modules: if it should be, correct the name",
         "adapter 'default' (r=2), LoRA on 3 layers: q_proj 2, up_proj 1",
-        "adapter 'default' (r=2), modules_to_save on 1 layers: lm_head 1",
+        "adapter 'default' (r=2), modules_to_save on 1 layer: lm_head 1",
         "adapter 'other' (r=4), LoRA on 2 layers: up_proj 2",
     ]
 
