@@ -38,7 +38,7 @@ def autoload() -> None:
         os.environ[VARIABLE] = os.path.abspath(os.environ[VARIABLE])  # for processes that start in another folder
         if not os.path.isfile(os.environ[VARIABLE]) and sys.argv[1:2] != ["config"]:  # which writes it
             what = "it is a folder" if os.path.isdir(os.environ[VARIABLE]) else "there is no such file"
-            sys.exit(_text(f"{what}: write a file with `accelerate-lora config`."))
+            sys.exit(_text(what + ": write it with `accelerate-lora config`."))
         _waiting["accelerate.commands.config.config_args"] = _set_default_file
         _waiting["lightning.pytorch"] = _waiting["pytorch_lightning"] = _register_strategies
         is_rank = _is_rank()

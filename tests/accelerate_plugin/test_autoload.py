@@ -260,7 +260,7 @@ def test_a_file_that_is_not_there_ends_a_process_at_once(monkeypatch, tmp_path, 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(autoload, "_waiting", {})
     monkeypatch.setattr(autoload, "_call_for_imported", lambda: None)
-    text = r"mesh.yaml: there is no such file: write a file with `accelerate-lora config`. Unset it"
+    text = r"mesh.yaml: there is no such file: write it with `accelerate-lora config`. Unset it"
     with nullcontext() if command == "config" else pytest.raises(SystemExit, match=text):
         autoload.autoload()
 

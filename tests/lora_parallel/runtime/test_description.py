@@ -104,7 +104,8 @@ def test_the_description_has_mesh_and_plan(tell):
 def told_of_wrong_names() -> list[str]:
     config = LoraConfig(r=2, target_modules=["q_proj", "v_prj", "1.mlp.up_proj"], modules_to_save=["lm_head", "haed"])
     model = get_peft_model(causal_lm(Case().family, torch.float64), config)
-    model.add_adapter("other", LoraConfig(r=4, target_modules=["up_proj"]))
+    left_out = {"target_modules": ["up_proj", "q_proj"], "exclude_modules": ["q_proj"]}
+    model.add_adapter("other", LoraConfig(r=4, rank_pattern={"up_porj": 2, "1.mlp.*": 4}, **left_out))
     return describe(parallelize(model, *on_mesh("1x1"))).splitlines()
 
 
@@ -113,6 +114,7 @@ def test_names_that_match_no_layer_are_said(pool):
     start = next(index for index, line in enumerate(lines) if line.startswith("adapter"))
     assert sorted(lines[start:]) == [
         "  no layer is adapted by 'haed' of modules_to_save: if it should be, correct the name",
+        "  no layer is adapted by 'up_porj' of rank_pattern: if it should be, correct the name",
         "  no layer is adapted by 'v_prj' of target_modules: if it should be, correct the name",
         "adapter 'default' (r=2), LoRA on 3 layers: q_proj 2, up_proj 1",
         "adapter 'default' (r=2), modules_to_save on 1 layer: lm_head 1",
