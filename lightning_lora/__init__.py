@@ -5,8 +5,8 @@
     Fabric(strategy="lora_fsdp2_tp", devices=4)
 
 The import registers the names "lora_fsdp2" (tp 1), "lora_fsdp2_tp" and "lora_fsdp2_tp2" (tp 2), and so on to
-"lora_fsdp2_tp16" with `lightning`, and with `pytorch_lightning` and `lightning_fabric` if these
-are installed (`lightning_lora.legacy` has the strategy classes for them).
+"lora_fsdp2_tp16" with `lightning`, and with `pytorch_lightning` and `lightning_fabric` if these are installed
+(`lightning_lora.legacy` has the strategy classes for them).
 
 `trainer_strategy` and `fabric` save and load checkpoints; `single_file_checkpoint` those of
 `save_distributed_checkpoint=False` only.
