@@ -88,8 +88,7 @@ def _sharded_by(script: list[str]) -> tuple[nn.Module, tuple[int, str]]:
     An error of this library ends the process.
     """
     gc.freeze()  # `gc.get_objects` returns what is made after it: by the script
-    # A loop of torchrun's makes the process group by itself.
-    alone = replaced(dist, {"init_process_group": lambda *args, **kwargs: None})
+    alone = replaced(dist, {"init_process_group": lambda *args, **kwargs: None})  # which a loop of torchrun's calls
     try:
         with end_after_set_up(), alone, patched():  # which defers models, as a run does
             launch.main(script)

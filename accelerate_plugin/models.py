@@ -67,7 +67,7 @@ def prepare_models(
 
 
 def check_trains(holder: str, parameters: Iterable[Tensor]) -> None:
-    """Refuse what holds parameters of which none trains."""
+    """Raise a ValueError if no parameter of `holder`, a model or an optimizer, requires a gradient."""
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
             f"no parameter of {holder} trains, as after merge_and_unload() or unload(): train the model with its "

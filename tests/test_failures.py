@@ -16,7 +16,7 @@ import os, sys, time
 from lora_parallel_failures import record_failure
 record_failure()
 if os.environ["RANK"] == "1":
-    {fail}
+    raise ValueError("{text}")
 time.sleep(3)
 raise RuntimeError("gloo: Connection closed by peer")
 """
@@ -32,7 +32,7 @@ main(["--standalone", "--nproc-per-node", "2", *sys.argv[1:]])
 
 @pytest.mark.processes
 def test_the_error_of_a_rank_is_the_last_thing_that_its_launcher_says(tmp_path):
-    (tmp_path / "rank.py").write_text(RANK.format(fail="raise ValueError('Torch not compiled with CUDA enabled')"))
+    (tmp_path / "rank.py").write_text(RANK.format(text="Torch not compiled with CUDA enabled"))
     ended = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=120
     )

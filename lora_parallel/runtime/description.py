@@ -147,9 +147,10 @@ def _adapters(model: nn.Module, state: ParallelState) -> Iterator[str]:
         left_out = {*_HEADS, *(getattr(config, "exclude_modules", None) or ())}
         for option in ("target_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
             wanted = getattr(config, option, None) or ()
+            adapted = [layer for layer, kind in layers.items() if kind == option or option != "modules_to_save"]
             for name in sorted(() if isinstance(wanted, str) else set(wanted) - left_out):
                 pattern = name if option.endswith("_pattern") else re.escape(name)  # as PEFT matches them
-                if not any(re.fullmatch(rf"(.*\.)?({pattern})", layer) for layer in layers):
+                if not any(re.fullmatch(rf"(.*\.)?({pattern})", layer) for layer in adapted):
                     yield f"  no layer is adapted by {name!r} of {option}: if it should be, correct the name"
 
 

@@ -118,7 +118,7 @@ BREAKAGES = [
         "guard",
         "A misspelt name in target_modules, beside a right one, is said by nobody.",
         "tests/lora_parallel/runtime/test_description.py::test_names_that_match_no_layer_are_said",
-        r"""if not any(re.fullmatch(rf"(.*\.)?({pattern})", layer) for layer in layers):""",
-        """if not layers:""",
+        r"""if not any(re.fullmatch(rf"(.*\.)?({pattern})", layer) for layer in adapted):""",
+        """if not adapted:""",
     ),
 ]
