@@ -96,7 +96,7 @@ print(lightning.Trainer(strategy="lora_fsdp2_tp", accelerator="cpu", devices=2).
 @pytest.mark.processes
 def test_lightning_knows_the_strategies_without_an_import(tmp_path):
     (tmp_path / "train.py").write_text(LIGHTNING)
-    told = command("runpy", "train.py", cwd=tmp_path, LORA_PARALLEL="mesh.yaml")
+    told = command("runpy", "train.py", cwd=tmp_path, LORA_PARALLEL=written(tmp_path).name)
     assert "LoRAParallelStrategy" in told.stdout, told.stderr
 
 
