@@ -43,7 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 FAKE = "fake"
 """Backend of a pool whose groups have rank 0 alone: its collectives send nothing. For refusals of arguments."""
 
-COLLECTIVE_TIMEOUT = 60
+COLLECTIVE_TIMEOUT = 180  # a rank waits for a peer that compiles, on a machine that is five times as slow
 IMPATIENT = 5  # of a group in which a rank waits for a peer that does not come; on a busy machine peers are late, too
 ANSWER_TIMEOUT = 600  # of ranks that compile, on a machine that is three times as slow; others end much earlier
 SCRIPT_LIMIT = 600  # of a script that a test starts: with twenty processes at work imports alone take minutes
