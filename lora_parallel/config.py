@@ -181,6 +181,11 @@ class ParallelConfig:
     FSDP2 then shards what trains alone, as one unit: a forward gathers the adapters once, and no base weight.
     """
 
+    fused: bool = True
+    """True computes a LoRA layer and its base in one function (`lora_parallel.adapters.fused_lora`). False leaves every
+    layer PEFT's forward: for derivatives of gradients (`create_graph=True`), or to compare.
+    """
+
     activation_checkpointing: bool = False
     """True recomputes each block's activations in backward."""
 
@@ -234,7 +239,7 @@ class ParallelConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: give an int.")
         flags = ("reshard_after_forward", "activation_checkpointing", "require_adapters", "sequence_parallel")
-        for name in (*flags, "cpu_offload", "loss_parallel", "shard_base"):
+        for name in (*flags, "cpu_offload", "loss_parallel", "shard_base", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         if self.cp_method not in ("ulysses", "all_gather"):

@@ -15,6 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lora_parallel.adapters.fused_lora import fuse_lora
 from lora_parallel.adapters.injection import add_adapter, check_adapters, share_random_numbers
 from lora_parallel.config import ParallelConfig
 from lora_parallel.cp.regions import split_tokens_over_cp
@@ -60,6 +61,7 @@ PASSES = (
     keep_own_stages,
     fit_parameters,
     share_random_numbers,
+    fuse_lora,
     plan_logits,
     shard_over_tp,
     set_local_sizes,

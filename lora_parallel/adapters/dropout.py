@@ -126,40 +126,40 @@ class TopologyInvariantDropout(nn.Module):
         bits.bitwise_xor_(_shift(bits, 15)).mul_(_int32(_MIX))
         return bits < self._threshold
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Zero a fraction `p` of the elements of `x` and scale the rest by 1 / (1 - p), while training."""
+    def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
+        """Zero a fraction `p` of the elements of `x` and, if `is_scaled`, scale the rest by 1 / (1 - p), in training."""
         if not self.training or self.p == 0:
             return x
         keys = self.prepared.unbind() if torch.compiler.is_compiling() and self.prepared is not None else None
         if keys is None:
             self.check_counted()
-        return self.drop(x, keys)
+        return self.drop(x, keys, is_scaled)
 
-    def drop(self, x: Tensor, keys: Keys | None = None) -> Tensor:
-        """Return `x` [rows, ..., features] with zeros for the elements that `keys` drop, and the rest scaled."""
+    def drop(self, x: Tensor, keys: Keys | None = None, is_scaled: bool = True) -> Tensor:
+        """Return `x` [rows, ..., features] with zeros for the elements that `keys` drop, and the rest scaled or not."""
         keys = self.keys() if keys is None else keys
         if not self._in_one_kernel(x):
-            return self.without(x, self.dropped(x.shape, x.device, keys))
+            return self.without(x, self.dropped(x.shape, x.device, keys), is_scaled)
         rows, tokens = x.shape[:-1][:1].numel(), x.shape[1:-1].numel()
         places = self.chunk.places(rows, tokens, x.device, keys[3]) if self.chunk is not None else None
         if places is not None:
-            return self.drop_at(x, *places, keys)
-        return self._kernel(x, keys, first_row=keys[3] * rows, tokens=tokens)
+            return self.drop_at(x, *places, keys, is_scaled)
+        return self._kernel(x, keys, is_scaled, first_row=keys[3] * rows, tokens=tokens)
 
-    def drop_at(self, x: Tensor, row: Tensor, token: Tensor, keys: Keys) -> Tensor:
+    def drop_at(self, x: Tensor, row: Tensor, token: Tensor, keys: Keys, is_scaled: bool = True) -> Tensor:
         """Drop as `drop` in activations [..., features] of tokens with the global `row` and `token`, int32 [...]."""
         if not self._in_one_kernel(x):
-            return self.without(x, self.dropped_at(row, token, x.shape[-1], keys).view(x.shape))
-        return self._kernel(x, keys, rows=row.contiguous(), places=token.contiguous())
+            return self.without(x, self.dropped_at(row, token, x.shape[-1], keys).view(x.shape), is_scaled)
+        return self._kernel(x, keys, is_scaled, rows=row.contiguous(), places=token.contiguous())
 
     def _in_one_kernel(self, x: Tensor) -> bool:
         # A compiler makes one kernel of the operators by itself; a subclass of Tensor has no memory of its own.
         here = x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling() and self.p < 1
         return here and kernel(x.device) is not None
 
-    def _kernel(self, x: Tensor, keys: Keys, **where: Any) -> Tensor:
+    def _kernel(self, x: Tensor, keys: Keys, is_scaled: bool, **where: Any) -> Tensor:
         module: Any = kernel(x.device)
-        threshold, scale = self._threshold, 1 / (1 - self.p)
+        threshold, scale = self._threshold, self.scale if is_scaled else 1.0
         return module.drop(x, module.Dropped(tuple(keys[:3]), threshold, scale, self.feature_offset, **where))
 
     @property
@@ -175,9 +175,17 @@ class TopologyInvariantDropout(nn.Module):
                 "the steps that its dropout depends on: call the parallelized model, not a module inside it."
             )
 
-    def without(self, x: Tensor, dropped: Tensor) -> Tensor:
-        """Return `x` with zeros where the mask `dropped` is True, and the rest scaled by 1 / (1 - p)."""
-        return x.masked_fill(dropped, 0) * (1 / (1 - self.p)) if self.p < 1 else x * 0
+    @property
+    def scale(self) -> float:
+        """Return the factor of what is not dropped, 1 / (1 - p); 0 if everything is dropped."""
+        return 1 / (1 - self.p) if self.p < 1 else 0.0
+
+    def without(self, x: Tensor, dropped: Tensor, is_scaled: bool = True) -> Tensor:
+        """Return `x` with zeros where the mask `dropped` is True, and the rest scaled, if `is_scaled`."""
+        if self.p == 1:
+            return x * 0
+        kept = x.masked_fill(dropped, 0)
+        return kept * self.scale if is_scaled else kept
 
 
 @cache

@@ -63,6 +63,19 @@ def without_compile(module: torch.nn.Module) -> torch.nn.Module | None:
     return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return True if a call of a module runs hooks of its own; torch has no public way to ask."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `tensor` in another shape: no view to autograd, which lets nobody change a view in place that a function
+    made. Nothing may use `tensor` itself after that."""
+    return torch.ops.aten._unsafe_view(tensor, shape)
+
+
 def has_compiled_call(module: torch.nn.Module) -> bool:
     """Return True if `module.compile()` was called; torch has no public way to ask."""
     return getattr(module, "_compiled_call_impl", None) is not None

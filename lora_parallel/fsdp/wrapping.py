@@ -33,7 +33,7 @@ from lora_parallel.distributed.torch_private import (
     make_root,
 )
 from lora_parallel.fsdp.unit_order import install_order_check
-from lora_parallel.layers.layer_parameters import innermost, shared_parameters
+from lora_parallel.layers.layer_parameters import innermost, lora_layers, shared_parameters
 from lora_parallel.state import Setup
 
 
@@ -45,7 +45,7 @@ def is_at_rest(tensor: Tensor) -> bool:
 def gather_for_calls(model: nn.Module, tied: Sequence[nn.Module], blocks: Collection[nn.Module]) -> None:
     """Gather the root unit's weights around calls of a module in it by itself; refuse such calls of `tied` layers.
 
-    Of `blocks` that are no units, calls of a whole block are what can be gathered for.
+    Of `blocks` that are no units, and of LoRA layers, calls of the whole are what can be gathered for.
     """
     root = _Root(model)
     names = {module: name for name, module in model.named_modules()}
@@ -409,4 +409,4 @@ def shard_over_dp(setup: Setup) -> None:
     if wants_fsdp(setup.mesh, setup.config):
         setup.tied_across = make_units(setup)
         setup.order = install_order_check(setup.model, stage_mesh(setup.mesh), setup.gradients)
-        gather_for_calls(setup.model, setup.tied_across, {*setup.blocks})
+        gather_for_calls(setup.model, setup.tied_across, {*setup.blocks, *lora_layers(setup.model)})

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from peft import PeftModel
 from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
@@ -20,6 +21,11 @@ from transformers.utils import ModelOutput
 
 from lora_parallel.layers.linear_classes import QuantisedLayer, has_adapters_inside, is_linear, own_roles
 from lora_parallel.layers.styles import Style
+
+
+def lora_layers(model: nn.Module) -> set[nn.Module]:
+    """Return the LoRA layers of a model, which are called as a whole: hooks on what is in them would run PEFT's forward."""
+    return {module for module in model.modules() if isinstance(module, LoraLayer)}
 
 
 def base_of(module: Any) -> nn.Module:

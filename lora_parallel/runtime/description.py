@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lora_parallel.adapters.fused_lora import count_fused
 from lora_parallel.adapters.inspection import peft_configs
 from lora_parallel.distributed.dtensors import class_of, local
 from lora_parallel.distributed.mesh import axis_rank, mesh_sizes
@@ -80,6 +81,11 @@ def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
     yield from _memory(model, state)
     yield from _plan(state, sizes["tp"])
     yield from _adapters(model, state)
+    fused, others = count_fused(model)
+    if fused or others:
+        reasons = ", ".join(f"{count} {why}" for why, count in others.items())
+        rest = f", PEFT's forward {others.total()}: {reasons}" if others else ""
+        yield f"LoRA layers: fused {fused}{rest}"
     if state.stage is not None:
         config = state.config
         yield (

@@ -41,6 +41,7 @@ from lora_parallel.distributed.torch_private import (
 )
 from lora_parallel.fsdp.unused_parameters import UnusedParameters
 from lora_parallel.fsdp.wrapping import Units, below, leave_inference_mode
+from lora_parallel.layers.layer_parameters import lora_layers
 from lora_parallel.runtime.compiled_blocks import refuse_whole_compile
 from lora_parallel.runtime.guards import check_values
 from lora_parallel.runtime.refusals import FrozenParameters, Substitutes, explain_passing
@@ -88,7 +89,7 @@ class Step:
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._returned)
         model.register_forward_hook(self._after, always_call=True)
-        for _, module in below(model, blocks):
+        for _, module in below(model, {*blocks, *lora_layers(model)}):
             if next(module.parameters(), None) is not None:
                 unit = module if isinstance(module, FSDPModule) else self._fsdp_root
                 module.register_forward_hook(partial(self._inner_returned, unit))

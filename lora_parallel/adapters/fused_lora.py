@@ -1,0 +1,332 @@
+"""Compute a LoRA layer and its base in one autograd function, in the precision that PEFT computes in.
+
+PEFT computes `base(x) + scaling * B(A(dropout(x)))` operator by operator: a copy of x in the adapter's dtype, a product
+of the output's size, one with the scaling, a sum. Here the branch is added into the base's output, and its gradient
+into the base's, inside of the products; only x and `h = A x` are kept for backward.
+
+The adapters of a bfloat16 base are float32, for which PEFT copies x to float32. Here a float32 matrix is the exact sum
+of three bfloat16 ones (of 24 bits of the mantissa each has 8), so that x is read as it is, by a product of bfloat16
+matrices that is summed in float32. Of the nine products of two such sums those six are taken that reach 2^-24. What is
+added to an output is rounded once, as PEFT rounds it. Ootomo and Yokota, "Recovering single precision accuracy from
+Tensor Cores" (2022), split matrices in this way.
+
+What cannot change after set-up is decided by `why_not_fused`, and what can in each call, by `_branch`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.variants import DoraLinearVariant
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.distributed.torch_private import has_hooks, unsafe_view
+from lora_parallel.layers.layer_parameters import clean_names
+from lora_parallel.layers.linear_classes import QuantisedLayer, features_dim
+from lora_parallel.layers.wrapped_forward import wrap_forward
+from lora_parallel.state import Setup
+
+_WHY = "_lora_parallel_not_fused"
+_REMEDY = "which a fused LoRA layer has not: set fused=False (in ParallelConfig, the plugin or the strategy)."
+_FORWARDS = nn.Linear.forward, Conv1D.forward
+
+
+class Branch(NamedTuple):
+    """Describe how the branch of one call is computed."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    dropout: TopologyInvariantDropout | None  # None where nothing is dropped
+    scaling: float
+    dtype: torch.dtype  # of x, of the base and of its output, as they are computed
+    is_split: bool  # True if A and B are float32 beside a base in bfloat16, and computed in three parts
+
+
+class FusedLoRA(torch.autograd.Function):
+    """Compute `x W^T + bias + scaling * ((fed A^T) B^T + addend)`, or add the branch, in place, to a `y` of the base.
+
+    Shapes: x and fed [..., in], y [..., out], weight [out, in], A [r, in], B [out, r], bias and addend (that of B)
+    [out]. `fed` is x after dropout, or None where nothing is dropped. Either `y` or `weight` is None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: tuple[float, torch.dtype, bool],
+        x: Tensor,
+        fed: Tensor | None,
+        y: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        addend: Tensor | None,
+    ) -> Tensor:
+        scaling, dtype, is_split = how
+        x2 = x.to(dtype).reshape(-1, x.shape[-1])  # [tokens, in]
+        fed2 = x2 if fed is None else fed.reshape(x2.shape)
+        if weight is None:
+            assert y is not None
+            ctx.mark_dirty(y)
+            flat = y.view(-1, y.shape[-1])  # [tokens, out]
+        else:
+            flat = nn.functional.linear(x2, weight.to(dtype), None if bias is None else bias.to(dtype))
+            y = unsafe_view(flat, (*x.shape[:-1], flat.shape[-1]))
+        if is_split:
+            factors = _split(lora_A, 0), _split(lora_B.t(), 0)  # [6 r, in], [6 r, out]
+            h = _split(_sum_parts(_wide(fed2, _middle(factors[0]).t()), 1), 1)  # [tokens, 6 r]
+            _add_product(flat, *_with_addend(h, factors[1], addend), scaling)
+        else:
+            factors = lora_A, lora_B
+            h = fed2 @ lora_A.to(dtype).t()  # [tokens, r]
+            left, right = _with_addend(h, lora_B.to(dtype).t(), addend)
+            flat.addmm_(left, right, alpha=scaling)
+        ctx.how, ctx.shape = how, x.shape
+        ctx.dtypes = tuple(None if each is None else each.dtype for each in (x, bias, lora_A, lora_B, addend))
+        ctx.save_for_backward(fed2, weight, *factors, h)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph=True asks for a derivative of the gradient, {_REMEDY}")
+        _, needs_x, needs_fed, needs_y, _, needs_bias, needs_A, needs_B, needs_addend = ctx.needs_input_grad
+        fed, weight, lora_A, lora_B, h = ctx.saved_tensors
+        scaling, dtype, is_split = ctx.how
+        dtype_x, dtype_bias, dtype_A, dtype_B, dtype_addend = ctx.dtypes
+        dy = grads[0].to(dtype).reshape(-1, grads[0].shape[-1])  # [tokens, out]
+        dx = dy @ weight.to(dtype) if needs_x and weight is not None else None  # [tokens, in]
+        # What is dropped has the branch's gradient by itself: its mask is to come. Without, the base's gets it added.
+        into = None if needs_fed else dx
+        dA = dB = branch = None
+        if is_split:
+            u = _split(_sum_parts(_wide(dy, _middle(lora_B).t()), 1).mul_(scaling), 1)  # [tokens, 6 r]
+            if needs_x or needs_fed:
+                into = fed.new_zeros(fed.shape) if into is None else into
+                branch = _add_product(into, u, lora_A, 1)
+            dA = _sum_parts(_wide(_first(u).t(), fed), 0) if needs_A else None  # [r, in]
+            dB = _sum_parts(_wide(dy.t(), _first(h)), 1).mul_(scaling) if needs_B else None  # [out, r]
+        else:
+            u = (dy @ lora_B.to(dtype)).mul_(scaling)  # [tokens, r]
+            if needs_x or needs_fed:
+                branch = u @ lora_A.to(dtype) if into is None else into.addmm_(u, lora_A.to(dtype))
+            dA = (u.t() @ fed).to(dtype_A) if needs_A else None
+            dB = (dy.t() @ h).mul_(scaling).to(dtype_B) if needs_B else None
+        dx, dfed = (dx, branch) if needs_fed else (branch, None)
+        return (
+            None,
+            None if dx is None or not needs_x else dx.to(dtype_x).view(ctx.shape),
+            None if dfed is None else dfed.view(ctx.shape),
+            grads[0] if needs_y else None,
+            None,
+            dy.sum(0).to(dtype_bias) if needs_bias else None,
+            dA,
+            dB,
+            dy.sum(0, dtype=dtype_addend).mul_(scaling) if needs_addend else None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refuse forward-mode differentiation."""
+        raise RuntimeError(f"forward-mode differentiation asks for a tangent of the output, {_REMEDY}")
+
+
+# ------------------------------------------------------------------ float32 as the sum of three parts in bfloat16
+
+# The products (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0) of parts are one product, of two matrices that are stored
+# with their parts in these orders: so that in the one of activations the parts 0, 1, 2 stand at the front, and in the
+# one of a factor in the middle, and what needs each part once finds it without a copy.
+_OF_ACTIVATIONS = 0, 1, 2, 0, 0, 1
+_OF_FACTORS = 0, 0, 0, 1, 2, 1
+
+
+def _split(matrix: Tensor, dim: int) -> Tensor:
+    """Return the parts of a float32 matrix side by side along `dim`, bfloat16: six, of which some are there twice."""
+    parts = _parts(matrix)
+    return torch.cat([parts[part] for part in (_OF_ACTIVATIONS if dim else _OF_FACTORS)], dim)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three bfloat16 tensors whose sum is a float32 tensor."""
+    first = tensor.bfloat16()
+    rest = tensor - first
+    second = rest.bfloat16()
+    return first, second, (rest - second).bfloat16()
+
+
+def _with_addend(h: Tensor, factor: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return matrices whose product is that of h [tokens, n] and `factor` [n, out], plus `addend` [out] in each row."""
+    if addend is None:
+        return h, factor
+    is_split = addend.dtype is torch.float32 and h.dtype is torch.bfloat16
+    rows = torch.stack(_parts(addend)) if is_split else addend.to(h.dtype)[None]  # [3, out] or [1, out]
+    return torch.cat((h, h.new_ones(h.shape[0], rows.shape[0])), 1), torch.cat((factor, rows))
+
+
+def _first(parts: Tensor) -> Tensor:
+    """Return the parts 0, 1, 2 of activations [tokens, 6 r]: [tokens, 3 r]."""
+    return parts[:, : parts.shape[1] // 2]
+
+
+def _middle(parts: Tensor) -> Tensor:
+    """Return the parts 0, 1, 2 of a factor [6 r, n]: [3 r, n]."""
+    return parts[parts.shape[0] // 3 : parts.shape[0] * 5 // 6]
+
+
+def _sum_parts(product: Tensor, dim: int) -> Tensor:
+    """Sum the products with three parts that stand side by side along `dim`, [3 r, n] or [n, 3 r]."""
+    return product.unflatten(dim, (3, -1)).sum(dim)
+
+
+def _wide(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of bfloat16 matrices, summed and returned in float32."""
+    if _has_wide_product(a.device.type):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Add `scaling * a b` of bfloat16 matrices to y, bfloat16, in place; the sum is rounded once."""
+    if _has_wide_product(y.device.type):
+        return y.addmm_(a, b, alpha=scaling)
+    return y.copy_(torch.addmm(y.float(), a.float(), b.float(), alpha=scaling))
+
+
+@cache
+def _has_wide_product(device_type: str) -> bool:
+    """Return True if a type of device multiplies bfloat16 matrices into float32 (a CPU does not: torch 2.14)."""
+    if device_type == "meta":  # stands for a GPU wherever a step is simulated
+        return True
+    one = torch.ones(8, 8, dtype=torch.bfloat16, device=device_type)
+    try:
+        return bool((torch.mm(one, one, out_dtype=torch.float32) == 8).all())
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+# ------------------------------------------------------------------ layers
+
+
+def why_not_fused(layer: LoraLayer) -> str | None:
+    """Return why a LoRA layer keeps PEFT's forward for good, or None if its calls may be fused."""
+    base = layer.get_base_layer()
+    if "forward" in layer.__dict__ or not type(layer).__module__.startswith("peft."):
+        return "a forward of its own"
+    if isinstance(base, QuantisedLayer):
+        return None
+    if type(layer) is not LoraLinear:
+        return f"a layer of class {type(layer).__name__}"
+    if layer.lora_variant:
+        kind = type(next(iter(layer.lora_variant.values())))
+        return "DoRA" if kind is DoraLinearVariant else kind.__name__
+    if type(base).forward not in _FORWARDS or "forward" in base.__dict__:
+        return f"a base of class {type(base).__name__}, with a forward of its own"
+    dtypes = {parameter.dtype for parameter in layer.parameters()}
+    if torch.float16 in dtypes:
+        return "float16"
+    return None
+
+
+def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute a call of a LoRA layer in one function, if it is PEFT's plain sum; else by PEFT's forward."""
+    branch = _branch(layer, args[0]) if len(args) == 1 and not kwargs else None
+    if branch is None:
+        return compute(*args, **kwargs)
+    x, base = args[0], layer.base_layer
+    fed, scaling = None, branch.scaling
+    if branch.dropout is not None:
+        fed = branch.dropout(x.to(branch.dtype), is_scaled=False)
+        scaling *= branch.dropout.scale
+    y = weight = bias = None
+    if isinstance(base, QuantisedLayer):
+        y = base(x)
+    else:
+        weight, bias = base.weight, base.bias
+        weight = weight if features_dim(base) == 0 else weight.t()  # [out, in]
+    lora_A, lora_B, addend = branch.lora_A.weight, branch.lora_B.weight, branch.lora_B.bias
+    if addend is not None and branch.dropout is not None:
+        addend = addend / branch.dropout.scale
+    how = scaling, branch.dtype, branch.is_split
+    return FusedLoRA.apply(how, x, fed, y, weight, bias, lora_A, lora_B, addend)
+
+
+def _branch(layer: Any, x: Tensor) -> Branch | None:
+    """Return how the branch of a call is computed, or None if PEFT's forward is to compute it."""
+    if layer.disable_adapters or layer.merged or layer.lora_variant:
+        return None
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(names) != 1:
+        return None
+    base, (name,) = layer.base_layer, names
+    lora_A, lora_B, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    scaling = layer.scaling[name]
+    if not (_is_plain(lora_A) and _is_plain(lora_B)) or lora_A.bias is not None or not isinstance(scaling, (int, float)):
+        return None
+    if not isinstance(dropout, (nn.Identity, TopologyInvariantDropout)) or _is_changed(dropout):
+        return None
+    if isinstance(base, QuantisedLayer):
+        dtype = x.dtype
+    elif not _is_plain(base) or base.weight.requires_grad or isinstance(base.weight, DTensor):
+        return None
+    else:
+        dtype = base.weight.dtype
+    precision = _precision(layer, x, dtype, lora_A.weight.dtype, lora_B.weight.dtype)
+    if precision is None:
+        return None
+    drops = isinstance(dropout, TopologyInvariantDropout) and dropout.training and dropout.p > 0
+    return None if drops and dropout.p == 1 else Branch(lora_A, lora_B, dropout if drops else None, scaling, *precision)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return True if a call of a module computes a linear layer and nothing else."""
+    return type(module).forward in _FORWARDS and not _is_changed(module)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Return True if a call of a module runs hooks, or a forward that somebody has put on it."""
+    return has_hooks(module) or "forward" in module.__dict__
+
+
+def _precision(
+    layer: Any, x: Tensor, base: torch.dtype, lora_A: torch.dtype, lora_B: torch.dtype
+) -> tuple[torch.dtype, bool] | None:
+    """Return the dtype to compute in, and True if A and B are computed in three parts; None for PEFT's forward."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        found = {x.dtype, base, lora_A, lora_B}
+        fits = dtype is torch.bfloat16 and found <= {torch.float32, torch.bfloat16}
+        return (dtype, False) if fits and not isinstance(layer.base_layer, QuantisedLayer) else None
+    if x.dtype is not base or lora_A is not lora_B or base is torch.float16:
+        return None
+    if base is lora_A:
+        return base, False
+    # One token a row is what `generate` computes, again and again, with the same A and B: splitting them takes longer.
+    is_one_token = not torch.is_grad_enabled() and x.dim() > 2 and x.shape[-2] == 1
+    casts = getattr(layer, "cast_input_dtype_enabled", True) and not is_one_token
+    return (base, True) if (base, lora_A) == (torch.bfloat16, torch.float32) and casts else None
+
+
+def fuse_lora(setup: Setup) -> None:
+    """Fuse the LoRA layers of a model with their bases, unless the config says fused=False."""
+    for module in clean_names(setup.model):
+        if isinstance(module, LoraLayer):
+            why = why_not_fused(module) if setup.config.fused else "fused=False"
+            module.__dict__[_WHY] = why
+            if why is None:
+                wrap_forward(module, _run)
+
+
+def count_fused(model: nn.Module) -> tuple[int, Counter[str]]:
+    """Return the number of LoRA layers that are fused, and of those that keep PEFT's forward, by the reason."""
+    found = [module.__dict__[_WHY] for module in model.modules() if _WHY in module.__dict__]
+    return found.count(None), Counter(why for why in found if why is not None)
