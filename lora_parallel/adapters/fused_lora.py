@@ -62,9 +62,9 @@ class FusedLoRA(torch.autograd.Function):
     def forward(
         ctx: Any,
         how: tuple[float, torch.dtype, bool],
+        y: Tensor | None,  # first: if it is a view, autograd takes the first tensor for what is changed
         x: Tensor,
         fed: Tensor | None,
-        y: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         lora_A: Tensor,
@@ -97,9 +97,7 @@ class FusedLoRA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise RuntimeError(f"create_graph=True asks for a derivative of the gradient, {_REMEDY}")
-        _, needs_x, needs_fed, needs_y, _, needs_bias, needs_A, needs_B, needs_addend = ctx.needs_input_grad
+        _, needs_y, needs_x, needs_fed, _, needs_bias, needs_A, needs_B, needs_addend = ctx.needs_input_grad
         fed, weight, lora_A, lora_B, h = ctx.saved_tensors
         scaling, dtype, is_split = ctx.how
         dtype_x, dtype_bias, dtype_A, dtype_B, dtype_addend = ctx.dtypes
@@ -124,9 +122,9 @@ class FusedLoRA(torch.autograd.Function):
         dx, dfed = (dx, branch) if needs_fed else (branch, None)
         return (
             None,
+            grads[0] if needs_y else None,
             None if dx is None or not needs_x else dx.to(dtype_x).view(ctx.shape),
             None if dfed is None else dfed.view(ctx.shape),
-            grads[0] if needs_y else None,
             None,
             dy.sum(0).to(dtype_bias) if needs_bias else None,
             dA,
@@ -134,9 +132,18 @@ class FusedLoRA(torch.autograd.Function):
             dy.sum(0, dtype=dtype_addend).mul_(scaling) if needs_addend else None,
         )
 
+
+class _Eager(FusedLoRA):
+    """Refuse derivatives of the gradient, which would take h for a constant; a compiled block has none of its own."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph=True asks for a derivative of the gradient, {_REMEDY}")
+        return FusedLoRA.backward(ctx, *grads)
+
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refuse forward-mode differentiation."""
         raise RuntimeError(f"forward-mode differentiation asks for a tangent of the output, {_REMEDY}")
 
 
@@ -256,7 +263,8 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if addend is not None and branch.dropout is not None:
         addend = addend / branch.dropout.scale
     how = scaling, branch.dtype, branch.is_split
-    return FusedLoRA.apply(how, x, fed, y, weight, bias, lora_A, lora_B, addend)
+    function = FusedLoRA if torch.compiler.is_compiling() else _Eager
+    return function.apply(how, y, x, fed, weight, bias, lora_A, lora_B, addend)
 
 
 def _branch(layer: Any, x: Tensor) -> Branch | None:
